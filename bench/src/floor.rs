@@ -1,0 +1,239 @@
+//! The floor: the least that a durable tool-call server on this stack can be.
+//!
+//! axum on tokio in front, one SQLite database behind, one writer thread that commits in groups.
+//! A call is written as RUNNING and flushed, then executed (the tool does nothing), then written
+//! as SUCCEEDED and flushed, then told. That is the shape of the product, and there is nothing
+//! else: no authentication, no schemas, no policies, no retries, no events, no logs.
+//!
+//! It never answers before the flush that the answer speaks of, and it is never to be made slower
+//! to flatter the product: whatever storage trick the product uses, the floor uses too.
+
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::time::Duration;
+
+use anyhow::Context;
+use axum::Router;
+use axum::body::Bytes;
+use axum::extract::{Path as UrlPath, Query, State};
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::serve::ListenerExt;
+use rusqlite::{Connection, OptionalExtension};
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+use tokio::sync::{oneshot, watch};
+use tokio::time::Instant;
+use ulid::Ulid;
+
+mod storage;
+
+/// The one tool there is: it does nothing and returns `{}`.
+pub const TOOL: &str = "bench.noop";
+/// Name of the database file within the directory given to [`serve`].
+pub const DATABASE: &str = "floor.sqlite";
+
+const RESULT: &str = "{}";
+const SOURCE: &str = "builtin";
+
+/// Serves the floor on `listener` with its database in `dir`, until the future is dropped.
+///
+/// The database is `dir/floor.sqlite` and must not exist yet or be one of the floor's own. It is
+/// made ready first (a fraction of a second, mostly growing the write-ahead log); connections
+/// made meanwhile wait in the listener's queue.
+///
+/// Routes: `POST /v1/tools/bench.noop/invoke[?wait_ms=N]`, `GET /v1/tool_calls/{id}[?wait_ms=N]`,
+/// `GET /healthz`.
+///
+/// # Errors
+///
+/// When the database cannot be opened or the writer thread cannot be started.
+pub async fn serve(listener: tokio::net::TcpListener, dir: &Path) -> anyhow::Result<()> {
+    let path = dir.join(DATABASE);
+    let opened = tokio::task::spawn_blocking(move || {
+        let writer = storage::open_writer(&path)?;
+        let reader = storage::open_reader(&path)?;
+        anyhow::Ok((writer, reader))
+    });
+    let (writer, reader) = opened.await?.context("cannot open the floor's database")?;
+    let (ops, queue) = mpsc::channel();
+    let (commits, committed) = watch::channel(());
+    std::thread::Builder::new()
+        .name("floor-writer".to_owned())
+        .spawn(move || storage::write_loop(&writer, &queue, &commits))
+        .context("cannot start the floor's writer")?;
+    let floor = Arc::new(Floor { ops, reader: Mutex::new(reader), committed });
+    let router = Router::new()
+        .route("/v1/tools/{name}/invoke", post(invoke))
+        .route("/v1/tool_calls/{id}", get(read_call))
+        .route("/healthz", get(async || "ok"))
+        .with_state(floor);
+    // Answers are small and whole: holding them back for more would only delay them.
+    let listener = listener.tap_io(|stream| drop(stream.set_nodelay(true)));
+    axum::serve(listener, router).await.context("the floor stopped serving")
+}
+
+struct Floor {
+    ops: mpsc::Sender<storage::Op>,
+    reader: Mutex<Connection>,
+    /// Changes with every commit; who waits for a call looks at it again then.
+    committed: watch::Receiver<()>,
+}
+
+impl Floor {
+    /// Hands a change to the writer; the receiver yields once it is flushed.
+    fn change(&self, change: storage::Change) -> oneshot::Receiver<()> {
+        let (done, flushed) = oneshot::channel();
+        // If the writer is gone the sender is dropped here and the receiver tells.
+        let _ = self.ops.send(storage::Op { change, done });
+        flushed
+    }
+
+    fn find(&self, id: &str) -> Result<Option<Call>, Failure> {
+        // A read of one row from memory is shorter than the way to another thread and back.
+        let reader = self.reader.lock().unwrap_or_else(PoisonError::into_inner);
+        storage::find(&reader, id).optional().map_err(Failure::storage)
+    }
+}
+
+/// A call, as stored and as told.
+#[derive(Debug, Clone, Serialize)]
+struct Call {
+    tool_call_id: String,
+    run_id: String,
+    tool_name: String,
+    source: &'static str,
+    status: &'static str,
+    args: Box<RawValue>,
+    result: Option<Box<RawValue>>,
+    error: Option<Box<RawValue>>,
+    created_at: String,
+    completed_at: Option<String>,
+}
+
+#[derive(Serialize)]
+struct Ticket<'a> {
+    tool_call_id: &'a str,
+    status: &'a str,
+}
+
+#[derive(Deserialize)]
+struct Invoke {
+    run_id: String,
+    args: Box<RawValue>,
+}
+
+#[derive(Deserialize)]
+struct Wait {
+    wait_ms: Option<u64>,
+}
+
+impl Wait {
+    fn deadline(&self) -> Option<Instant> {
+        self.wait_ms.map(|millis| Instant::now() + Duration::from_millis(millis.min(3_600_000)))
+    }
+}
+
+async fn invoke(
+    State(floor): State<Arc<Floor>>,
+    UrlPath(name): UrlPath<String>,
+    Query(wait): Query<Wait>,
+    body: Bytes,
+) -> Result<Response, Failure> {
+    if name != TOOL {
+        return Err(Failure(StatusCode::NOT_FOUND, "no such tool".to_owned()));
+    }
+    let invoke: Invoke = serde_json::from_slice(&body)
+        .map_err(|error| Failure(StatusCode::BAD_REQUEST, error.to_string()))?;
+    let deadline = wait.deadline();
+    let call = Arc::new(Call {
+        tool_call_id: format!("tc_{}", Ulid::generate()),
+        run_id: invoke.run_id,
+        tool_name: name,
+        source: SOURCE,
+        status: "RUNNING",
+        args: invoke.args,
+        result: None,
+        error: None,
+        created_at: now(),
+        completed_at: None,
+    });
+    floor.change(storage::Change::Insert(Arc::clone(&call))).await.map_err(Failure::lost)?;
+
+    // The tool is executed here, between the two flushes. It does nothing.
+    let completed_at = now();
+    let id = call.tool_call_id.clone();
+    let finish = storage::Change::Finish(id, completed_at.clone());
+    let Some(deadline) = deadline else {
+        // The writer finishes the call whether or not anybody waits for it.
+        drop(floor.change(finish));
+        let ticket = Ticket { tool_call_id: &call.tool_call_id, status: call.status };
+        return json(StatusCode::ACCEPTED, &ticket);
+    };
+    match tokio::time::timeout_at(deadline, floor.change(finish)).await {
+        Ok(flushed) => flushed.map_err(Failure::lost)?,
+        // Too late to wait any longer: told as it was when last known to be flushed.
+        Err(_) => return json(StatusCode::ACCEPTED, &*call),
+    }
+    // The writer has let go of its share by now, so this takes the call and copies nothing.
+    let mut call = Arc::unwrap_or_clone(call);
+    call.status = "SUCCEEDED";
+    call.result = RawValue::from_string(RESULT.to_owned()).ok();
+    call.completed_at = Some(completed_at);
+    json(StatusCode::ACCEPTED, &call)
+}
+
+async fn read_call(
+    State(floor): State<Arc<Floor>>,
+    UrlPath(id): UrlPath<String>,
+    Query(wait): Query<Wait>,
+) -> Result<Response, Failure> {
+    let deadline = wait.deadline();
+    let mut committed = floor.committed.clone();
+    loop {
+        // Marked before the read: a commit that falls between read and wait is not missed.
+        committed.mark_unchanged();
+        let found = floor.find(&id)?;
+        let call =
+            found.ok_or_else(|| Failure(StatusCode::NOT_FOUND, "no such tool call".to_owned()))?;
+        match deadline {
+            Some(deadline) if call.status == "RUNNING" => {
+                let change = tokio::time::timeout_at(deadline, committed.changed()).await;
+                if !matches!(change, Ok(Ok(()))) {
+                    return json(StatusCode::OK, &call);
+                }
+            }
+            _ => return json(StatusCode::OK, &call),
+        }
+    }
+}
+
+fn now() -> String {
+    jiff::Timestamp::now().to_string()
+}
+
+fn json(status: StatusCode, value: &impl Serialize) -> Result<Response, Failure> {
+    let body = serde_json::to_vec(value).map_err(Failure::storage)?;
+    Ok((status, [(header::CONTENT_TYPE, "application/json")], body).into_response())
+}
+
+/// An answer that is no success.
+struct Failure(StatusCode, String);
+
+impl Failure {
+    fn storage(error: impl std::fmt::Display) -> Self {
+        Self(StatusCode::INTERNAL_SERVER_ERROR, error.to_string())
+    }
+
+    fn lost(_: oneshot::error::RecvError) -> Self {
+        Self::storage("the change could not be committed")
+    }
+}
+
+impl IntoResponse for Failure {
+    fn into_response(self) -> Response {
+        let body = serde_json::json!({ "error": self.1 }).to_string();
+        (self.0, [(header::CONTENT_TYPE, "application/json")], body).into_response()
+    }
+}

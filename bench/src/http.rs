@@ -1,0 +1,374 @@
+//! The smallest HTTP/1.1 client that measures honestly: one request at a time on one connection.
+//!
+//! It shares two cores with the server it measures, so a request is a ready-made run of bytes and
+//! an answer is parsed in place. It never follows redirects, never retries, never pipelines and
+//! speaks no TLS: `load` decides what a failure means.
+
+use std::io;
+use std::ops::Range;
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+
+/// An answer without end is a fault of the server, not a reason to run out of memory.
+const MAX_ANSWER: usize = 64 * 1024 * 1024;
+const MAX_HEAD: usize = 64 * 1024;
+
+/// The bytes of a POST with a JSON body, to be sent any number of times.
+#[must_use]
+pub fn post(addr: &str, path: &str, body: &str, bearer: Option<&str>) -> Vec<u8> {
+    let length = body.len();
+    let auth = authorization(bearer);
+    format!(
+        "POST {path} HTTP/1.1\r\nhost: {addr}\r\n{auth}content-type: application/json\r\n\
+         content-length: {length}\r\n\r\n{body}"
+    )
+    .into_bytes()
+}
+
+/// The bytes of a GET, to be sent any number of times.
+#[must_use]
+pub fn get(addr: &str, path: &str, bearer: Option<&str>) -> Vec<u8> {
+    let auth = authorization(bearer);
+    format!("GET {path} HTTP/1.1\r\nhost: {addr}\r\n{auth}\r\n").into_bytes()
+}
+
+fn authorization(bearer: Option<&str>) -> String {
+    bearer.map_or_else(String::new, |token| format!("authorization: Bearer {token}\r\n"))
+}
+
+/// An answer, borrowed from the connection it came in on.
+#[derive(Debug)]
+pub struct Answer<'a> {
+    /// The status code.
+    pub status: u16,
+    /// The body with any chunking taken off.
+    pub body: &'a [u8],
+}
+
+impl Answer<'_> {
+    /// Whether the status is 2xx.
+    #[must_use]
+    pub fn is_success(&self) -> bool {
+        (200..300).contains(&self.status)
+    }
+
+    /// Whether the status is 2xx and the body says that the call has succeeded.
+    #[must_use]
+    pub fn has_succeeded(&self) -> bool {
+        const WORD: &[u8] = b"SUCCEEDED";
+        self.is_success() && self.body.windows(WORD.len()).any(|part| part == WORD)
+    }
+}
+
+/// A keep-alive connection.
+#[derive(Debug)]
+pub struct Connection {
+    stream: TcpStream,
+    input: Vec<u8>,
+    /// A chunked body, put together.
+    joined: Vec<u8>,
+    open: bool,
+}
+
+impl Connection {
+    /// Connects to `addr` (`host:port`).
+    ///
+    /// # Errors
+    ///
+    /// When the connection is refused or the address is none.
+    pub async fn open(addr: &str) -> io::Result<Self> {
+        let stream = TcpStream::connect(addr).await?;
+        stream.set_nodelay(true)?;
+        Ok(Self { stream, input: Vec::with_capacity(4096), joined: Vec::new(), open: true })
+    }
+
+    /// Whether another request may be sent; false once the server said that it will close, and
+    /// after any failure.
+    #[must_use]
+    pub fn is_open(&self) -> bool {
+        self.open
+    }
+
+    /// Sends a request made by [`post`] or [`get`] and reads the whole answer.
+    ///
+    /// # Errors
+    ///
+    /// When the connection breaks or the answer is no HTTP. The connection is of no use then.
+    pub async fn round_trip(&mut self, request: &[u8]) -> io::Result<Answer<'_>> {
+        // Closed until the answer is whole: also when the caller gives up half way through.
+        if !std::mem::replace(&mut self.open, false) {
+            return Err(io::ErrorKind::NotConnected.into());
+        }
+        self.input.clear();
+        self.stream.write_all(request).await?;
+        let mut ended = false;
+        let parsed = loop {
+            if let Some(parsed) = parse(&self.input, ended, &mut self.joined)? {
+                break parsed;
+            }
+            if ended {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+            if self.input.len() > MAX_ANSWER {
+                return Err(bad("the answer has no end"));
+            }
+            // Grows with the answer, so that a long page is not read in tiny pieces.
+            self.input.reserve(self.input.len().max(2048));
+            ended = self.stream.read_buf(&mut self.input).await? == 0;
+        };
+        if parsed.used != self.input.len() {
+            return Err(bad("bytes after the answer that nobody asked for"));
+        }
+        self.open = parsed.keep_alive && !ended;
+        let body = match parsed.body {
+            Body::InPlace(range) => self.input.get(range).unwrap_or_default(),
+            Body::Joined => &self.joined,
+        };
+        Ok(Answer { status: parsed.status, body })
+    }
+}
+
+fn bad(why: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, why)
+}
+
+#[derive(Debug, PartialEq)]
+enum Body {
+    InPlace(Range<usize>),
+    Joined,
+}
+
+#[derive(Debug, PartialEq)]
+struct Parsed {
+    status: u16,
+    body: Body,
+    used: usize,
+    keep_alive: bool,
+}
+
+struct Head {
+    status: u16,
+    length: Option<usize>,
+    chunked: bool,
+    keep_alive: bool,
+}
+
+/// Parses one answer from the start of `input`; `None` means that more bytes are needed.
+///
+/// It starts anew each time: most answers arrive in one piece, so there is no state worth the
+/// trouble of keeping.
+fn parse(input: &[u8], ended: bool, joined: &mut Vec<u8>) -> io::Result<Option<Parsed>> {
+    let mut start = 0;
+    let (head, at) = loop {
+        let rest = input.get(start..).unwrap_or_default();
+        let Some(length) = head_length(rest) else {
+            return if rest.len() > MAX_HEAD { Err(bad("a head without end")) } else { Ok(None) };
+        };
+        let head = parse_head(rest.get(..length).unwrap_or_default())?;
+        start += length;
+        // 1xx is an aside: the answer itself is still to come.
+        if head.status >= 200 {
+            break (head, start);
+        }
+    };
+    let (body, used) = if matches!(head.status, 204 | 304) {
+        (Body::InPlace(at..at), at)
+    } else if head.chunked {
+        let Some(used) = join_chunks(input, at, joined)? else {
+            return Ok(None);
+        };
+        (Body::Joined, used)
+    } else if let Some(length) = head.length {
+        let end = at.checked_add(length).ok_or_else(|| bad("a content-length too large"))?;
+        if input.len() < end {
+            return Ok(None);
+        }
+        (Body::InPlace(at..end), end)
+    } else if ended {
+        (Body::InPlace(at..input.len()), input.len())
+    } else {
+        return Ok(None);
+    };
+    Ok(Some(Parsed { status: head.status, body, used, keep_alive: head.keep_alive }))
+}
+
+/// Length of the head with its empty line.
+fn head_length(input: &[u8]) -> Option<usize> {
+    input.windows(4).position(|part| part == b"\r\n\r\n").map(|at| at + 4)
+}
+
+fn parse_head(head: &[u8]) -> io::Result<Head> {
+    let head = std::str::from_utf8(head).map_err(|_| bad("a head that is not text"))?;
+    let mut lines = head.split("\r\n");
+    let mut first = lines.next().unwrap_or_default().splitn(3, ' ');
+    let version = first.next().unwrap_or_default();
+    let status = first.next().and_then(|code| code.parse().ok());
+    let (Some(status), true) = (status, version.starts_with("HTTP/1.")) else {
+        return Err(bad("not an HTTP/1 status line"));
+    };
+    let mut parsed =
+        Head { status, length: None, chunked: false, keep_alive: version != "HTTP/1.0" };
+    for line in lines.take_while(|line| !line.is_empty()) {
+        let (name, value) = line.split_once(':').ok_or_else(|| bad("a header without colon"))?;
+        let value = value.trim();
+        if name.eq_ignore_ascii_case("content-length") {
+            let length = value.parse().map_err(|_| bad("a content-length that is no number"))?;
+            parsed.length = Some(length);
+        } else if name.eq_ignore_ascii_case("transfer-encoding") {
+            parsed.chunked = value.to_ascii_lowercase().ends_with("chunked");
+        } else if name.eq_ignore_ascii_case("connection") {
+            if value.eq_ignore_ascii_case("close") {
+                parsed.keep_alive = false;
+            } else if value.eq_ignore_ascii_case("keep-alive") {
+                parsed.keep_alive = true;
+            }
+        }
+    }
+    Ok(parsed)
+}
+
+/// Takes the chunking off; gives where the answer ends, or `None` if it has not all arrived.
+fn join_chunks(input: &[u8], start: usize, joined: &mut Vec<u8>) -> io::Result<Option<usize>> {
+    joined.clear();
+    let mut at = start;
+    loop {
+        let Some((line, next)) = take_line(input, at) else {
+            return Ok(None);
+        };
+        at = next;
+        // What follows a semicolon is an extension, which may be ignored.
+        let digits = line.split(|&byte| byte == b';').next().unwrap_or_default().trim_ascii();
+        let size = std::str::from_utf8(digits)
+            .ok()
+            .and_then(|digits| usize::from_str_radix(digits, 16).ok())
+            .filter(|&size| size <= MAX_ANSWER)
+            .ok_or_else(|| bad("a chunk size that is no number"))?;
+        if size == 0 {
+            break;
+        }
+        let Some(end) = input.get(at + size..at + size + 2) else {
+            return Ok(None);
+        };
+        if end != b"\r\n" {
+            return Err(bad("a chunk that does not end where it said"));
+        }
+        joined.extend_from_slice(input.get(at..at + size).unwrap_or_default());
+        at += size + 2;
+    }
+    // Trailers, up to an empty line.
+    while let Some((line, next)) = take_line(input, at) {
+        at = next;
+        if line.is_empty() {
+            return Ok(Some(at));
+        }
+    }
+    Ok(None)
+}
+
+/// The line that starts at `at`, without its end, and where the next one starts.
+fn take_line(input: &[u8], at: usize) -> Option<(&[u8], usize)> {
+    let rest = input.get(at..)?;
+    let length = rest.windows(2).position(|part| part == b"\r\n")?;
+    Some((rest.get(..length)?, at + length + 2))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// Feeds the answer byte by byte: it must be whole at the last byte and not before.
+    fn feed(text: &str) -> (Parsed, Vec<u8>) {
+        let bytes = text.as_bytes();
+        let mut joined = Vec::new();
+        for end in 0..bytes.len() {
+            let parsed = parse(&bytes[..end], false, &mut joined).unwrap();
+            assert_eq!(parsed, None, "whole after {end} bytes");
+        }
+        let parsed = parse(bytes, false, &mut joined).unwrap().unwrap();
+        assert_eq!(parsed.used, bytes.len());
+        let body = match &parsed.body {
+            Body::InPlace(range) => bytes[range.clone()].to_vec(),
+            Body::Joined => joined,
+        };
+        (parsed, body)
+    }
+
+    #[test]
+    fn content_length() {
+        let (parsed, body) = feed("HTTP/1.1 202 Accepted\r\nContent-Length: 5\r\n\r\nhello");
+        assert_eq!((parsed.status, parsed.keep_alive), (202, true));
+        assert_eq!(body, b"hello");
+        let (_, body) = feed("HTTP/1.1 200 OK\r\ncontent-length:0\r\n\r\n");
+        assert_eq!(body, b"");
+    }
+
+    #[test]
+    fn chunked_with_extension_and_trailer() {
+        let (_, body) = feed(
+            "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n\
+             5;x=1\r\nhello\r\nC\r\n, the\r\nworld\r\n0\r\nx-sum: 1\r\n\r\n",
+        );
+        assert_eq!(body, b"hello, the\r\nworld");
+        let (_, body) = feed("HTTP/1.1 200 OK\r\ntransfer-encoding: Chunked\r\n\r\n0\r\n\r\n");
+        assert_eq!(body, b"");
+    }
+
+    #[test]
+    fn asides_are_skipped_and_empty_answers_end_at_once() {
+        let (parsed, body) =
+            feed("HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok");
+        assert_eq!((parsed.status, body.as_slice()), (200, b"ok".as_slice()));
+        let (parsed, body) = feed("HTTP/1.1 204 No Content\r\n\r\n");
+        assert_eq!((parsed.status, body.len()), (204, 0));
+    }
+
+    #[test]
+    fn without_a_length_the_body_runs_to_the_end() {
+        let text = b"HTTP/1.0 200 OK\r\n\r\nall of it";
+        let mut joined = Vec::new();
+        assert_eq!(parse(text, false, &mut joined).unwrap(), None);
+        let parsed = parse(text, true, &mut joined).unwrap().unwrap();
+        assert_eq!(parsed.body, Body::InPlace(19..text.len()));
+        assert!(!parsed.keep_alive);
+    }
+
+    #[test]
+    fn close_is_noticed() {
+        let (parsed, _) = feed("HTTP/1.1 200 OK\r\nConnection: Close\r\ncontent-length: 0\r\n\r\n");
+        assert!(!parsed.keep_alive);
+    }
+
+    #[test]
+    fn rubbish_is_refused() {
+        for text in [
+            "SSH-2.0-x\r\n\r\n",
+            "HTTP/1.1 abc\r\n\r\n",
+            "HTTP/1.1 200 OK\r\ncontent-length: many\r\n\r\n",
+            "HTTP/1.1 200 OK\r\nno colon\r\n\r\n",
+            "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nxyz\r\n",
+            "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\nab\r\n",
+            "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nffffffffffffffff\r\nab\r\n",
+        ] {
+            assert!(parse(text.as_bytes(), false, &mut Vec::new()).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn requests_are_whole() {
+        let text = String::from_utf8(post("h:1", "/p", "{}", Some("t"))).unwrap();
+        assert!(text.starts_with("POST /p HTTP/1.1\r\nhost: h:1\r\nauthorization: Bearer t\r\n"));
+        assert!(text.ends_with("content-length: 2\r\n\r\n{}"));
+        let text = String::from_utf8(get("h:1", "/p", None)).unwrap();
+        assert_eq!(text, "GET /p HTTP/1.1\r\nhost: h:1\r\n\r\n");
+    }
+
+    #[test]
+    fn success_needs_both_status_and_word() {
+        let answer = |status, body| Answer { status, body };
+        assert!(answer(202, br#"{"status":"SUCCEEDED"}"#.as_slice()).has_succeeded());
+        assert!(!answer(202, b"RUNNING".as_slice()).has_succeeded());
+        assert!(!answer(500, b"SUCCEEDED".as_slice()).has_succeeded());
+    }
+}

@@ -1,0 +1,55 @@
+//! The floor that Toolcrib's speed is stated against, and the load generator that measures both.
+//!
+//! A figure such as "3000 calls a second" says more about the disk than about the program. So
+//! every figure of Toolcrib is given as a ratio against a *floor* measured on the same machine in
+//! the same run: the same HTTP stack (axum on tokio) and the same storage (SQLite with group
+//! commit) in the same shape (invoke, ticket, result; every state change flushed before it is
+//! told) and nothing else.
+//!
+//! This crate never starts a process, reads no configuration and prints nothing but the floor's
+//! storage errors: the command `toolcrib bench` starts the product and the floor as child
+//! processes and calls what is here.
+//!
+//! | module      | what it holds                                                            |
+//! |-------------|--------------------------------------------------------------------------|
+//! | [`floor`]   | the comparison server: [`floor::serve`]                                  |
+//! | [`load`]    | closed loop, burst, GET latencies, time to the first answer              |
+//! | [`http`]    | the small HTTP/1.1 client that [`load`] drives                           |
+//! | [`sample`]  | what a load run gives back, and the percentiles                          |
+//! | [`machine`] | facts of the machine, among them how often it can flush                  |
+//! | [`process`] | resident memory of a child process, a free loopback port                 |
+//! | [`report`]  | measures, their limits, the table and the JSON                           |
+//!
+//! A run, from the side of the caller:
+//!
+//! ```no_run
+//! use std::time::Duration;
+//! use toolcrib_bench::{floor, load, machine, report};
+//!
+//! # async fn run(product: &str, floor_addr: &str, dir: &std::path::Path) -> anyhow::Result<()> {
+//! let path = format!("/v1/tools/{}/invoke?wait_ms=10000", floor::TOOL);
+//! let body = r#"{"run_id":"bench","args":{}}"#;
+//! let time = Duration::from_secs(5);
+//! let ours = load::closed_loop(product, 64, time, &path, body, Some("a-token")).await?;
+//! let base = load::closed_loop(floor_addr, 64, time, &path, body, None).await?;
+//!
+//! let facts = machine::Machine::probe(dir)?;
+//! let mut report = report::Report::new("0.1.0", "2025-01-01", facts);
+//! report.push(report::Measure::against_floor(
+//!     "invoke and wait, 64 callers",
+//!     "calls/s",
+//!     ours.calls_per_s,
+//!     base.calls_per_s,
+//!     report::Limit::AtLeast(0.5),
+//! ));
+//! print!("{}", report.table());
+//! # Ok(()) }
+//! ```
+
+pub mod floor;
+pub mod http;
+pub mod load;
+pub mod machine;
+pub mod process;
+pub mod report;
+pub mod sample;

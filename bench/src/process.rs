@@ -1,0 +1,65 @@
+//! Small helpers for whoever runs the measured servers as child processes.
+//!
+//! They only look: nothing here starts, signals or ends a process.
+
+use std::net::{Ipv4Addr, TcpListener};
+
+use anyhow::Context;
+
+/// Resident memory of a process in bytes (`VmRSS` of `/proc/<pid>/status`).
+///
+/// # Errors
+///
+/// When the process is gone or is not ours to see, or the system has no such `/proc`.
+pub fn resident_bytes(pid: u32) -> anyhow::Result<u64> {
+    let path = format!("/proc/{pid}/status");
+    let status = std::fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
+    vm_rss(&status).with_context(|| format!("no VmRSS in {path}"))
+}
+
+/// A loopback port that was free a moment ago, for a child that must be told its address.
+///
+/// The port is let go before this returns, so another process could take it first; the kernel
+/// hands out ports in turn, so on a quiet machine it does not.
+///
+/// # Errors
+///
+/// When no loopback port can be bound.
+pub fn free_port() -> anyhow::Result<u16> {
+    let listener =
+        TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("cannot bind a loopback port")?;
+    Ok(listener.local_addr()?.port())
+}
+
+/// `VmRSS:  12345 kB`, where the kernel's "kB" is 1024 bytes.
+fn vm_rss(status: &str) -> Option<u64> {
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    kib.checked_mul(1024)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_the_resident_line() {
+        let status = "Name:\tx\nVmHWM:\t  900 kB\nVmRSS:\t   512 kB\nThreads:\t1\n";
+        assert_eq!(vm_rss(status), Some(512 * 1024));
+        assert_eq!(vm_rss("Name:\tkthread\n"), None);
+        assert_eq!(vm_rss("VmRSS:\t many kB\n"), None);
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn sees_itself_and_not_the_absent() {
+        assert!(resident_bytes(std::process::id()).unwrap() > 100_000);
+        assert!(resident_bytes(u32::MAX).is_err());
+    }
+
+    #[test]
+    fn a_free_port_can_be_bound() {
+        assert_ne!(free_port().unwrap(), 0);
+    }
+}

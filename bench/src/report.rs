@@ -1,0 +1,293 @@
+//! Measures, the limits they are held to, and the report as a table and as JSON.
+//!
+//! Nothing here measures: it judges figures that others took. A measure that could not be
+//! compared (a floor of zero, a value that is no number) misses its limit, because a limit that
+//! cannot be shown to hold does not.
+
+use std::fmt::Write as _;
+
+use serde::{Deserialize, Serialize};
+
+use crate::machine::Machine;
+
+/// What a measure is held to: its ratio when it has a floor, else its value.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Limit {
+    /// More is better, and no less than this will do.
+    AtLeast(f64),
+    /// Less is better, and no more than this will do.
+    AtMost(f64),
+    /// Told for information; it can be neither met nor missed.
+    #[default]
+    None,
+}
+
+impl Limit {
+    /// Whether `figure` is within the limit. No number is within any but [`Limit::None`].
+    #[must_use]
+    pub fn allows(self, figure: f64) -> bool {
+        match self {
+            Self::AtLeast(least) => figure >= least,
+            Self::AtMost(most) => figure <= most,
+            Self::None => true,
+        }
+    }
+}
+
+/// One figure of the report.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Measure {
+    /// What was measured, as the reader of the table should see it.
+    pub name: String,
+    /// The unit of `value` and `floor`: `calls/s`, `µs`, `MiB`.
+    pub unit: String,
+    /// What the product reached.
+    pub value: f64,
+    /// What the floor reached in the same run.
+    pub floor: Option<f64>,
+    /// `value / floor`; absent when there is no floor or it was not above zero.
+    pub ratio: Option<f64>,
+    /// What the figure is held to.
+    pub limit: Limit,
+}
+
+impl Measure {
+    /// A measure with a floor: the limit applies to `value / floor`.
+    #[must_use]
+    pub fn against_floor(
+        name: impl Into<String>,
+        unit: impl Into<String>,
+        value: f64,
+        floor: f64,
+        limit: Limit,
+    ) -> Self {
+        let ratio = (floor > 0.0).then_some(value / floor).filter(|ratio| ratio.is_finite());
+        Self { floor: Some(floor), ratio, ..Self::alone(name, unit, value, limit) }
+    }
+
+    /// A measure without a floor: the limit applies to `value`.
+    #[must_use]
+    pub fn alone(
+        name: impl Into<String>,
+        unit: impl Into<String>,
+        value: f64,
+        limit: Limit,
+    ) -> Self {
+        Self { name: name.into(), unit: unit.into(), value, floor: None, ratio: None, limit }
+    }
+
+    /// Whether the limit holds (always, when there is none).
+    #[must_use]
+    pub fn passed(&self) -> bool {
+        let judged = if self.floor.is_some() { self.ratio.unwrap_or(f64::NAN) } else { self.value };
+        self.limit.allows(judged)
+    }
+
+    fn cells(&self) -> [String; 6] {
+        let with_unit = |value: f64| format!("{} {}", figure(value), self.unit);
+        // A limit on a ratio is told as a ratio, so that the two columns can be read together.
+        let bound = |sign: &str, bound: f64| {
+            if self.floor.is_some() {
+                format!("{sign} {bound:.2}x")
+            } else {
+                format!("{sign} {}", with_unit(bound))
+            }
+        };
+        let (limit, outcome) = match self.limit {
+            Limit::AtLeast(least) => (bound(">=", least), self.outcome()),
+            Limit::AtMost(most) => (bound("<=", most), self.outcome()),
+            Limit::None => ("-".to_owned(), "-"),
+        };
+        let absent = || "-".to_owned();
+        [
+            self.name.clone(),
+            with_unit(self.value),
+            self.floor.map_or_else(absent, with_unit),
+            self.ratio.map_or_else(absent, |ratio| format!("{ratio:.2}x")),
+            limit,
+            outcome.to_owned(),
+        ]
+    }
+
+    fn outcome(&self) -> &'static str {
+        if self.passed() { "ok" } else { "missed" }
+    }
+}
+
+/// All measures of one run and the machine they were taken on.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Report {
+    /// Version of the product measured.
+    pub version: String,
+    /// When it was measured, as the caller wrote it: this crate does not choose a format.
+    pub date: String,
+    /// Where it was measured.
+    pub machine: Machine,
+    /// The figures, in the order they are to be told.
+    pub measures: Vec<Measure>,
+}
+
+impl Report {
+    /// A report without measures yet.
+    #[must_use]
+    pub fn new(version: impl Into<String>, date: impl Into<String>, machine: Machine) -> Self {
+        Self { version: version.into(), date: date.into(), machine, measures: Vec::new() }
+    }
+
+    /// Adds a measure at the end.
+    pub fn push(&mut self, measure: Measure) {
+        self.measures.push(measure);
+    }
+
+    /// Whether every limit holds.
+    #[must_use]
+    pub fn passed(&self) -> bool {
+        self.measures.iter().all(Measure::passed)
+    }
+
+    /// The report for a person: the facts in two lines, then one aligned line for each measure.
+    #[must_use]
+    pub fn table(&self) -> String {
+        let machine = &self.machine;
+        let mut text = format!(
+            "toolcrib {}, {}, {} cores, kernel {}\nfsync/s: {} append, {} overwrite\n\n",
+            self.version,
+            self.date,
+            machine.cores,
+            machine.kernel,
+            figure(machine.fsync_append_per_s),
+            figure(machine.fsync_overwrite_per_s),
+        );
+        let heads = ["measure", "value", "floor", "ratio", "limit", ""].map(str::to_owned);
+        let rows: Vec<[String; 6]> =
+            std::iter::once(heads).chain(self.measures.iter().map(Measure::cells)).collect();
+        let mut widths = [0; 6];
+        for row in &rows {
+            for (width, cell) in widths.iter_mut().zip(row) {
+                // Characters and not bytes: "µs" is three bytes and two columns.
+                *width = cell.chars().count().max(*width);
+            }
+        }
+        for row in &rows {
+            push_row(&mut text, row, &widths);
+        }
+        text
+    }
+
+    /// The report for a program.
+    ///
+    /// # Errors
+    ///
+    /// Never for a report made by this crate; the error is serde's.
+    pub fn json(&self) -> serde_json::Result<String> {
+        serde_json::to_string_pretty(self)
+    }
+}
+
+fn push_row(text: &mut String, row: &[String; 6], widths: &[usize; 6]) {
+    let mut line = String::new();
+    for (column, (cell, &width)) in row.iter().zip(widths).enumerate() {
+        // Names and outcomes are words and start left; what lies between ends in a unit.
+        // Writing to a String cannot fail.
+        let _ = match column {
+            0 => write!(line, "{cell:<width$}"),
+            5 => write!(line, "  {cell:<width$}"),
+            _ => write!(line, "  {cell:>width$}"),
+        };
+    }
+    text.push_str(line.trim_end());
+    text.push('\n');
+}
+
+/// Digits enough to compare by: none after the point from a hundred on, more for small figures.
+fn figure(value: f64) -> String {
+    match value.abs() {
+        size if size >= 100.0 => format!("{value:.0}"),
+        size if size >= 10.0 => format!("{value:.1}"),
+        _ => format!("{value:.2}"),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn calls(value: f64, floor: f64, limit: Limit) -> Measure {
+        Measure::against_floor("invoke", "calls/s", value, floor, limit)
+    }
+
+    #[test]
+    fn the_limit_is_on_the_ratio_when_there_is_a_floor() {
+        assert!(calls(50.0, 100.0, Limit::AtLeast(0.5)).passed());
+        assert!(!calls(49.0, 100.0, Limit::AtLeast(0.5)).passed());
+        assert!(calls(200.0, 100.0, Limit::AtMost(2.0)).passed());
+        assert!(!calls(201.0, 100.0, Limit::AtMost(2.0)).passed());
+    }
+
+    #[test]
+    fn the_limit_is_on_the_value_when_there_is_no_floor() {
+        assert!(Measure::alone("memory", "MiB", 40.0, Limit::AtMost(40.0)).passed());
+        assert!(!Measure::alone("memory", "MiB", 41.0, Limit::AtMost(40.0)).passed());
+        assert!(Measure::alone("memory", "MiB", 1e9, Limit::None).passed());
+    }
+
+    #[test]
+    fn what_cannot_be_compared_is_missed() {
+        let measure = calls(50.0, 0.0, Limit::AtMost(2.0));
+        assert_eq!(measure.ratio, None);
+        assert!(!measure.passed());
+        assert!(!calls(f64::NAN, 10.0, Limit::AtLeast(0.0)).passed());
+        assert!(!Measure::alone("x", "s", f64::NAN, Limit::AtMost(1.0)).passed());
+        assert!(calls(50.0, 0.0, Limit::None).passed());
+    }
+
+    fn report() -> Report {
+        let mut report = Report::new("0.1.0", "2025-06-01", Machine::default());
+        report.push(calls(900.0, 1000.0, Limit::AtLeast(0.5)));
+        report.push(Measure::against_floor("p50", "µs", 900.0, 300.0, Limit::AtMost(2.0)));
+        report.push(Measure::alone("resident memory", "MiB", 21.25, Limit::None));
+        report
+    }
+
+    #[test]
+    fn one_missed_limit_fails_the_report() {
+        let mut report = report();
+        assert!(!report.passed());
+        report.measures.remove(1);
+        assert!(report.passed());
+        assert!(Report::default().passed());
+    }
+
+    #[test]
+    fn the_table_is_aligned() {
+        let table = report().table();
+        let lines: Vec<&str> = table.lines().skip(3).collect();
+        assert_eq!(
+            lines,
+            [
+                "measure                value         floor  ratio     limit",
+                "invoke           900 calls/s  1000 calls/s  0.90x  >= 0.50x  ok",
+                "p50                   900 µs        300 µs  3.00x  <= 2.00x  missed",
+                "resident memory     21.2 MiB             -      -         -  -",
+            ]
+        );
+        assert!(table.starts_with("toolcrib 0.1.0, 2025-06-01, 0 cores"));
+    }
+
+    #[test]
+    fn json_comes_back_the_same() {
+        let text = report().json().unwrap();
+        assert!(text.contains("\"at_least\": 0.5"));
+        let back: Report = serde_json::from_str(&text).unwrap();
+        assert_eq!(back, report());
+    }
+
+    #[test]
+    fn figures_keep_three_digits() {
+        assert_eq!(figure(12345.6), "12346");
+        assert_eq!(figure(12.345), "12.3");
+        assert_eq!(figure(0.123), "0.12");
+    }
+}

@@ -1,0 +1,153 @@
+//! What a load run gives back, and how the percentiles are taken.
+//!
+//! Percentiles are nearest-rank over every latency recorded: nothing is binned, interpolated or
+//! thrown away, so each figure is a time that some call really took.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+/// The outcome of many calls made one after the other by one or more workers.
+///
+/// Latencies cover the calls that were answered as expected; a call that failed is counted in
+/// `errors` and in nothing else, so that a server that fails fast does not look quick.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Sample {
+    /// Calls answered as expected, per second of `elapsed_us`.
+    pub calls_per_s: f64,
+    /// Half of the calls took no longer than this, in microseconds.
+    pub p50_us: u64,
+    /// Nine of ten calls took no longer than this, in microseconds.
+    pub p90_us: u64,
+    /// Ninety-nine of a hundred calls took no longer than this, in microseconds.
+    pub p99_us: u64,
+    /// The longest call, in microseconds.
+    pub max_us: u64,
+    /// How many calls were answered as expected.
+    pub count: u64,
+    /// How many calls were answered otherwise, or not at all.
+    pub errors: u64,
+    /// From the first call sent to the last answer, in microseconds.
+    pub elapsed_us: u64,
+}
+
+impl Sample {
+    /// Works out the figures from the latencies (in microseconds, in any order).
+    #[must_use]
+    pub fn from_latencies(mut latencies: Vec<u64>, errors: u64, elapsed: Duration) -> Self {
+        latencies.sort_unstable();
+        let seconds = elapsed.as_secs_f64();
+        let calls_per_s = if seconds > 0.0 { latencies.len() as f64 / seconds } else { 0.0 };
+        Self {
+            calls_per_s,
+            p50_us: percentile(&latencies, 50.0),
+            p90_us: percentile(&latencies, 90.0),
+            p99_us: percentile(&latencies, 99.0),
+            max_us: latencies.last().copied().unwrap_or(0),
+            count: latencies.len() as u64,
+            errors,
+            elapsed_us: micros(elapsed),
+        }
+    }
+}
+
+/// The outcome of sending `n` calls at once, some rounds over.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct BurstSample {
+    /// How many calls each round sent at once.
+    pub n: usize,
+    /// From the first call sent until the last result is in, in microseconds; the median round.
+    pub median_us: u64,
+    /// The same of the quickest round.
+    pub min_us: u64,
+    /// The same of the slowest round.
+    pub max_us: u64,
+    /// The same of every round, in the order they were run.
+    pub rounds_us: Vec<u64>,
+    /// How many calls were answered as expected, over all rounds.
+    pub count: u64,
+    /// How many calls were answered otherwise or not at all, over all rounds.
+    pub errors: u64,
+}
+
+impl BurstSample {
+    /// Works out the figures from the time of each round (in microseconds).
+    #[must_use]
+    pub fn from_rounds(n: usize, rounds_us: Vec<u64>, count: u64, errors: u64) -> Self {
+        let mut sorted = rounds_us.clone();
+        sorted.sort_unstable();
+        Self {
+            n,
+            median_us: percentile(&sorted, 50.0),
+            min_us: sorted.first().copied().unwrap_or(0),
+            max_us: sorted.last().copied().unwrap_or(0),
+            rounds_us,
+            count,
+            errors,
+        }
+    }
+}
+
+/// The nearest-rank percentile of a list sorted upwards: the smallest member that at least
+/// `percent` of a hundred members do not exceed. An empty list gives 0.
+#[must_use]
+pub fn percentile(sorted: &[u64], percent: f64) -> u64 {
+    let rank = (percent / 100.0 * sorted.len() as f64).ceil() as usize;
+    let at = rank.clamp(1, sorted.len().max(1)) - 1;
+    sorted.get(at).copied().unwrap_or(0)
+}
+
+/// Whole microseconds of a duration.
+#[must_use]
+pub fn micros(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentile_is_nearest_rank() {
+        let hundred: Vec<u64> = (1..=100).collect();
+        assert_eq!(percentile(&hundred, 0.0), 1);
+        assert_eq!(percentile(&hundred, 50.0), 50);
+        assert_eq!(percentile(&hundred, 90.0), 90);
+        assert_eq!(percentile(&hundred, 99.0), 99);
+        assert_eq!(percentile(&hundred, 100.0), 100);
+        assert_eq!(percentile(&[1, 2, 3], 50.0), 2);
+        assert_eq!(percentile(&[1, 2, 3], 99.0), 3);
+    }
+
+    #[test]
+    fn percentile_of_few() {
+        assert_eq!(percentile(&[], 50.0), 0);
+        assert_eq!(percentile(&[7], 0.0), 7);
+        assert_eq!(percentile(&[7], 50.0), 7);
+        assert_eq!(percentile(&[7], 99.0), 7);
+    }
+
+    #[test]
+    fn sample_sorts_and_counts_only_the_good() {
+        let sample = Sample::from_latencies(vec![30, 10, 20, 40], 3, Duration::from_secs(2));
+        assert_eq!(sample.p50_us, 20);
+        assert_eq!(sample.max_us, 40);
+        assert_eq!(sample.count, 4);
+        assert_eq!(sample.errors, 3);
+        assert!((sample.calls_per_s - 2.0).abs() < 1e-9);
+        assert_eq!(sample.elapsed_us, 2_000_000);
+    }
+
+    #[test]
+    fn empty_sample_is_all_zero() {
+        let sample = Sample::from_latencies(Vec::new(), 0, Duration::ZERO);
+        assert_eq!(sample, Sample::default());
+    }
+
+    #[test]
+    fn burst_keeps_the_order_of_rounds() {
+        let burst = BurstSample::from_rounds(100, vec![9, 1, 5], 300, 0);
+        assert_eq!(burst.rounds_us, vec![9, 1, 5]);
+        assert_eq!((burst.min_us, burst.median_us, burst.max_us), (1, 5, 9));
+    }
+}

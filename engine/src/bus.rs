@@ -1,0 +1,89 @@
+//! The bus port: wakes, which carry no data. Losing one costs a timer tick, never a call.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use tokio::sync::watch;
+
+use crate::id::CallId;
+
+/// What somebody may wait for.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum Topic {
+    /// Anything new on this call.
+    Call(CallId),
+    /// Anything new on any call of this run.
+    Run { project: String, run_id: String },
+    /// Anything new in the project.
+    Project(String),
+    /// Tools, keys or rules changed.
+    Directory,
+}
+
+/// Waits for wakes on one topic.
+pub struct Listener {
+    seen: watch::Receiver<u64>,
+    // Keeps the topic registered while somebody listens; see `LocalBus::wake`.
+    _topic: Arc<watch::Sender<u64>>,
+}
+
+impl Listener {
+    /// Returns at the first wake since the listener was made or last returned.
+    pub async fn woken(&mut self) {
+        let _ = self.seen.changed().await;
+    }
+}
+
+/// Carries wakes.
+pub trait Bus: Send + Sync + 'static {
+    /// Wakes everybody who listens.
+    fn wake(&self, topic: &Topic);
+
+    /// Listens from now on.
+    fn listen(&self, topic: Topic) -> Listener;
+}
+
+/// Wakes within one process.
+#[derive(Default)]
+pub struct LocalBus {
+    topics: Mutex<HashMap<Topic, Arc<watch::Sender<u64>>>>,
+}
+
+impl Bus for LocalBus {
+    fn wake(&self, topic: &Topic) {
+        let mut topics = self.topics.lock();
+        let Some(sender) = topics.get(topic) else { return };
+        // Nobody listens any more: forget the topic, so the map is as large as its listeners.
+        if Arc::strong_count(sender) == 1 {
+            topics.remove(topic);
+            return;
+        }
+        sender.send_modify(|count| *count += 1);
+    }
+
+    fn listen(&self, topic: Topic) -> Listener {
+        let mut topics = self.topics.lock();
+        if topics.len() > 1024 && topics.len().is_power_of_two() {
+            topics.retain(|_, sender| Arc::strong_count(sender) > 1);
+        }
+        let sender = topics.entry(topic).or_insert_with(|| Arc::new(watch::Sender::new(0)));
+        Listener { seen: sender.subscribe(), _topic: sender.clone() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_wake_between_listening_and_waiting_is_not_missed() {
+        let bus = LocalBus::default();
+        let mut listener = bus.listen(Topic::Directory);
+        bus.wake(&Topic::Directory);
+        listener.woken().await;
+        drop(listener);
+        bus.wake(&Topic::Directory);
+        assert!(bus.topics.lock().is_empty(), "a topic without listeners is forgotten");
+    }
+}

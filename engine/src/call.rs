@@ -1,0 +1,177 @@
+//! The call: one request to run a tool, the ticket, and how it ended. Pure.
+//!
+//! A call has attempts and ends exactly once. Which status follows which is decided in
+//! [`crate::lifecycle`] alone.
+
+use std::str::FromStr;
+
+use crate::fault::Fault;
+use crate::id::CallId;
+use crate::json::Json;
+use crate::retry::Backoff;
+use crate::tool::{Effect, Executor};
+
+/// Where a call stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Status {
+    Pending,
+    Running,
+    Succeeded,
+    Failed,
+    Timeout,
+    Canceled,
+}
+
+impl Status {
+    /// Every status.
+    pub const ALL: [Self; 6] = [
+        Self::Pending,
+        Self::Running,
+        Self::Succeeded,
+        Self::Failed,
+        Self::Timeout,
+        Self::Canceled,
+    ];
+
+    /// As stored, and as HTTP v1 writes it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Pending => "PENDING",
+            Self::Running => "RUNNING",
+            Self::Succeeded => "SUCCEEDED",
+            Self::Failed => "FAILED",
+            Self::Timeout => "TIMEOUT",
+            Self::Canceled => "CANCELED",
+        }
+    }
+
+    /// Whether the call has ended.
+    pub fn is_terminal(self) -> bool {
+        !matches!(self, Self::Pending | Self::Running)
+    }
+}
+
+impl FromStr for Status {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, ()> {
+        Self::ALL.into_iter().find(|status| status.as_str() == text).ok_or(())
+    }
+}
+
+/// Why a PENDING call is not being executed yet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Hold {
+    /// Waits for a free place.
+    Queue,
+    /// Waits for its next attempt.
+    Retry { at_ms: u64 },
+    /// Handed to whoever executes it, who has not taken it yet.
+    Parked,
+}
+
+impl Hold {
+    /// As written on the wire.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Queue => "queue",
+            Self::Retry { .. } => "retry",
+            Self::Parked => "parked",
+        }
+    }
+}
+
+/// What exactly is executed: the tool asked for, or the alternate that took its place.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Target {
+    pub tool: String,
+    /// The definition's fingerprint at the time the call was accepted.
+    pub version: String,
+    pub executor: Executor,
+    pub effect: Effect,
+    pub args: Json,
+}
+
+/// Who asked, as far as the record keeps it.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Asked {
+    pub agent: String,
+    /// The caller's own id for this call.
+    pub call_id: Option<String>,
+    /// The client this call is pinned to.
+    pub client_id: Option<String>,
+    /// A label the caller gave; never used to decide anything.
+    pub user_id: Option<String>,
+    pub idempotency_key: Option<String>,
+}
+
+/// One request to run a tool.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Call {
+    pub id: CallId,
+    pub project: String,
+    pub run_id: String,
+    /// The tool that was asked for.
+    pub tool_name: String,
+    pub asked: Asked,
+    pub target: Target,
+    /// What may still take the target's place, in order.
+    pub alternates: Vec<Target>,
+    pub max_retries: u32,
+    pub backoff: Backoff,
+    pub status: Status,
+    /// Set exactly while PENDING.
+    pub hold: Option<Hold>,
+    /// The attempt under way, or the last one; 0 before the first.
+    pub attempt: u32,
+    /// Attempts on the present target.
+    pub target_attempts: u32,
+    /// Who took the attempt under way (a client's id).
+    pub taken_by: Option<String>,
+    /// The process that is executing or has parked the attempt.
+    pub node: Option<String>,
+    pub created_ms: u64,
+    pub deadline_ms: u64,
+    /// When the first attempt began.
+    pub started_ms: Option<u64>,
+    pub completed_ms: Option<u64>,
+    pub outcome: Option<Outcome>,
+    /// Counts the saved states, from 1.
+    pub version: u64,
+}
+
+impl Call {
+    /// Whether an attempt is out: being executed, or parked with somebody.
+    pub fn attempt_is_out(&self) -> bool {
+        self.status == Status::Running || self.hold == Some(Hold::Parked)
+    }
+
+    /// When the clock alone must act on this call; none once it ended.
+    pub fn due_ms(&self) -> Option<u64> {
+        match (self.status.is_terminal(), self.hold) {
+            (true, _) => None,
+            (false, Some(Hold::Retry { at_ms })) => Some(at_ms.min(self.deadline_ms)),
+            (false, _) => Some(self.deadline_ms),
+        }
+    }
+}
+
+/// How a call ended.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Outcome {
+    pub ok: bool,
+    pub data: Option<Json>,
+    pub error: Option<Fault>,
+    pub metrics: Metrics,
+}
+
+/// What it took.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Metrics {
+    /// From being accepted to the outcome.
+    pub latency_ms: u64,
+    /// From being accepted to the first attempt.
+    pub queue_ms: u64,
+    pub attempts: u32,
+    pub retries: u32,
+}

@@ -1,0 +1,377 @@
+//! The desk's book-keeping, under one lock and without waiting: who is connected, what is in line,
+//! who has what in hand.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+
+use tokio::sync::mpsc::UnboundedSender;
+
+use super::{AWAY_GRACE_MS, Arrival, Line, Memory, Message, POLL_LEASE_MS, Request};
+use crate::id::CallId;
+use crate::tool::Effect;
+
+type ClientKey = (String, String);
+type ToolKey = (String, String);
+
+#[derive(Default)]
+pub(super) struct State {
+    /// Everything that is parked, wherever it is.
+    requests: HashMap<CallId, Parked>,
+    /// Not given to anybody, by tool. Ids whose request is gone are skipped when met.
+    lines: HashMap<ToolKey, VecDeque<CallId>>,
+    clients: HashMap<ClientKey, Client>,
+    /// Rises with everything that has an order: sessions, requests, turns.
+    count: u64,
+}
+
+struct Parked {
+    request: Request,
+    pinned: Option<String>,
+    order: u64,
+    holder: Option<ClientKey>,
+}
+
+struct InHand {
+    acknowledged: bool,
+    /// The connection it was given on; none = its client hung up.
+    session: Option<u64>,
+    /// When an unacknowledged, polled request goes back in line.
+    lease_until_ms: Option<u64>,
+}
+
+#[derive(Default)]
+struct Client {
+    offers: HashSet<String>,
+    sessions: Vec<Connection>,
+    /// In line for this client alone.
+    pinned: VecDeque<CallId>,
+    in_hand: HashMap<CallId, InHand>,
+    last_turn: u64,
+    last_seen_ms: u64,
+}
+
+struct Connection {
+    number: u64,
+    sender: UnboundedSender<Message>,
+    window: usize,
+    line: Line,
+}
+
+/// A client as the operator sees it.
+#[derive(Debug, Clone)]
+pub struct ClientView {
+    pub client_id: String,
+    pub connections: usize,
+    pub in_hand: usize,
+    pub tools: Vec<String>,
+    pub last_seen_ms: u64,
+}
+
+impl Client {
+    /// The connection to give the next request on, if the client can take one.
+    fn open_place(&self) -> Option<&Connection> {
+        let in_hand = self.in_hand.values().filter(|held| held.session.is_some()).count();
+        self.sessions.iter().rev().find(|connection| in_hand < connection.window)
+    }
+}
+
+impl State {
+    fn tick(&mut self) -> u64 {
+        self.count += 1;
+        self.count
+    }
+
+    pub(super) fn connect(
+        &mut self,
+        arrival: Arrival,
+        sender: UnboundedSender<Message>,
+        now_ms: u64,
+    ) -> u64 {
+        let number = self.tick();
+        let key = (arrival.project, arrival.client_id);
+        let client = self.clients.entry(key.clone()).or_default();
+        client.offers = arrival.offers;
+        client.last_seen_ms = now_ms;
+        let (window, line) = (arrival.window.max(1), arrival.line);
+        client.sessions.push(Connection { number, sender, window, line });
+        // A poll is not a return from somewhere: what its client has in hand it is working on.
+        if line == Line::Open {
+            self.give_again(&key, arrival.memory);
+        }
+        self.pull(&key, now_ms);
+        number
+    }
+
+    /// Gives a client that came back what it had acknowledged and not answered.
+    fn give_again(&mut self, key: &ClientKey, memory: Memory) {
+        let Some(client) = self.clients.get_mut(key) else { return };
+        let Some(connection) = client.sessions.last() else { return };
+        for (id, held) in client.in_hand.iter_mut().filter(|(_, held)| held.session.is_none()) {
+            let Some(parked) = self.requests.get_mut(id) else { continue };
+            let harmless = parked.request.effect != Effect::Irreversible;
+            if harmless || memory == Memory::Remembers {
+                parked.request.redelivered = true;
+                held.session = Some(connection.number);
+                let _ = connection.sender.send(Message::Request(parked.request.clone()));
+            }
+        }
+    }
+
+    pub(super) fn reoffer(
+        &mut self,
+        project: &str,
+        client_id: &str,
+        offers: &HashSet<String>,
+        now_ms: u64,
+    ) {
+        let key = (project.to_owned(), client_id.to_owned());
+        if let Some(client) = self.clients.get_mut(&key) {
+            client.offers.clone_from(offers);
+            self.pull(&key, now_ms);
+        }
+    }
+
+    pub(super) fn hang_up(&mut self, key: &ClientKey, number: u64, now_ms: u64) {
+        let Some(client) = self.clients.get_mut(key) else { return };
+        client.last_seen_ms = now_ms;
+        let Some(at) = client.sessions.iter().position(|c| c.number == number) else { return };
+        let line = client.sessions.remove(at).line;
+        let mut back = Vec::new();
+        for (id, held) in client.in_hand.iter_mut().filter(|(_, h)| h.session == Some(number)) {
+            held.session = None;
+            match (line, held.acknowledged) {
+                (Line::Open, false) => back.push(id.clone()),
+                (Line::Poll, false) => held.lease_until_ms = Some(now_ms + POLL_LEASE_MS),
+                (_, true) => {}
+            }
+        }
+        self.take_back(key, back, now_ms);
+        self.forget_if_idle(key);
+    }
+
+    /// A client with nothing in hand, in line or connected leaves nothing behind.
+    fn forget_if_idle(&mut self, key: &ClientKey) {
+        let idle = |client: &Client| {
+            client.sessions.is_empty() && client.in_hand.is_empty() && client.pinned.is_empty()
+        };
+        // Recently seen clients stay visible to the operator, up to a bound.
+        if self.clients.len() > 10_000 && self.clients.get(key).is_some_and(idle) {
+            self.clients.remove(key);
+        }
+    }
+
+    /// Puts requests back at the head of their lines, in their old order, and gives them on.
+    fn take_back(&mut self, key: &ClientKey, mut ids: Vec<CallId>, now_ms: u64) {
+        ids.sort_by_key(|id| self.requests.get(id).map(|parked| parked.order));
+        let mut lines = Vec::new();
+        for id in ids.into_iter().rev() {
+            if let Some(client) = self.clients.get_mut(key) {
+                client.in_hand.remove(&id);
+            }
+            let Some(parked) = self.requests.get_mut(&id) else { continue };
+            parked.request.redelivered = true;
+            parked.holder = None;
+            if parked.pinned.is_some() {
+                if let Some(client) = self.clients.get_mut(key) {
+                    client.pinned.push_front(id);
+                }
+            } else {
+                let line = (parked.request.project.clone(), parked.request.tool.clone());
+                self.lines.entry(line.clone()).or_default().push_front(id);
+                lines.push(line);
+            }
+        }
+        for line in lines {
+            self.assign(&line, now_ms);
+        }
+        self.pull(key, now_ms);
+    }
+
+    pub(super) fn put(
+        &mut self,
+        request: Request,
+        pinned: Option<String>,
+        taken_by: Option<String>,
+        now_ms: u64,
+    ) {
+        let (id, project) = (request.call_id.clone(), request.project.clone());
+        let line = (project.clone(), request.tool.clone());
+        let order = self.tick();
+        let holder = taken_by.map(|client_id| (project.clone(), client_id));
+        let parked = Parked { request, pinned: pinned.clone(), order, holder: holder.clone() };
+        self.requests.insert(id.clone(), parked);
+        if let Some(key) = holder {
+            // Acknowledged before a restart: it is still that client's.
+            let held = InHand { acknowledged: true, session: None, lease_until_ms: None };
+            let client = self.clients.entry(key.clone()).or_default();
+            client.last_seen_ms = client.last_seen_ms.max(now_ms);
+            client.in_hand.insert(id, held);
+            if client.sessions.iter().any(|c| c.line == Line::Open) {
+                self.give_again(&key, Memory::Forgets);
+            }
+        } else if let Some(client_id) = pinned {
+            let key = (project, client_id);
+            self.clients.entry(key.clone()).or_default().pinned.push_back(id);
+            self.pull(&key, now_ms);
+        } else {
+            self.lines.entry(line.clone()).or_default().push_back(id);
+            self.assign(&line, now_ms);
+        }
+    }
+
+    /// Gives what is in line for a tool to the clients that offer it, the least busy first.
+    fn assign(&mut self, line: &ToolKey, now_ms: u64) {
+        loop {
+            self.skip_gone(line);
+            if self.lines.get(line).is_none_or(VecDeque::is_empty) {
+                self.lines.remove(line);
+                return;
+            }
+            let chosen = self
+                .clients
+                .iter()
+                .filter(|((project, _), client)| {
+                    *project == line.0
+                        && client.offers.contains(&line.1)
+                        && client.open_place().is_some()
+                })
+                .min_by_key(|(_, client)| (client.in_hand.len(), client.last_turn))
+                .map(|(key, _)| key.clone());
+            let Some(key) = chosen else { return };
+            let Some(id) = self.lines.get_mut(line).and_then(VecDeque::pop_front) else { return };
+            self.give(&key, id, now_ms);
+        }
+    }
+
+    /// Gives a client as much of what waits for it as it can take, the oldest first.
+    fn pull(&mut self, key: &ClientKey, now_ms: u64) {
+        while let Some(id) = self.next_for(key) {
+            self.give(key, id, now_ms);
+        }
+    }
+
+    fn next_for(&mut self, key: &ClientKey) -> Option<CallId> {
+        self.clients.get(key)?.open_place()?;
+        let client = self.clients.get_mut(key)?;
+        while let Some(id) = client.pinned.pop_front() {
+            if self.requests.contains_key(&id) {
+                return Some(id);
+            }
+        }
+        let lines: Vec<ToolKey> =
+            client.offers.iter().map(|tool| (key.0.clone(), tool.clone())).collect();
+        let mut oldest: Option<(u64, ToolKey)> = None;
+        for line in lines {
+            self.skip_gone(&line);
+            let head = self.lines.get(&line).and_then(|ids| ids.front());
+            let Some(parked) = head.and_then(|id| self.requests.get(id)) else { continue };
+            if oldest.as_ref().is_none_or(|(order, _)| parked.order < *order) {
+                oldest = Some((parked.order, line));
+            }
+        }
+        let (_, line) = oldest?;
+        self.lines.get_mut(&line)?.pop_front()
+    }
+
+    fn skip_gone(&mut self, line: &ToolKey) {
+        let Some(ids) = self.lines.get_mut(line) else { return };
+        while ids
+            .front()
+            .is_some_and(|id| self.requests.get(id).is_none_or(|parked| parked.holder.is_some()))
+        {
+            ids.pop_front();
+        }
+    }
+
+    fn give(&mut self, key: &ClientKey, id: CallId, now_ms: u64) {
+        let turn = self.tick();
+        let (Some(parked), Some(client)) = (self.requests.get_mut(&id), self.clients.get_mut(key))
+        else {
+            return;
+        };
+        let Some(connection) = client.open_place() else { return };
+        let (number, message) = (connection.number, Message::Request(parked.request.clone()));
+        let _ = connection.sender.send(message);
+        parked.holder = Some(key.clone());
+        client.last_turn = turn;
+        client.last_seen_ms = now_ms;
+        let held = InHand { acknowledged: false, session: Some(number), lease_until_ms: None };
+        client.in_hand.insert(id, held);
+    }
+
+    pub(super) fn acknowledged(&mut self, project: &str, client_id: &str, id: &CallId) {
+        let key = (project.to_owned(), client_id.to_owned());
+        if let Some(held) = self.clients.get_mut(&key).and_then(|c| c.in_hand.get_mut(id)) {
+            held.acknowledged = true;
+            held.lease_until_ms = None;
+        }
+    }
+
+    pub(super) fn holder(&self, id: &CallId) -> Option<String> {
+        self.requests.get(id)?.holder.as_ref().map(|(_, client_id)| client_id.clone())
+    }
+
+    pub(super) fn cancel(&mut self, id: &CallId, attempt: u32) {
+        let Some(key) = self.requests.get(id).and_then(|parked| parked.holder.clone()) else {
+            return;
+        };
+        let Some(client) = self.clients.get(&key) else { return };
+        let session = client.in_hand.get(id).and_then(|held| held.session);
+        if let Some(connection) = client.sessions.iter().find(|c| Some(c.number) == session) {
+            let _ = connection.sender.send(Message::Cancel { call_id: id.clone(), attempt });
+        }
+    }
+
+    pub(super) fn settled(&mut self, id: &CallId, now_ms: u64) {
+        let Some(parked) = self.requests.remove(id) else { return };
+        let Some(key) = parked.holder else { return };
+        if let Some(client) = self.clients.get_mut(&key) {
+            client.in_hand.remove(id);
+        }
+        self.pull(&key, now_ms);
+    }
+
+    pub(super) fn return_overdue(&mut self, now_ms: u64) {
+        let mut overdue: Vec<(ClientKey, Vec<CallId>)> = Vec::new();
+        for (key, client) in &self.clients {
+            let gone = client.sessions.is_empty()
+                && client.last_seen_ms.saturating_add(AWAY_GRACE_MS) <= now_ms;
+            let ids = client.in_hand.iter().filter(|(id, held)| {
+                let expired = held.lease_until_ms.is_some_and(|until| until <= now_ms);
+                let pinned_or_once = self.requests.get(*id).is_none_or(|parked| {
+                    parked.pinned.is_some() || parked.request.effect == Effect::Irreversible
+                });
+                expired || (gone && held.acknowledged && !pinned_or_once)
+            });
+            let ids: Vec<CallId> = ids.map(|(id, _)| id.clone()).collect();
+            if !ids.is_empty() {
+                overdue.push((key.clone(), ids));
+            }
+        }
+        for (key, ids) in overdue {
+            self.take_back(&key, ids, now_ms);
+        }
+    }
+
+    pub(super) fn view(&self, project: &str) -> Vec<ClientView> {
+        let mine = self.clients.iter().filter(|((owner, _), _)| owner == project);
+        let mut clients: Vec<ClientView> = mine
+            .map(|((_, client_id), client)| {
+                let mut tools: Vec<String> = client.offers.iter().cloned().collect();
+                tools.sort();
+                ClientView {
+                    client_id: client_id.clone(),
+                    connections: client.sessions.len(),
+                    in_hand: client.in_hand.len(),
+                    tools,
+                    last_seen_ms: client.last_seen_ms,
+                }
+            })
+            .collect();
+        clients.sort_by(|a, b| a.client_id.cmp(&b.client_id));
+        clients
+    }
+
+    pub(super) fn connections(&self) -> usize {
+        self.clients.values().map(|client| client.sessions.len()).sum()
+    }
+}

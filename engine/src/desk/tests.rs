@@ -1,0 +1,184 @@
+//! The desk alone: who is given what, and what comes again.
+
+use super::*;
+use crate::clock::ManualClock;
+use crate::id::Minter;
+
+struct Room {
+    desk: Desk,
+    clock: ManualClock,
+    minter: Minter,
+}
+
+impl Room {
+    fn new() -> Self {
+        let clock = ManualClock::at(1_000);
+        let desk = Desk::new(Arc::new(clock.clone()));
+        Self { desk, clock, minter: Minter::default() }
+    }
+
+    fn connect(&self, client_id: &str, line: Line, memory: Memory, window: usize) -> Session {
+        self.desk.connect(Arrival {
+            project: "p".into(),
+            client_id: client_id.into(),
+            offers: ["t".to_owned()].into(),
+            window,
+            memory,
+            line,
+        })
+    }
+
+    async fn put(&self, effect: Effect, pinned: Option<&str>, taken_by: Option<&str>) -> CallId {
+        let id = self.minter.call(self.clock.now_ms());
+        let attempt = Attempt {
+            call_id: id.clone(),
+            project: "p".into(),
+            run_id: "r".into(),
+            agent: "a".into(),
+            number: 1,
+            tool: "t".into(),
+            effect,
+            args: Json::empty_object(),
+            deadline_ms: u64::MAX,
+            client_id: pinned.map(str::to_owned),
+            taken_by: taken_by.map(str::to_owned),
+            again: taken_by.is_some(),
+        };
+        self.desk.start(attempt, Arc::new(|_| {})).await;
+        id
+    }
+}
+
+fn ids(session: &mut Session) -> Vec<(CallId, bool)> {
+    let mut all = Vec::new();
+    while let Some(Message::Request(request)) = session.ready() {
+        all.push((request.call_id, request.redelivered));
+    }
+    all
+}
+
+#[tokio::test]
+async fn work_is_shared_evenly_and_within_the_window() {
+    let room = Room::new();
+    let mut one = room.connect("one", Line::Open, Memory::Forgets, 3);
+    let mut two = room.connect("two", Line::Open, Memory::Forgets, 3);
+    let mut calls = Vec::new();
+    for _ in 0..10 {
+        calls.push(room.put(Effect::Read, None, None).await);
+    }
+    let (first, second) = (ids(&mut one), ids(&mut two));
+    assert_eq!((first.len(), second.len()), (3, 3), "the rest waits");
+    room.desk.settled(&first[0].0, 1);
+    assert_eq!(ids(&mut one), [(calls[6].clone(), false)], "one done, the next is given, in order");
+}
+
+#[tokio::test]
+async fn what_was_not_acknowledged_goes_to_somebody_else() {
+    let room = Room::new();
+    let mut one = room.connect("one", Line::Open, Memory::Forgets, 8);
+    let call = room.put(Effect::Irreversible, None, None).await;
+    assert_eq!(ids(&mut one).len(), 1);
+    drop(one);
+    let mut two = room.connect("two", Line::Open, Memory::Forgets, 8);
+    assert_eq!(ids(&mut two), [(call, true)]);
+}
+
+#[tokio::test]
+async fn what_was_acknowledged_comes_again_only_where_that_is_safe() {
+    let room = Room::new();
+    let mut one = room.connect("one", Line::Open, Memory::Forgets, 8);
+    let read = room.put(Effect::Read, None, None).await;
+    let once = room.put(Effect::Irreversible, None, None).await;
+    assert_eq!(ids(&mut one).len(), 2);
+    room.desk.acknowledged("p", "one", &read);
+    room.desk.acknowledged("p", "one", &once);
+    drop(one);
+    let mut other = room.connect("two", Line::Open, Memory::Forgets, 8);
+    assert_eq!(ids(&mut other), [], "it stays with its client");
+    let mut back = room.connect("one", Line::Open, Memory::Forgets, 8);
+    assert_eq!(ids(&mut back), [(read.clone(), true)]);
+    drop(back);
+    let mut back = room.connect("one", Line::Open, Memory::Remembers, 8);
+    let mut given = ids(&mut back);
+    given.sort();
+    assert_eq!(given, [(read, true), (once, true)], "a client with a record is asked for both");
+}
+
+#[tokio::test]
+async fn a_client_that_stays_away_loses_what_others_may_do() {
+    let room = Room::new();
+    let mut one = room.connect("one", Line::Open, Memory::Forgets, 8);
+    let read = room.put(Effect::Read, None, None).await;
+    let once = room.put(Effect::Irreversible, None, None).await;
+    ids(&mut one);
+    room.desk.acknowledged("p", "one", &read);
+    room.desk.acknowledged("p", "one", &once);
+    drop(one);
+    let mut two = room.connect("two", Line::Open, Memory::Forgets, 8);
+    room.clock.advance(AWAY_GRACE_MS - 1);
+    room.desk.run_once();
+    assert_eq!(ids(&mut two), []);
+    room.clock.advance(1);
+    room.desk.run_once();
+    assert_eq!(ids(&mut two), [(read, true)], "never the irreversible one");
+}
+
+#[tokio::test]
+async fn a_pinned_call_waits_for_its_client() {
+    let room = Room::new();
+    let mut one = room.connect("one", Line::Open, Memory::Forgets, 8);
+    let call = room.put(Effect::Read, Some("two"), None).await;
+    assert_eq!(ids(&mut one), []);
+    let mut two = room.connect("two", Line::Open, Memory::Forgets, 8);
+    assert_eq!(ids(&mut two), [(call.clone(), false)]);
+    drop(two);
+    assert_eq!(ids(&mut one), [], "also after a hang-up");
+    let mut two = room.connect("two", Line::Open, Memory::Forgets, 8);
+    assert_eq!(ids(&mut two), [(call, true)]);
+}
+
+#[tokio::test]
+async fn a_polled_request_comes_again_when_its_lease_is_over() {
+    let room = Room::new();
+    let call = room.put(Effect::Irreversible, None, None).await;
+    let mut poll = room.connect("one", Line::Poll, Memory::Forgets, 1);
+    assert_eq!(ids(&mut poll), [(call.clone(), false)]);
+    drop(poll);
+    let mut poll = room.connect("one", Line::Poll, Memory::Forgets, 1);
+    assert_eq!(ids(&mut poll), [], "it is being worked on");
+    drop(poll);
+    room.clock.advance(POLL_LEASE_MS);
+    room.desk.run_once();
+    let mut poll = room.connect("one", Line::Poll, Memory::Forgets, 1);
+    assert_eq!(ids(&mut poll), [(call, true)]);
+}
+
+#[tokio::test]
+async fn after_a_restart_a_taken_request_is_still_its_clients() {
+    let room = Room::new();
+    let read = room.put(Effect::Read, None, Some("one")).await;
+    let once = room.put(Effect::Irreversible, None, Some("one")).await;
+    let mut two = room.connect("two", Line::Open, Memory::Forgets, 8);
+    assert_eq!(ids(&mut two), []);
+    let mut one = room.connect("one", Line::Open, Memory::Forgets, 8);
+    assert_eq!(ids(&mut one), [(read, true)]);
+    assert_eq!(room.desk.holder(&once).as_deref(), Some("one"), "it may still answer");
+}
+
+#[tokio::test]
+async fn a_cancel_reaches_the_client_that_has_it() {
+    let room = Room::new();
+    let mut one = room.connect("one", Line::Open, Memory::Forgets, 8);
+    let call = room.put(Effect::Read, None, None).await;
+    ids(&mut one);
+    room.desk.cancel(&call, 1);
+    room.desk.settled(&call, 1);
+    assert!(
+        matches!(one.ready(), Some(Message::Cancel { call_id, attempt: 1 }) if call_id == call)
+    );
+    let waiting = room.put(Effect::Read, Some("nobody"), None).await;
+    room.desk.cancel(&waiting, 1);
+    room.desk.settled(&waiting, 1);
+    let mut nobody = room.connect("nobody", Line::Open, Memory::Forgets, 8);
+    assert_eq!(ids(&mut nobody), [], "what is canceled is not given out");
+}

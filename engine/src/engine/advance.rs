@@ -1,0 +1,169 @@
+//! The only writer of calls: an event is decided by `step`, committed, and then acted on.
+//!
+//! Two events on one call are decided one after the other, each on what the other left; where
+//! another process was faster, the stored state is read and decided on again.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::live::Entry;
+use super::{Inner, measure, unavailable};
+use crate::bus::Topic;
+use crate::call::{Call, Hold};
+use crate::event::Record;
+use crate::fault::{Code, Error};
+use crate::id::CallId;
+use crate::lifecycle::{self, Action, Event, Refusal};
+use crate::store::Saved;
+
+/// What an event came to.
+#[derive(Debug)]
+pub(crate) enum Advanced {
+    /// It was decided and committed.
+    Done(Arc<Call>),
+    /// It was so already.
+    Repeated(Arc<Call>),
+    /// It changed nothing.
+    Refused(Arc<Call>, Refusal),
+}
+
+impl Inner {
+    /// Decides an event on a call and commits what follows.
+    pub(crate) async fn advance(
+        self: &Arc<Self>,
+        project: &str,
+        id: &CallId,
+        event: Event,
+    ) -> Result<Advanced, Error> {
+        let entry = match self.live.get(id) {
+            Some(entry) => entry,
+            None => match self.store.call(project, id).await.map_err(unavailable)? {
+                Some(call) => Entry::new(Arc::new(call), None),
+                None => return Err(no_such_call(id)),
+            },
+        };
+        let _one_at_a_time = entry.deciding.lock().await;
+        loop {
+            let before = entry.call();
+            let step = match lifecycle::step(&before, &event, self.clock.now_ms()) {
+                Ok(step) => step,
+                Err(refusal) => return self.refused(before, refusal).await,
+            };
+            let saved = self.store.save(step.call.clone(), step.records).await;
+            if saved.map_err(unavailable)? == Saved::Stale {
+                let stored = self.store.call(project, id).await.map_err(unavailable)?;
+                entry.show(Arc::new(stored.ok_or_else(|| no_such_call(id))?));
+                continue;
+            }
+            let after = Arc::new(step.call);
+            entry.show(after.clone());
+            self.live.moved(&before, &after);
+            self.settle(&entry, &before, &after);
+            self.perform(&entry, &after, &step.actions);
+            measure::moved(&before, &after);
+            self.announce(&after);
+            return Ok(Advanced::Done(after));
+        }
+    }
+
+    /// The same, until the store takes it: for what happened in this process and must not be
+    /// forgotten while the store is away.
+    pub(crate) async fn advance_surely(self: &Arc<Self>, project: &str, id: &CallId, event: Event) {
+        let mut wait = Duration::from_millis(50);
+        loop {
+            match self.advance(project, id, event.clone()).await {
+                Ok(_) => return,
+                Err(Error::Refused { fault, .. }) if fault.code != Code::Overloaded => return,
+                Err(error) => tracing::warn!(call = %id, %error, "will be tried again"),
+            }
+            tokio::select! {
+                () = tokio::time::sleep(wait) => wait = (wait * 2).min(Duration::from_secs(2)),
+                () = self.stopping.cancelled() => return,
+            }
+        }
+    }
+
+    async fn refused(&self, call: Arc<Call>, refusal: Refusal) -> Result<Advanced, Error> {
+        match &refusal {
+            Refusal::Repeated => return Ok(Advanced::Repeated(call)),
+            Refusal::Ended(record) | Refusal::WrongAttempt(record) => {
+                self.keep_late(&call, record.clone()).await?;
+            }
+            Refusal::NotNow => {}
+        }
+        Ok(Advanced::Refused(call, refusal))
+    }
+
+    async fn keep_late(&self, call: &Call, record: Record) -> Result<(), Error> {
+        let reason = if call.status.is_terminal() { "ended" } else { "wrong_attempt" };
+        metrics::counter!("toolcrib_late_results_total", "reason" => reason).increment(1);
+        self.store.append(&call.project, &call.id, vec![record]).await.map_err(unavailable)?;
+        self.announce(call);
+        Ok(())
+    }
+
+    /// The attempt that was out is not out any more: its source may forget it, its place is free.
+    fn settle(&self, entry: &Entry, before: &Call, after: &Call) {
+        let over = before.attempt_is_out() && !after.attempt_is_out();
+        if !over {
+            return;
+        }
+        if after.status.is_terminal() {
+            // `Stop` must reach the source before it forgets; `perform` does both in order.
+            entry.free_place();
+            return;
+        }
+        if let Some(source) = self.sources.get(&before.target.executor) {
+            source.settled(&before.id, before.attempt);
+        }
+        entry.free_place();
+    }
+
+    /// Does what a committed step asks for.
+    pub(crate) fn perform(self: &Arc<Self>, entry: &Entry, call: &Arc<Call>, actions: &[Action]) {
+        for action in actions {
+            match action {
+                Action::Start => self.start_attempt(call, false),
+                Action::StartAgain => self.start_attempt(call, true),
+                Action::Stop { attempt } => {
+                    if let Some(source) = self.sources.get(&call.target.executor) {
+                        source.cancel(&call.id, *attempt);
+                    }
+                }
+                Action::Enqueue => self.enqueue(call),
+                Action::Ended => {
+                    if let Some(source) = self.sources.get(&call.target.executor) {
+                        source.settled(&call.id, call.attempt);
+                    }
+                    entry.free_place();
+                }
+            }
+        }
+    }
+
+    /// In line now, or when the time for its retry comes (the timers see to that).
+    pub(crate) fn enqueue(self: &Arc<Self>, call: &Arc<Call>) {
+        if let Some(Hold::Retry { at_ms }) = call.hold
+            && at_ms > self.clock.now_ms()
+        {
+            return;
+        }
+        if let Some(Hold::Retry { at_ms }) = call.hold {
+            self.live.due_later(&call.id, at_ms.min(call.deadline_ms), call.deadline_ms);
+        }
+        let (place, caps) = self.place(call);
+        self.gate.wait(call.id.clone(), place, caps);
+    }
+
+    /// Wakes whoever waits for news of this call.
+    pub(crate) fn announce(&self, call: &Call) {
+        self.bus.wake(&Topic::Call(call.id.clone()));
+        let (project, run_id) = (call.project.clone(), call.run_id.clone());
+        self.bus.wake(&Topic::Run { project, run_id });
+        self.bus.wake(&Topic::Project(call.project.clone()));
+    }
+}
+
+pub(super) fn no_such_call(id: &CallId) -> Error {
+    Error::refused(Code::NotFound, format!("there is no call \"{id}\""))
+}

@@ -1,0 +1,69 @@
+//! Starting an attempt at its source, and taking back how it went.
+
+use std::sync::Arc;
+
+use super::{Inner, measure};
+use crate::call::Call;
+use crate::fault::{Code, Fault};
+use crate::function::Progress;
+use crate::lifecycle::Event;
+use crate::source::{Attempt, ProgressSink, Started};
+
+impl Inner {
+    /// Starts the attempt that is out. Parking happens at once and in order; what is executed in
+    /// this process gets its own task, and whatever becomes of that task is reported.
+    pub(super) fn start_attempt(self: &Arc<Self>, call: &Arc<Call>, again: bool) {
+        let attempt = Attempt {
+            call_id: call.id.clone(),
+            project: call.project.clone(),
+            run_id: call.run_id.clone(),
+            agent: call.asked.agent.clone(),
+            number: call.attempt,
+            tool: call.target.tool.clone(),
+            effect: call.target.effect,
+            args: call.target.args.clone(),
+            deadline_ms: call.deadline_ms,
+            client_id: call.asked.client_id.clone(),
+            taken_by: call.taken_by.clone(),
+            again,
+        };
+        let (inner, call) = (self.clone(), call.clone());
+        self.attempts.spawn(async move {
+            let executor = call.target.executor;
+            let Some(source) = inner.sources.get(&executor).cloned() else {
+                let message = format!("this server has no source \"{}\"", executor.as_str());
+                let fault = Fault::new(Code::UpstreamUnavailable, message).not_happened();
+                return inner.report_attempt(&call, Err(fault.retryable(false))).await;
+            };
+            let sink = inner.progress_sink(&call);
+            let started = source.start(attempt, sink).await;
+            measure::attempted(executor, &started);
+            if let Started::Done(result) = started {
+                inner.report_attempt(&call, result).await;
+            }
+        });
+    }
+
+    async fn report_attempt(
+        self: &Arc<Self>,
+        call: &Call,
+        result: Result<crate::json::Json, Fault>,
+    ) {
+        let result = self.checked(call, result);
+        let event = Event::Report { attempt: Some(call.attempt), by: None, result };
+        self.advance_surely(&call.project, &call.id, event).await;
+    }
+
+    fn progress_sink(self: &Arc<Self>, call: &Arc<Call>) -> ProgressSink {
+        let (inner, call) = (self.clone(), call.clone());
+        Arc::new(move |progress: Progress| {
+            let (inner, call) = (inner.clone(), call.clone());
+            tokio::spawn(async move {
+                let noted = inner.note_progress(&call.id, call.attempt, progress).await;
+                if let Err(error) = noted {
+                    tracing::debug!(call = %call.id, %error, "progress was not kept");
+                }
+            });
+        })
+    }
+}

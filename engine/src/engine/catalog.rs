@@ -1,0 +1,418 @@
+//! The catalogue: every tool there is, compiled, with who offers it and who may call it.
+//!
+//! A snapshot of the directory that is replaced as a whole. Schemas are compiled when a tool is
+//! registered or first loaded, never when it is called.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+
+use serde_json::json;
+
+use super::{Engine, Inner, unavailable};
+use crate::bus::Topic;
+use crate::caller::{Caller, Trust};
+use crate::directory::{AuditEntry, Change, Client, Directory, Key, Others};
+use crate::fault::{Code, Error, Fault};
+use crate::json;
+use crate::policy::{self, Decision};
+use crate::retry::TIMEOUT_MS_RANGE;
+use crate::schema::Schema;
+use crate::store::Saved;
+use crate::tool::{Definition, check_name};
+
+/// A tool, ready to be called.
+#[derive(Debug)]
+pub struct Entry {
+    pub definition: Definition,
+    pub version: String,
+    pub input: Schema,
+    pub output: Option<Schema>,
+}
+
+impl Entry {
+    /// Compiles a definition.
+    pub fn compile(definition: Definition) -> Result<Self, Fault> {
+        let refused = |field: &str, error: crate::schema::SchemaError| {
+            let message = format!("{}: {field} is not usable: {error}", definition.name);
+            let detail = json!({
+                "tool": definition.name,
+                "pointer": format!("/{field}{}", error.pointer),
+                "reason": error.reason,
+            });
+            Fault::new(Code::ValidationError, message).with_detail(detail)
+        };
+        let input = Schema::compile(&definition.input_schema.value())
+            .map_err(|error| refused("schema", error))?;
+        let output = match &definition.output_schema {
+            Some(schema) => Some(
+                Schema::compile(&schema.value())
+                    .map_err(|error| refused("output_schema", error))?,
+            ),
+            None => None,
+        };
+        Ok(Self { version: definition.version(), definition, input, output })
+    }
+}
+
+/// One version of the catalogue.
+#[derive(Default)]
+pub struct Catalog {
+    version: u64,
+    shared: HashMap<String, Arc<Entry>>,
+    own: HashMap<(String, String), Arc<Entry>>,
+    offered_by: HashMap<(String, String), Vec<String>>,
+    keys: HashMap<String, Key>,
+    directory: Directory,
+}
+
+impl Catalog {
+    pub(super) fn new(shared: HashMap<String, Arc<Entry>>) -> Self {
+        Self { shared, ..Self::default() }
+    }
+
+    /// The next version, keeping what is compiled already.
+    pub(super) fn renewed(&self, directory: Directory) -> Self {
+        let mut next = Self { shared: self.shared.clone(), ..Self::default() };
+        for definition in &directory.tools {
+            let place = (definition.project.clone().unwrap_or_default(), definition.name.clone());
+            let kept = self.own.get(&place).filter(|entry| entry.definition == *definition);
+            let entry = match kept {
+                Some(entry) => entry.clone(),
+                None => match Entry::compile(definition.clone()) {
+                    Ok(entry) => Arc::new(entry),
+                    Err(fault) => {
+                        tracing::warn!(tool = definition.name, %fault, "a stored tool is left out");
+                        continue;
+                    }
+                },
+            };
+            next.own.insert(place, entry);
+        }
+        for offer in &directory.offers {
+            let place = (offer.project.clone(), offer.tool.clone());
+            next.offered_by.entry(place).or_default().push(offer.client_id.clone());
+        }
+        let open = directory.keys.iter().filter(|key| key.revoked_ms.is_none());
+        next.keys = open.map(|key| (key.digest.clone(), key.clone())).collect();
+        next.version = directory.version;
+        next.directory = directory;
+        next
+    }
+
+    /// The tool of this name in this project.
+    pub fn find(&self, project: &str, name: &str) -> Option<Arc<Entry>> {
+        let own = || self.own.get(&(project.to_owned(), name.to_owned()));
+        self.shared.get(name).or_else(own).cloned()
+    }
+
+    /// Every tool of a project, by name.
+    pub fn tools(&self, project: &str) -> Vec<Arc<Entry>> {
+        let own = self.own.iter().filter(|((owner, _), _)| owner == project);
+        let mut tools: Vec<_> = self.shared.values().chain(own.map(|(_, e)| e)).cloned().collect();
+        tools.sort_by(|a, b| a.definition.name.cmp(&b.definition.name));
+        tools
+    }
+
+    /// The clients that offer a tool.
+    pub fn offered_by(&self, project: &str, tool: &str) -> &[String] {
+        let place = (project.to_owned(), tool.to_owned());
+        self.offered_by.get(&place).map(Vec::as_slice).unwrap_or_default()
+    }
+
+    /// The tools a client offers.
+    pub fn offers_of(&self, project: &str, client_id: &str) -> HashSet<String> {
+        let offers = self.directory.offers.iter();
+        let mine = offers.filter(|o| o.project == project && o.client_id == client_id);
+        mine.map(|offer| offer.tool.clone()).collect()
+    }
+
+    pub(super) fn client(&self, project: &str, client_id: &str) -> Option<&Client> {
+        let clients = &self.directory.clients;
+        clients.iter().find(|c| c.project == project && c.client_id == client_id)
+    }
+
+    pub(super) fn directory(&self) -> &Directory {
+        &self.directory
+    }
+
+    pub(super) fn key(&self, digest: &str) -> Option<&Key> {
+        self.keys.get(digest)
+    }
+
+    pub(super) fn has_keys(&self) -> bool {
+        !self.keys.is_empty()
+    }
+
+    pub(super) fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// Whether the caller may call a tool of this name, whether or not there is one.
+    pub fn decide(&self, caller: &Caller, tool: &str) -> Decision {
+        if !caller.may_invoke() {
+            let role = caller.role.as_str();
+            return Decision::Denied(format!("a key with the role {role} cannot call tools"));
+        }
+        if caller.trust == Trust::Local || caller.may_administer() {
+            return Decision::Allowed;
+        }
+        policy::decide(self.directory.rules.iter(), &caller.project, &caller.agent, tool)
+    }
+
+    /// Names like this one, among those the caller may call.
+    pub fn nearest(&self, caller: &Caller, name: &str) -> Vec<String> {
+        let mut near: Vec<(f64, String)> = self
+            .tools(&caller.project)
+            .into_iter()
+            .filter(|entry| self.decide(caller, &entry.definition.name) == Decision::Allowed)
+            .map(|entry| {
+                let other = &entry.definition.name;
+                (strsim::jaro_winkler(name, other), other.clone())
+            })
+            .filter(|(likeness, _)| *likeness > 0.7)
+            .collect();
+        near.sort_by(|a, b| b.0.total_cmp(&a.0));
+        near.into_iter().take(3).map(|(_, name)| name).collect()
+    }
+}
+
+/// Tools a client offers.
+#[derive(Debug, Clone)]
+pub struct Registration {
+    pub client_id: String,
+    pub tools: Vec<Definition>,
+    pub others: Others,
+}
+
+impl Engine {
+    /// The tools the caller may call.
+    pub fn tools(&self, caller: &Caller) -> Vec<Arc<Entry>> {
+        let catalog = self.inner.catalog();
+        let mut tools = catalog.tools(&caller.project);
+        tools.retain(|e| catalog.decide(caller, &e.definition.name) == Decision::Allowed);
+        tools
+    }
+
+    /// One tool, if the caller may call it.
+    pub fn tool(&self, caller: &Caller, name: &str) -> Result<Arc<Entry>, Error> {
+        let catalog = self.inner.catalog();
+        let allowed = catalog.decide(caller, name) == Decision::Allowed;
+        let found = catalog.find(&caller.project, name).filter(|_| allowed);
+        found.ok_or_else(|| not_found(&catalog, caller, name))
+    }
+
+    /// A client offers tools. Answers with how many.
+    pub async fn register(
+        &self,
+        caller: &Caller,
+        registration: Registration,
+    ) -> Result<usize, Error> {
+        require_provider(caller)?;
+        let inner = &self.inner;
+        check_client_id(&registration.client_id)?;
+        let limit = inner.limits.max_tools_per_registration;
+        if registration.tools.len() > limit {
+            let message = format!("at most {limit} tools in one registration");
+            return Err(Error::refused(Code::PayloadTooLarge, message));
+        }
+        let mut seen = HashSet::new();
+        for tool in &registration.tools {
+            check_definition(tool)?;
+            if !seen.insert(&tool.name) {
+                let message = format!("\"{}\" is named twice in this registration", tool.name);
+                return Err(Error::refused(Code::Conflict, message));
+            }
+        }
+        let count = registration.tools.len();
+        inner
+            .change(|catalog| {
+                check_against(catalog, caller, &registration, inner.limits.max_tools_per_project)?;
+                let client = Client {
+                    project: caller.project.clone(),
+                    client_id: registration.client_id.clone(),
+                    owner: caller.agent.clone(),
+                    registered_ms: inner.clock.now_ms(),
+                };
+                let (tools, others) = (registration.tools.clone(), registration.others);
+                Ok((Change::Register { client, tools, others }, None))
+            })
+            .await?;
+        inner.reoffer(&caller.project, &registration.client_id);
+        Ok(count)
+    }
+
+    /// A client offers a tool no more.
+    pub async fn withdraw(
+        &self,
+        caller: &Caller,
+        client_id: &str,
+        tool: &str,
+    ) -> Result<(), Error> {
+        require_provider(caller)?;
+        let project = caller.project.clone();
+        self.inner
+            .change(|catalog| {
+                require_owner(catalog, caller, client_id)?;
+                if !catalog.offers_of(&project, client_id).contains(tool) {
+                    let message = format!("client \"{client_id}\" does not offer \"{tool}\"");
+                    return Err(Error::refused(Code::NotFound, message));
+                }
+                let (client_id, tool) = (client_id.to_owned(), tool.to_owned());
+                Ok((Change::Withdraw { project: project.clone(), client_id, tool }, None))
+            })
+            .await?;
+        self.inner.reoffer(&caller.project, client_id);
+        Ok(())
+    }
+}
+
+impl Inner {
+    pub(crate) fn catalog(&self) -> Arc<Catalog> {
+        self.catalog.read().clone()
+    }
+
+    /// Loads the directory again if it changed, also by another process.
+    pub(crate) async fn renew_catalog(&self) -> Result<(), Error> {
+        let version = self.store.directory_version().await.map_err(unavailable)?;
+        if version == self.catalog().version() {
+            return Ok(());
+        }
+        let directory = self.store.directory().await.map_err(unavailable)?;
+        let next = Arc::new(self.catalog().renewed(directory));
+        *self.catalog.write() = next;
+        self.bus.wake(&Topic::Directory);
+        Ok(())
+    }
+
+    /// Decides a change on the present directory and makes it; again if somebody was faster.
+    pub(crate) async fn change<F>(&self, decide: F) -> Result<(), Error>
+    where
+        F: Fn(&Catalog) -> Result<(Change, Option<AuditEntry>), Error>,
+    {
+        let _one_at_a_time = self.changing.lock().await;
+        for _ in 0..16 {
+            self.renew_catalog().await?;
+            let catalog = self.catalog();
+            let (change, audit) = decide(&catalog)?;
+            let made = self.store.change(change, catalog.version(), audit).await;
+            if made.map_err(unavailable)? == Saved::Yes {
+                return self.renew_catalog().await;
+            }
+        }
+        Err(Error::later(Code::Overloaded, "the directory changes too fast; try again", 100))
+    }
+
+    fn reoffer(&self, project: &str, client_id: &str) {
+        let offers = self.catalog().offers_of(project, client_id);
+        self.desk.reoffer(project, client_id, &offers);
+    }
+}
+
+pub(super) fn not_found(catalog: &Catalog, caller: &Caller, name: &str) -> Error {
+    let shown: String = name.chars().take(128).collect();
+    let nearest = catalog.nearest(caller, &shown);
+    let hint = match nearest.first() {
+        Some(first) => format!("; did you mean \"{first}\"?"),
+        None => "; GET /v1/tools lists what you may call".to_owned(),
+    };
+    Fault::new(Code::ToolNotFound, format!("there is no tool \"{shown}\"{hint}"))
+        .with_detail(json!({ "nearest": nearest }))
+        .into()
+}
+
+pub(super) fn require_provider(caller: &Caller) -> Result<(), Error> {
+    if caller.may_provide() {
+        return Ok(());
+    }
+    let message = format!(
+        "a key with the role {} can neither offer tools nor report results; \
+         toolcrib keys create --role provider makes one that can",
+        caller.role.as_str()
+    );
+    Err(Error::refused(Code::PermissionDenied, message))
+}
+
+/// A client belongs to the name that registered it first.
+pub(super) fn require_owner(
+    catalog: &Catalog,
+    caller: &Caller,
+    client_id: &str,
+) -> Result<(), Error> {
+    let owner = catalog.client(&caller.project, client_id).map(|client| client.owner.as_str());
+    if caller.may_administer() || owner.is_none_or(|owner| owner == caller.agent) {
+        return Ok(());
+    }
+    let message = format!("client \"{client_id}\" belongs to another key");
+    Err(Error::refused(Code::PermissionDenied, message))
+}
+
+pub(super) fn check_client_id(client_id: &str) -> Result<(), Error> {
+    let plain = |c: char| c.is_ascii_graphic();
+    if (1..=128).contains(&client_id.len()) && client_id.chars().all(plain) {
+        return Ok(());
+    }
+    let message = "client_id must be 1 to 128 visible ASCII characters";
+    Err(Error::refused(Code::ValidationError, message))
+}
+
+fn check_definition(tool: &Definition) -> Result<(), Error> {
+    let invalid = |message: String| Error::refused(Code::ValidationError, message);
+    check_name(&tool.name).map_err(|error| invalid(error.to_string()))?;
+    if !TIMEOUT_MS_RANGE.contains(&tool.timeout_ms) {
+        let message = format!("{}: timeout_ms must be from 1 to 86400000 (24 h)", tool.name);
+        return Err(invalid(message));
+    }
+    if tool.description.len() > 16_384 {
+        return Err(invalid(format!("{}: description is over 16384 bytes", tool.name)));
+    }
+    if let Some(problem) = tool.policy.problem() {
+        return Err(invalid(format!("{}: {problem}", tool.name)));
+    }
+    if tool.fallback.len() > 8 {
+        return Err(invalid(format!("{}: at most 8 fallback tools", tool.name)));
+    }
+    Entry::compile(tool.clone()).map(|_| ()).map_err(Error::from)
+}
+
+fn check_against(
+    catalog: &Catalog,
+    caller: &Caller,
+    registration: &Registration,
+    limit: usize,
+) -> Result<(), Error> {
+    let client_id = registration.client_id.as_str();
+    require_owner(catalog, caller, client_id)?;
+    let conflict = |tool: &str, message: String| {
+        Error::from(Fault::new(Code::Conflict, message).with_detail(json!({ "tool": tool })))
+    };
+    for tool in &registration.tools {
+        if catalog.shared.contains_key(&tool.name) {
+            let message = format!("\"{}\" is a built-in tool; choose another name", tool.name);
+            return Err(conflict(&tool.name, message));
+        }
+        let place = (caller.project.clone(), tool.name.clone());
+        let Some(known) = catalog.own.get(&place) else { continue };
+        let others = catalog.offered_by(&caller.project, &tool.name);
+        let only_mine = others.iter().all(|other| other == client_id);
+        if !only_mine && !same_schemas(&known.definition, tool) {
+            let message = format!(
+                "\"{}\" is offered by another client with a different schema; offer it with the \
+                 same schema, or under another name",
+                tool.name
+            );
+            return Err(conflict(&tool.name, message));
+        }
+    }
+    let owned = catalog.own.keys().filter(|(project, _)| *project == caller.project).count();
+    if owned + registration.tools.len() > limit + catalog.shared.len() {
+        let message = format!("the project would have more than {limit} tools");
+        return Err(Error::refused(Code::PayloadTooLarge, message));
+    }
+    Ok(())
+}
+
+fn same_schemas(one: &Definition, two: &Definition) -> bool {
+    let canonical = |schema: &json::Json| json::canonical(&schema.value());
+    canonical(&one.input_schema) == canonical(&two.input_schema)
+        && one.output_schema.as_ref().map(canonical) == two.output_schema.as_ref().map(canonical)
+}

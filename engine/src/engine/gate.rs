@@ -1,0 +1,214 @@
+//! The gate: how many calls may be executed at once, who waits, and when no more are taken.
+//!
+//! Three limits hold together: of the whole engine, of a project, of a tool. The first two count
+//! what runs in this process; a tool's own limit also counts what is parked with a client, so that
+//! an absent client cannot use up its project's places. Waiting calls stand in a line per tool, and
+//! free places go round the lines, so one busy tool does not keep the others waiting. In memory
+//! only: after a restart the lines are made again from the store.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use tokio::sync::Notify;
+
+use crate::id::CallId;
+
+/// A project and a tool.
+pub(crate) type LineKey = (String, String);
+
+/// Which limits an attempt counts against.
+#[derive(Debug, Clone)]
+pub(crate) struct Place {
+    pub project: String,
+    pub tool: String,
+    /// Executed in this process.
+    pub local: bool,
+}
+
+/// The limits that hold for a place.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Caps {
+    pub global: Option<u32>,
+    pub project: Option<u32>,
+    pub tool: Option<u32>,
+}
+
+#[derive(Default)]
+struct State {
+    global: u32,
+    projects: HashMap<String, u32>,
+    tools: HashMap<LineKey, u32>,
+    lines: BTreeMap<LineKey, VecDeque<Waiting>>,
+    /// The line that was served last.
+    served: Option<LineKey>,
+    waiting: usize,
+}
+
+struct Waiting {
+    call_id: CallId,
+    place: Place,
+    caps: Caps,
+}
+
+/// Counts places and keeps the lines.
+#[derive(Default)]
+pub(crate) struct Gate {
+    state: Mutex<State>,
+    freed: Notify,
+}
+
+/// A place in use; dropping it frees it.
+pub(crate) struct Slot {
+    gate: Arc<Gate>,
+    place: Place,
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        let mut state = self.gate.state.lock();
+        state.leave(&self.place);
+        if state.waiting > 0 {
+            self.gate.freed.notify_one();
+        }
+    }
+}
+
+impl State {
+    fn fits(&self, place: &Place, caps: &Caps) -> bool {
+        let below = |used: u32, cap: Option<u32>| cap.is_none_or(|cap| used < cap);
+        let line = (place.project.clone(), place.tool.clone());
+        let tool = below(self.tools.get(&line).copied().unwrap_or(0), caps.tool);
+        let project = self.projects.get(&place.project).copied().unwrap_or(0);
+        tool && (!place.local || below(self.global, caps.global) && below(project, caps.project))
+    }
+
+    fn enter(&mut self, place: &Place) {
+        if place.local {
+            self.global += 1;
+            *self.projects.entry(place.project.clone()).or_default() += 1;
+        }
+        *self.tools.entry((place.project.clone(), place.tool.clone())).or_default() += 1;
+    }
+
+    fn leave(&mut self, place: &Place) {
+        if place.local {
+            self.global = self.global.saturating_sub(1);
+            lower(&mut self.projects, &place.project);
+        }
+        lower(&mut self.tools, &(place.project.clone(), place.tool.clone()));
+    }
+}
+
+fn lower<K: std::hash::Hash + Eq>(counts: &mut HashMap<K, u32>, key: &K) {
+    if let Some(count) = counts.get_mut(key) {
+        *count -= 1;
+        if *count == 0 {
+            counts.remove(key);
+        }
+    }
+}
+
+impl Gate {
+    /// A place at once, if one is free and nobody stands in line for the same tool.
+    pub(crate) fn try_enter(self: &Arc<Self>, place: &Place, caps: &Caps) -> Option<Slot> {
+        let mut state = self.state.lock();
+        let line = (place.project.clone(), place.tool.clone());
+        if state.lines.contains_key(&line) || !state.fits(place, caps) {
+            return None;
+        }
+        state.enter(place);
+        Some(Slot { gate: self.clone(), place: place.clone() })
+    }
+
+    /// Stands in line.
+    pub(crate) fn wait(&self, call_id: CallId, place: Place, caps: Caps) {
+        let mut state = self.state.lock();
+        state.waiting += 1;
+        let line = (place.project.clone(), place.tool.clone());
+        state.lines.entry(line).or_default().push_back(Waiting { call_id, place, caps });
+        drop(state);
+        self.freed.notify_one();
+    }
+
+    /// The next call in line that has a place now, with its place.
+    pub(crate) fn next(self: &Arc<Self>) -> Option<(CallId, Slot)> {
+        let mut state = self.state.lock();
+        let after = state.served.clone();
+        let fits = |state: &State, key: &LineKey| {
+            let head = state.lines.get(key).and_then(VecDeque::front);
+            head.is_some_and(|head| state.fits(&head.place, &head.caps))
+        };
+        let mut keys = state.lines.keys();
+        let later = keys.find(|key| after.as_ref().is_none_or(|a| *key > a) && fits(&state, key));
+        let chosen = later.or_else(|| state.lines.keys().find(|key| fits(&state, key))).cloned()?;
+        let line = state.lines.get_mut(&chosen)?;
+        let waiting = line.pop_front()?;
+        if line.is_empty() {
+            state.lines.remove(&chosen);
+        }
+        state.waiting -= 1;
+        state.enter(&waiting.place);
+        state.served = Some(chosen);
+        drop(state);
+        Some((waiting.call_id, Slot { gate: self.clone(), place: waiting.place }))
+    }
+
+    /// Returns when a place may be free or somebody came to wait.
+    pub(crate) async fn freed(&self) {
+        self.freed.notified().await;
+    }
+
+    /// How many stand in line.
+    pub(crate) fn waiting(&self) -> usize {
+        self.state.lock().waiting
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::id::Minter;
+
+    fn place(project: &str, tool: &str) -> Place {
+        Place { project: project.into(), tool: tool.into(), local: true }
+    }
+
+    #[test]
+    fn all_three_limits_hold() {
+        let gate = Arc::new(Gate::default());
+        let caps = Caps { global: Some(3), project: Some(2), tool: Some(1) };
+        let a = gate.try_enter(&place("p", "a"), &caps);
+        assert!(a.is_some());
+        assert!(gate.try_enter(&place("p", "a"), &caps).is_none(), "the tool's limit");
+        let b = gate.try_enter(&place("p", "b"), &caps);
+        assert!(b.is_some());
+        assert!(gate.try_enter(&place("p", "c"), &caps).is_none(), "the project's limit");
+        let c = gate.try_enter(&place("q", "a"), &caps);
+        assert!(c.is_some());
+        assert!(gate.try_enter(&place("r", "a"), &caps).is_none(), "the engine's limit");
+        let parked = Place { local: false, ..place("p", "c") };
+        assert!(gate.try_enter(&parked, &caps).is_some(), "parked work takes no local place");
+        drop((a, b, c));
+        assert!(gate.try_enter(&place("p", "a"), &caps).is_some());
+    }
+
+    #[test]
+    fn free_places_go_round_the_lines() {
+        let gate = Arc::new(Gate::default());
+        let caps = Caps { global: Some(1), ..Caps::default() };
+        let busy = gate.try_enter(&place("p", "busy"), &caps);
+        let minter = Minter::default();
+        for (n, tool) in ["a", "a", "a", "b", "c"].into_iter().enumerate() {
+            gate.wait(minter.call(n as u64), place("p", tool), caps);
+        }
+        assert!(gate.next().is_none());
+        drop(busy);
+        let mut order = Vec::new();
+        while let Some((_, slot)) = gate.next() {
+            order.push(slot.place.tool.clone());
+        }
+        assert_eq!(order, ["a", "b", "c", "a", "a"]);
+        assert_eq!(gate.waiting(), 0);
+    }
+}

@@ -1,0 +1,56 @@
+//! Client connections: what the three ingress doors share.
+
+use super::Engine;
+use super::catalog::{check_client_id, require_owner, require_provider};
+use crate::caller::Caller;
+use crate::desk::{Arrival, ClientView, Line, Memory, Session};
+use crate::fault::{Code, Error};
+
+/// A client that wants to be given work.
+#[derive(Debug, Clone)]
+pub struct Connecting {
+    pub client_id: String,
+    /// How many requests it takes at once.
+    pub window: usize,
+    pub memory: Memory,
+    pub line: Line,
+}
+
+impl Engine {
+    /// Connects a client to the desk.
+    pub fn connect(&self, caller: &Caller, connecting: Connecting) -> Result<Session, Error> {
+        require_provider(caller)?;
+        check_client_id(&connecting.client_id)?;
+        let catalog = self.inner.catalog();
+        require_owner(&catalog, caller, &connecting.client_id)?;
+        if catalog.client(&caller.project, &connecting.client_id).is_none() {
+            let message = format!(
+                "client \"{}\" has not registered; POST /internal/tools/register first",
+                connecting.client_id
+            );
+            return Err(Error::refused(Code::NotFound, message));
+        }
+        Ok(self.inner.desk.connect(Arrival {
+            project: caller.project.clone(),
+            offers: catalog.offers_of(&caller.project, &connecting.client_id),
+            client_id: connecting.client_id,
+            window: connecting.window,
+            memory: connecting.memory,
+            line: connecting.line,
+        }))
+    }
+
+    /// The project's clients: connected now, or with work in hand.
+    pub fn clients(&self, caller: &Caller) -> Result<Vec<ClientView>, Error> {
+        if !caller.may_administer() {
+            let message = "only an admin's key can look at clients";
+            return Err(Error::refused(Code::PermissionDenied, message));
+        }
+        Ok(self.inner.desk.clients(&caller.project))
+    }
+
+    /// How many client connections are open, of all projects.
+    pub fn client_connections(&self) -> usize {
+        self.inner.desk.connections()
+    }
+}

@@ -1,0 +1,386 @@
+//! Taking a call: who, what, may they, do the arguments fit, is there room; then the commit, then
+//! the ticket. Nothing is told to anybody that a crash could take back.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
+
+use super::catalog::{Catalog, Entry as Compiled, not_found};
+use super::gate::{Caps, Place, Slot};
+use super::live::{Entry, Full};
+use super::{Engine, Inner, measure, unavailable};
+use crate::args;
+use crate::call::{Asked, Call, Hold, Status, Target};
+use crate::caller::Caller;
+use crate::event::{Kind, Record};
+use crate::fault::{Code, Error, Fault};
+use crate::json::{Json, NotJson, canonical};
+use crate::lifecycle::{self, Action, Event};
+use crate::policy::Decision;
+use crate::retry::{MAX_RETRIES_LIMIT, TIMEOUT_MS_RANGE};
+use crate::schema::Problem;
+use crate::store::{Created, IdempotencyKey, NewCall};
+use crate::tool::hex;
+
+/// The envelope: what a caller asks for.
+#[derive(Debug, Clone)]
+pub struct Invocation {
+    pub tool: String,
+    pub args: Json,
+    pub run_id: String,
+    /// The caller's own id for this call.
+    pub call_id: Option<String>,
+    pub timeout_ms: Option<u64>,
+    /// How many attempts may follow the first.
+    pub retry: Option<u32>,
+    pub idempotency_key: Option<String>,
+    /// Only this client may execute it.
+    pub client_id: Option<String>,
+    /// A label; never used to decide anything.
+    pub user_id: Option<String>,
+}
+
+impl Invocation {
+    /// A call of this tool with these arguments, as JSON text.
+    pub fn new(tool: impl Into<String>, args: &str) -> Result<Self, NotJson> {
+        Ok(Self {
+            tool: tool.into(),
+            args: Json::parse(args)?,
+            run_id: "run_default".to_owned(),
+            call_id: None,
+            timeout_ms: None,
+            retry: None,
+            idempotency_key: None,
+            client_id: None,
+            user_id: None,
+        })
+    }
+}
+
+/// An accepted call.
+#[derive(Debug, Clone)]
+pub struct Ticket {
+    pub call: Arc<Call>,
+    /// The idempotency key was used before: this is the call it made then.
+    pub replayed: bool,
+}
+
+impl Engine {
+    /// Takes a call. When this returns, the call is stored and will reach an outcome.
+    pub async fn invoke(&self, caller: &Caller, asked: Invocation) -> Result<Ticket, Error> {
+        let inner = &self.inner;
+        if inner.draining.load(Ordering::Acquire) {
+            let message = "the server is shutting down; nothing was done, a retry is safe";
+            return Err(Error::later(Code::Overloaded, message, 1_000));
+        }
+        let catalog = inner.catalog();
+        inner.check_permission(&catalog, caller, &asked.tool).await?;
+        let found = catalog.find(&caller.project, &asked.tool);
+        let tool = found.ok_or_else(|| not_found(&catalog, caller, &asked.tool))?;
+        check_envelope(&asked, inner.limits.max_args_bytes)?;
+        let args = asked.args.value();
+        check_args(&tool, &args)?;
+        check_client(&catalog, caller, &tool, asked.client_id.as_deref())?;
+        let key = idempotency_key(caller, &asked, &args);
+        let call = inner.draft(&catalog, caller, &tool, asked, &args);
+        inner.accept(call, key).await
+    }
+}
+
+impl Inner {
+    /// Denied calls are answered with the reason and written down.
+    async fn check_permission(
+        &self,
+        catalog: &Catalog,
+        caller: &Caller,
+        tool: &str,
+    ) -> Result<(), Error> {
+        let Decision::Denied(reason) = catalog.decide(caller, tool) else {
+            metrics::counter!("toolcrib_policy_decisions_total", "decision" => "allow")
+                .increment(1);
+            return Ok(());
+        };
+        metrics::counter!("toolcrib_policy_decisions_total", "decision" => "deny").increment(1);
+        let shown: String = tool.chars().take(128).collect();
+        let entry = self.entry(caller, &caller.project, "call.denied", &shown, &reason);
+        self.store.audit(entry).await.map_err(unavailable)?;
+        let message = format!("agent \"{}\" may not call \"{shown}\": {reason}", caller.agent);
+        let detail = json!({ "agent": caller.agent, "tool": shown, "rule": reason });
+        Err(Fault::new(Code::PermissionDenied, message).not_happened().with_detail(detail).into())
+    }
+
+    /// The call as it would be, before anything was decided about it.
+    fn draft(
+        &self,
+        catalog: &Catalog,
+        caller: &Caller,
+        tool: &Arc<Compiled>,
+        asked: Invocation,
+        args: &Value,
+    ) -> Call {
+        let now_ms = self.clock.now_ms();
+        let definition = &tool.definition;
+        let policy = self.policy_of(&caller.project, tool);
+        let timeout_ms = asked.timeout_ms.unwrap_or(definition.timeout_ms);
+        Call {
+            id: self.minter.call(now_ms),
+            project: caller.project.clone(),
+            run_id: asked.run_id,
+            tool_name: definition.name.clone(),
+            target: target(tool, asked.args),
+            alternates: self.alternates(catalog, caller, tool, args),
+            asked: Asked {
+                agent: caller.agent.clone(),
+                call_id: asked.call_id,
+                client_id: asked.client_id,
+                user_id: asked.user_id,
+                idempotency_key: asked.idempotency_key,
+            },
+            max_retries: asked.retry.unwrap_or(policy.max_retries),
+            backoff: policy.backoff,
+            status: Status::Pending,
+            hold: Some(Hold::Queue),
+            attempt: 0,
+            target_attempts: 0,
+            taken_by: None,
+            node: None,
+            created_ms: now_ms,
+            deadline_ms: now_ms + timeout_ms,
+            started_ms: None,
+            completed_ms: None,
+            outcome: None,
+            version: 1,
+        }
+    }
+
+    pub(super) fn policy_of(
+        &self,
+        project: &str,
+        tool: &Compiled,
+    ) -> crate::retry::ExecutionPolicy {
+        let mut policy = self.policies.global.clone();
+        if let Some(patch) = self.policies.projects.get(project) {
+            policy = policy.overlaid(patch);
+        }
+        policy = policy.overlaid(&tool.definition.policy);
+        if let Some(over) = self.policies.tools.get(&tool.definition.name) {
+            let own_limit = policy.max_parallel;
+            policy = policy.overlaid(&over.policy);
+            policy.max_parallel = policy.max_parallel.or(own_limit);
+        }
+        policy
+    }
+
+    /// The limits in parallel that an attempt on this target counts against.
+    pub(super) fn caps(&self, project: &str, tool: &str) -> Caps {
+        let of_tool = self.catalog().find(project, tool).and_then(|entry| {
+            let over = self.policies.tools.get(tool).and_then(|o| o.policy.max_parallel);
+            over.or(entry.definition.policy.max_parallel)
+        });
+        let of_project = self.policies.projects.get(project).and_then(|p| p.max_parallel);
+        Caps { global: self.policies.global.max_parallel, project: of_project, tool: of_tool }
+    }
+
+    /// The alternates that could take this call: there, allowed, and with fitting arguments.
+    fn alternates(
+        &self,
+        catalog: &Catalog,
+        caller: &Caller,
+        tool: &Compiled,
+        args: &Value,
+    ) -> Vec<Target> {
+        let over = self.policies.tools.get(&tool.definition.name).map(|over| &over.fallback);
+        let named = over.filter(|list| !list.is_empty()).unwrap_or(&tool.definition.fallback);
+        let mut targets = Vec::new();
+        for alternate in named {
+            let allowed = catalog.decide(caller, &alternate.tool) == Decision::Allowed;
+            let found = catalog.find(&caller.project, &alternate.tool).filter(|_| allowed);
+            let Some(other) = found else { continue };
+            let mapped = args::mapped(alternate.args.as_ref(), args);
+            if other.input.problems(&mapped).is_empty() {
+                targets.push(target(&other, Json::of_value(&mapped)));
+            }
+        }
+        targets
+    }
+
+    /// Commits the call, already claimed when a place is free, and starts it.
+    async fn accept(
+        self: &Arc<Self>,
+        call: Call,
+        key: Option<IdempotencyKey>,
+    ) -> Result<Ticket, Error> {
+        let (all, each) = (self.limits.max_open_calls, self.limits.max_open_calls_per_project);
+        let room = self.live.room(&call.project, all, each).map_err(full)?;
+        let requested = Record::new(Kind::Requested, call.created_ms, 0)
+            .with("tool", call.tool_name.as_str())
+            .with("args_bytes", call.target.args.text().len());
+        let (place, caps) = self.place(&call);
+        let slot = self.gate.try_enter(&place, &caps);
+        let (call, records, action) = claimed(call, &slot, &self.node, requested);
+        let new = NewCall { call: call.clone(), records, key };
+        match self.store.create(new).await.map_err(unavailable)? {
+            Created::New => {}
+            Created::Replayed(known) => {
+                metrics::counter!("toolcrib_idempotent_replays_total").increment(1);
+                let live = self.live.get(&known.id).map(|entry| entry.call());
+                let call = live.unwrap_or_else(|| Arc::new(*known));
+                return Ok(Ticket { call, replayed: true });
+            }
+            Created::Mismatch(id) => {
+                let message = "this idempotency key was used for another request";
+                let detail = json!({ "tool_call_id": id });
+                let fault = Fault::new(Code::IdempotencyMismatch, message).with_detail(detail);
+                return Err(fault.not_happened().into());
+            }
+        }
+        room.keep();
+        let call = Arc::new(call);
+        measure::accepted(&call);
+        let entry = Entry::new(call.clone(), slot);
+        self.live.insert(entry.clone());
+        self.announce(&call);
+        match action {
+            Some(action) => self.perform(&entry, &call, &[action]),
+            None => self.gate.wait(call.id.clone(), place, caps),
+        }
+        Ok(Ticket { call, replayed: false })
+    }
+
+    pub(super) fn place(&self, call: &Call) -> (Place, Caps) {
+        let place = Place {
+            project: call.project.clone(),
+            tool: call.target.tool.clone(),
+            local: !call.target.executor.parks(),
+        };
+        (place, self.caps(&call.project, &call.target.tool))
+    }
+}
+
+/// The fast path: with a place, the call is claimed in the same commit that creates it.
+fn claimed(
+    call: Call,
+    slot: &Option<Slot>,
+    node: &str,
+    requested: Record,
+) -> (Call, Vec<Record>, Option<Action>) {
+    let mut records = vec![requested];
+    if slot.is_some() {
+        let claim = Event::Claim { node: node.to_owned() };
+        if let Ok(step) = lifecycle::step(&call, &claim, call.created_ms) {
+            records.extend(step.records);
+            // It is one state, the first that is stored.
+            let first = Call { version: call.version, ..step.call };
+            return (first, records, step.actions.into_iter().next());
+        }
+    }
+    (call, records, None)
+}
+
+fn target(tool: &Compiled, args: Json) -> Target {
+    Target {
+        tool: tool.definition.name.clone(),
+        version: tool.version.clone(),
+        executor: tool.definition.executor,
+        effect: tool.definition.effect,
+        args,
+    }
+}
+
+fn full(full: Full) -> Error {
+    match full {
+        Full::Engine => {
+            let message = "too many calls are open; nothing was done, a retry is safe";
+            Error::later(Code::Overloaded, message, 1_000)
+        }
+        Full::Project => {
+            let message = "too many calls of this project are open; a retry is safe";
+            Error::later(Code::RateLimited, message, 1_000)
+        }
+    }
+}
+
+fn check_envelope(asked: &Invocation, max_args_bytes: usize) -> Result<(), Error> {
+    let invalid = |message: String| {
+        let fault = Fault::new(Code::ValidationError, message).not_happened();
+        Err(Error::from(fault))
+    };
+    if asked.args.text().len() > max_args_bytes {
+        let message = format!("args are over the limit of {max_args_bytes} bytes");
+        return Err(Error::refused(Code::PayloadTooLarge, message));
+    }
+    if asked.timeout_ms.is_some_and(|timeout_ms| !TIMEOUT_MS_RANGE.contains(&timeout_ms)) {
+        return invalid("timeout_ms must be from 1 to 86400000 (24 h)".into());
+    }
+    if asked.retry.is_some_and(|retry| retry > MAX_RETRIES_LIMIT) {
+        return invalid(format!("retry must be from 0 to {MAX_RETRIES_LIMIT}"));
+    }
+    let words = [
+        ("run_id", Some(&asked.run_id)),
+        ("call_id", asked.call_id.as_ref()),
+        ("client_id", asked.client_id.as_ref()),
+        ("user_id", asked.user_id.as_ref()),
+        ("idempotency_key", asked.idempotency_key.as_ref()),
+    ];
+    for (field, word) in words {
+        let Some(word) = word else { continue };
+        if word.is_empty() || word.len() > 255 || word.chars().any(char::is_control) {
+            let message = format!("{field} must be 1 to 255 bytes without control characters");
+            return invalid(message);
+        }
+    }
+    Ok(())
+}
+
+/// The arguments must fit before anything is stored or run.
+fn check_args(tool: &Compiled, args: &Value) -> Result<(), Error> {
+    let problems = tool.input.problems(args);
+    if problems.is_empty() {
+        return Ok(());
+    }
+    let what = format!("the arguments of {} do not fit its schema", tool.definition.name);
+    Err(misfit(&what, &problems).not_happened().into())
+}
+
+/// A fault that lists every problem.
+pub(super) fn misfit(what: &str, problems: &[Problem]) -> Fault {
+    let listed: Vec<&str> = problems.iter().map(|problem| problem.message.as_str()).collect();
+    let message = format!("{what}: {}", listed.join("; "));
+    Fault::new(Code::ValidationError, message).with_detail(json!({ "problems": problems }))
+}
+
+/// A call can be pinned to a client only where that client offers the tool.
+fn check_client(
+    catalog: &Catalog,
+    caller: &Caller,
+    tool: &Compiled,
+    client_id: Option<&str>,
+) -> Result<(), Error> {
+    let Some(client_id) = client_id else { return Ok(()) };
+    let name = &tool.definition.name;
+    if catalog.offered_by(&caller.project, name).iter().any(|id| id == client_id) {
+        return Ok(());
+    }
+    let message = format!("client \"{client_id}\" does not offer \"{name}\"");
+    let fault = Fault::new(Code::ValidationError, message).not_happened();
+    Err(fault.with_detail(json!({ "pointer": "/client_id" })).into())
+}
+
+fn idempotency_key(caller: &Caller, asked: &Invocation, args: &Value) -> Option<IdempotencyKey> {
+    let key = asked.idempotency_key.clone()?;
+    let mut hash = Sha256::new();
+    let rest = json!([
+        asked.tool,
+        asked.run_id,
+        asked.call_id,
+        asked.timeout_ms,
+        asked.retry,
+        asked.client_id
+    ]);
+    hash.update(rest.to_string().as_bytes());
+    hash.update(canonical(args).as_bytes());
+    let fingerprint = hex(&hash.finalize());
+    Some(IdempotencyKey { agent: caller.agent.clone(), key, fingerprint })
+}

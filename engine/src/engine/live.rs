@@ -1,0 +1,205 @@
+//! The calls that have not ended, in memory: so that polling a live ticket does not touch the
+//! store, and so that two reports on one call are decided one after the other.
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use parking_lot::{Mutex, RwLock};
+use tokio::sync::Notify;
+
+use super::gate::Slot;
+use crate::call::Call;
+use crate::id::CallId;
+
+/// One call that is being worked on.
+pub(crate) struct Entry {
+    /// Held while an event is decided and committed.
+    pub(crate) deciding: tokio::sync::Mutex<()>,
+    /// The last committed state.
+    shown: RwLock<Arc<Call>>,
+    /// The place the attempt that is out takes.
+    slot: Mutex<Option<Slot>>,
+    progress_events: AtomicU32,
+}
+
+impl Entry {
+    pub(crate) fn new(call: Arc<Call>, slot: Option<Slot>) -> Arc<Self> {
+        Arc::new(Self {
+            deciding: tokio::sync::Mutex::new(()),
+            shown: RwLock::new(call),
+            slot: Mutex::new(slot),
+            progress_events: AtomicU32::new(0),
+        })
+    }
+
+    pub(crate) fn call(&self) -> Arc<Call> {
+        self.shown.read().clone()
+    }
+
+    pub(crate) fn show(&self, call: Arc<Call>) {
+        *self.shown.write() = call;
+    }
+
+    pub(crate) fn take_place(&self, slot: Slot) {
+        *self.slot.lock() = Some(slot);
+    }
+
+    pub(crate) fn free_place(&self) {
+        self.slot.lock().take();
+    }
+
+    /// The number of this progress event, from 1.
+    pub(crate) fn count_progress(&self) -> u32 {
+        self.progress_events.fetch_add(1, Ordering::Relaxed) + 1
+    }
+}
+
+#[derive(Default)]
+struct State {
+    calls: HashMap<CallId, Arc<Entry>>,
+    per_project: HashMap<String, usize>,
+    /// When the clock must act on which call.
+    due: BTreeSet<(u64, CallId)>,
+}
+
+/// All live calls, and when the clock must act on them.
+#[derive(Default)]
+pub(crate) struct Live {
+    state: Mutex<State>,
+    /// An earlier time than before is the first now.
+    sooner: Notify,
+}
+
+/// Why no more calls are taken.
+pub(crate) enum Full {
+    Engine,
+    Project,
+}
+
+/// Room for one call; given back when the call did not come to be, or has ended.
+pub(crate) struct Room<'a> {
+    live: &'a Live,
+    project: String,
+    kept: bool,
+}
+
+impl Room<'_> {
+    /// The call exists now: its room is given back when it ends.
+    pub(crate) fn keep(mut self) {
+        self.kept = true;
+    }
+}
+
+impl Drop for Room<'_> {
+    fn drop(&mut self) {
+        if !self.kept {
+            self.live.state.lock().give_back(&self.project);
+        }
+    }
+}
+
+impl State {
+    fn give_back(&mut self, project: &str) {
+        if let Some(count) = self.per_project.get_mut(project) {
+            *count -= 1;
+            if *count == 0 {
+                self.per_project.remove(project);
+            }
+        }
+    }
+}
+
+impl Live {
+    /// Room for one more call.
+    pub(crate) fn room(&self, project: &str, all: usize, each: usize) -> Result<Room<'_>, Full> {
+        let mut state = self.state.lock();
+        if state.calls.len() >= all {
+            return Err(Full::Engine);
+        }
+        let count = state.per_project.entry(project.to_owned()).or_default();
+        if *count >= each {
+            return Err(Full::Project);
+        }
+        *count += 1;
+        Ok(Room { live: self, project: project.to_owned(), kept: false })
+    }
+
+    /// Room for a call that was found in the store: it is there, whatever the limits say now.
+    pub(crate) fn room_for_found(&self, project: &str) {
+        *self.state.lock().per_project.entry(project.to_owned()).or_default() += 1;
+    }
+
+    pub(crate) fn get(&self, id: &CallId) -> Option<Arc<Entry>> {
+        self.state.lock().calls.get(id).cloned()
+    }
+
+    pub(crate) fn insert(&self, entry: Arc<Entry>) {
+        let call = entry.call();
+        let mut state = self.state.lock();
+        if let Some(due_ms) = call.due_ms() {
+            self.note_due(&mut state, due_ms, call.id.clone());
+        }
+        state.calls.insert(call.id.clone(), entry);
+    }
+
+    /// The call moved on: its time may have changed, or it ended.
+    pub(crate) fn moved(&self, before: &Call, after: &Call) {
+        let mut state = self.state.lock();
+        if let Some(due_ms) = before.due_ms() {
+            state.due.remove(&(due_ms, before.id.clone()));
+            // A retry that stands in line was noted under its deadline; see `due_later`.
+            state.due.remove(&(before.deadline_ms, before.id.clone()));
+        }
+        if after.status.is_terminal() {
+            if state.calls.remove(&after.id).is_some() {
+                state.give_back(&after.project);
+            }
+        } else if let Some(due_ms) = after.due_ms() {
+            self.note_due(&mut state, due_ms, after.id.clone());
+        }
+    }
+
+    fn note_due(&self, state: &mut State, due_ms: u64, id: CallId) {
+        let first = state.due.first().is_none_or(|(first_ms, _)| due_ms < *first_ms);
+        state.due.insert((due_ms, id));
+        if first {
+            self.sooner.notify_one();
+        }
+    }
+
+    /// The calls whose time has come.
+    pub(crate) fn due(&self, now_ms: u64, limit: usize) -> Vec<CallId> {
+        let state = self.state.lock();
+        let due = state.due.iter().take_while(|(due_ms, _)| *due_ms <= now_ms);
+        due.take(limit).map(|(_, id)| id.clone()).collect()
+    }
+
+    /// A call whose retry is due stands in line now: only its deadline is left to wait for.
+    pub(crate) fn due_later(&self, id: &CallId, was_ms: u64, deadline_ms: u64) {
+        let mut state = self.state.lock();
+        if state.due.remove(&(was_ms, id.clone())) {
+            state.due.insert((deadline_ms, id.clone()));
+        }
+    }
+
+    /// When the clock must act next.
+    pub(crate) fn next_due_ms(&self) -> Option<u64> {
+        self.state.lock().due.first().map(|(due_ms, _)| *due_ms)
+    }
+
+    /// Returns when `next_due_ms` became earlier.
+    pub(crate) async fn sooner(&self) {
+        self.sooner.notified().await;
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.state.lock().calls.len()
+    }
+
+    /// When the oldest open call was made.
+    pub(crate) fn oldest_ms(&self) -> Option<u64> {
+        let state = self.state.lock();
+        state.calls.values().map(|entry| entry.call().created_ms).min()
+    }
+}

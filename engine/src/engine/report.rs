@@ -1,0 +1,223 @@
+//! Reports from whoever executes a call elsewhere: taken, progress, outcome; and cancelling.
+
+use std::sync::Arc;
+
+use serde_json::json;
+
+use super::advance::{Advanced, no_such_call};
+use super::catalog::{require_owner, require_provider};
+use super::invoke::misfit;
+use super::{Engine, Inner, unavailable};
+use crate::call::Call;
+use crate::caller::{Caller, Trust};
+use crate::event::{Kind, Record};
+use crate::fault::{Code, Error, Fault};
+use crate::function::Progress;
+use crate::id::CallId;
+use crate::json::Json;
+use crate::lifecycle::{Event, Refusal};
+
+/// How an attempt went, as somebody else says.
+#[derive(Debug, Clone)]
+pub struct Report {
+    /// Which attempt; none = the one that is out.
+    pub attempt: Option<u32>,
+    /// The client that says so, where it names itself.
+    pub client_id: Option<String>,
+    pub result: Result<Json, Fault>,
+}
+
+impl Engine {
+    /// A client has taken a request: the call is RUNNING from here on.
+    pub async fn take(
+        &self,
+        caller: &Caller,
+        id: &CallId,
+        client_id: &str,
+        attempt: Option<u32>,
+    ) -> Result<Arc<Call>, Error> {
+        let call = self.inner.provided(caller, id, Some(client_id)).await?;
+        let attempt = attempt.unwrap_or(call.attempt);
+        let event = Event::Taken { attempt, by: client_id.to_owned() };
+        let call = settled(self.inner.advance(&caller.project, id, event).await?)?;
+        self.inner.desk.acknowledged(&call.project, client_id, id);
+        Ok(call)
+    }
+
+    /// A client says how its attempt went.
+    pub async fn report(
+        &self,
+        caller: &Caller,
+        id: &CallId,
+        report: Report,
+    ) -> Result<Arc<Call>, Error> {
+        let client_id = report.client_id.as_deref();
+        let call = self.inner.provided(caller, id, client_id).await?;
+        let by = report.client_id.or_else(|| self.inner.desk.holder(id));
+        let result = self.inner.checked(&call, report.result);
+        let event = Event::Report { attempt: report.attempt, by, result };
+        settled(self.inner.advance(&caller.project, id, event).await?)
+    }
+
+    /// A client says how far it is.
+    pub async fn progress(
+        &self,
+        caller: &Caller,
+        id: &CallId,
+        client_id: Option<&str>,
+        attempt: Option<u32>,
+        progress: Progress,
+    ) -> Result<(), Error> {
+        let call = self.inner.provided(caller, id, client_id).await?;
+        self.inner.note_progress(id, attempt.unwrap_or(call.attempt), progress).await
+    }
+
+    /// Nobody wants the outcome any more; whoever executes it is told.
+    pub async fn cancel(
+        &self,
+        caller: &Caller,
+        id: &CallId,
+        reason: Option<String>,
+    ) -> Result<Arc<Call>, Error> {
+        if !caller.may_invoke() {
+            let message = "a provider's key cannot cancel calls";
+            return Err(Error::refused(Code::PermissionDenied, message));
+        }
+        let call = self.call(caller, id).await?;
+        let event = Event::Cancel { by: caller.agent.clone(), reason };
+        settled(self.inner.advance(&caller.project, &call.id, event).await?)
+    }
+}
+
+impl Inner {
+    /// The call, if this caller may report on it.
+    async fn provided(
+        &self,
+        caller: &Caller,
+        id: &CallId,
+        client_id: Option<&str>,
+    ) -> Result<Arc<Call>, Error> {
+        require_provider(caller)?;
+        let call = self.own_call(caller, id).await?;
+        if !call.target.executor.parks() {
+            let message = format!("{} is executed by the server itself", call.target.tool);
+            return Err(Error::refused(Code::PermissionDenied, message));
+        }
+        let catalog = self.catalog();
+        let holder = call.taken_by.clone().or_else(|| self.desk.holder(id));
+        if let Some(client_id) = client_id {
+            require_owner(&catalog, caller, client_id)?;
+            let other = holder.as_deref().filter(|holder| *holder != client_id);
+            if let Some(other) = other.filter(|_| !call.status.is_terminal()) {
+                let message = format!("call \"{id}\" is with client \"{other}\"");
+                return Err(Error::refused(Code::PermissionDenied, message));
+            }
+        }
+        if caller.trust == Trust::Local || caller.may_administer() {
+            return Ok(call);
+        }
+        let offered = catalog.offered_by(&call.project, &call.target.tool);
+        let entitled = match holder.as_deref().or(call.asked.client_id.as_deref()) {
+            Some(holder) => require_owner(&catalog, caller, holder).is_ok(),
+            None => offered.iter().any(|id| {
+                catalog.client(&call.project, id).is_some_and(|c| c.owner == caller.agent)
+            }),
+        };
+        if entitled {
+            return Ok(call);
+        }
+        let message = format!("call \"{id}\" is with a client of another key");
+        Err(Error::refused(Code::PermissionDenied, message))
+    }
+
+    /// A call of the caller's project, from memory or from the store.
+    pub(super) async fn own_call(&self, caller: &Caller, id: &CallId) -> Result<Arc<Call>, Error> {
+        let call = match self.live.get(id) {
+            Some(entry) => entry.call(),
+            None => match self.store.call(&caller.project, id).await.map_err(unavailable)? {
+                Some(call) => Arc::new(call),
+                None => return Err(no_such_call(id)),
+            },
+        };
+        // Another project's call is answered exactly as one that does not exist.
+        if call.project == caller.project { Ok(call) } else { Err(no_such_call(id)) }
+    }
+
+    /// A result must fit its limit and the tool's output schema.
+    pub(super) fn checked(&self, call: &Call, result: Result<Json, Fault>) -> Result<Json, Fault> {
+        let data = result?;
+        let limit = self.limits.max_result_bytes;
+        if data.text().len() > limit {
+            let message = format!(
+                "the result of {} is {} bytes, over the limit of {limit}",
+                call.target.tool,
+                data.text().len()
+            );
+            return Err(Fault::new(Code::PayloadTooLarge, message));
+        }
+        let tool = self.catalog().find(&call.project, &call.target.tool);
+        let same = tool.filter(|tool| tool.version == call.target.version);
+        let Some(output) = same.as_ref().and_then(|tool| tool.output.as_ref()) else {
+            return Ok(data);
+        };
+        let problems = output.problems(&data.value());
+        if problems.is_empty() {
+            return Ok(data);
+        }
+        let what = format!("the result of {} does not fit its output schema", call.target.tool);
+        Err(misfit(&what, &problems))
+    }
+
+    pub(super) async fn note_progress(
+        &self,
+        id: &CallId,
+        attempt: u32,
+        progress: Progress,
+    ) -> Result<(), Error> {
+        let entry = self.live.get(id).ok_or_else(|| {
+            let message = format!("call \"{id}\" has ended; its progress is not kept");
+            Error::refused(Code::Conflict, message)
+        })?;
+        let call = entry.call();
+        if !call.attempt_is_out() || call.attempt != attempt {
+            let message = format!("attempt {attempt} of call \"{id}\" is not out");
+            return Err(Error::refused(Code::Conflict, message));
+        }
+        // A tool that reports too often is not told off; what is over the limit is not kept.
+        if entry.count_progress() > self.limits.max_progress_events {
+            return Ok(());
+        }
+        let mut record = Record::new(Kind::Progress, self.clock.now_ms(), attempt);
+        if let Some(percent) = progress.percent {
+            record = record.with("percent", percent);
+        }
+        if let Some(message) = progress.message {
+            record = record.with("message", message.chars().take(2_000).collect::<String>());
+        }
+        if let Some(data) = progress.data.filter(|data| data.to_string().len() <= 65_536) {
+            record = record.with("data", data);
+        }
+        self.store.append(&call.project, id, vec![record]).await.map_err(unavailable)?;
+        self.announce(&call);
+        Ok(())
+    }
+}
+
+/// A refused report as the answer the reporter gets.
+fn settled(advanced: Advanced) -> Result<Arc<Call>, Error> {
+    let (call, refusal) = match advanced {
+        Advanced::Done(call) | Advanced::Repeated(call) => return Ok(call),
+        Advanced::Refused(call, refusal) => (call, refusal),
+    };
+    let status = call.status.as_str();
+    let message = match refusal {
+        Refusal::Ended(_) => format!("call \"{}\" is {status} already; nothing changed", call.id),
+        _ => format!("this attempt of call \"{}\" is not out; nothing changed", call.id),
+    };
+    let detail = json!({
+        "status": status,
+        "attempt": call.attempt,
+        "completed_at_ms": call.completed_ms,
+    });
+    Err(Fault::new(Code::Conflict, message).with_detail(detail).into())
+}

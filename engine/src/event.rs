@@ -1,0 +1,99 @@
+//! What is written down about a call as it goes along. Pure.
+
+use serde_json::{Map, Value};
+
+use crate::id::CallId;
+
+/// What happened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Kind {
+    Requested,
+    Started,
+    Taken,
+    Progress,
+    Retrying,
+    Fallback,
+    Recovered,
+    Finished,
+    Failed,
+    Timeout,
+    Canceled,
+    /// A report that came too late, twice, or from the wrong side; it changed nothing.
+    Late,
+}
+
+impl Kind {
+    /// Every kind.
+    pub const ALL: [Self; 12] = [
+        Self::Requested,
+        Self::Started,
+        Self::Taken,
+        Self::Progress,
+        Self::Retrying,
+        Self::Fallback,
+        Self::Recovered,
+        Self::Finished,
+        Self::Failed,
+        Self::Timeout,
+        Self::Canceled,
+        Self::Late,
+    ];
+
+    /// As stored and streamed.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Requested => "tool.call.requested",
+            Self::Started => "tool.call.started",
+            Self::Taken => "tool.call.taken",
+            Self::Progress => "tool.call.progress",
+            Self::Retrying => "tool.call.retrying",
+            Self::Fallback => "tool.call.fallback",
+            Self::Recovered => "tool.call.recovered",
+            Self::Finished => "tool.call.finished",
+            Self::Failed => "tool.call.failed",
+            Self::Timeout => "tool.call.timeout",
+            Self::Canceled => "tool.call.canceled",
+            Self::Late => "tool.call.late",
+        }
+    }
+
+    /// The kind with this name.
+    pub fn parse(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| kind.as_str() == name)
+    }
+
+    /// Whether the call ended with it.
+    pub fn is_terminal(self) -> bool {
+        matches!(self, Self::Finished | Self::Failed | Self::Timeout | Self::Canceled)
+    }
+}
+
+/// One line of a call's history, before it has its number.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Record {
+    pub kind: Kind,
+    pub at_ms: u64,
+    pub attempt: u32,
+    pub data: Map<String, Value>,
+}
+
+impl Record {
+    /// A record without further facts.
+    pub fn new(kind: Kind, at_ms: u64, attempt: u32) -> Self {
+        Self { kind, at_ms, attempt, data: Map::new() }
+    }
+
+    /// The same with one more fact.
+    pub fn with(mut self, name: &str, value: impl Into<Value>) -> Self {
+        self.data.insert(name.to_owned(), value.into());
+        self
+    }
+}
+
+/// A stored record: numbered over the whole store, in the order of the commits.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Event {
+    pub number: u64,
+    pub call_id: CallId,
+    pub record: Record,
+}

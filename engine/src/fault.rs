@@ -1,0 +1,402 @@
+//! What can go wrong: one table of codes, and the two things that carry them.
+//!
+//! A [`Fault`] is how a call went wrong: it is recorded on the call and shown to the model. An
+//! [`Error`] is a request that was refused: it is shown to the caller. The HTTP status, the UTP
+//! code, whether a retry can help and the line of help all come from [`Code`]'s table; so do
+//! `docs/errors.md` and the texts of the command line. Nothing decides on a message's text.
+
+use std::fmt;
+
+use serde_json::Value;
+
+/// Every code there is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Code {
+    ValidationError,
+    BadRequest,
+    ToolNotFound,
+    NotFound,
+    Unauthenticated,
+    PermissionDenied,
+    Conflict,
+    IdempotencyMismatch,
+    Timeout,
+    UpstreamUnavailable,
+    RuntimeError,
+    OutcomeUnknown,
+    Canceled,
+    RateLimited,
+    Overloaded,
+    PayloadTooLarge,
+    Internal,
+}
+
+/// One row of the table.
+struct Row {
+    code: Code,
+    name: &'static str,
+    utp: &'static str,
+    http: u16,
+    retryable: bool,
+    title: &'static str,
+    help: &'static str,
+}
+
+const fn row(
+    code: Code,
+    name: &'static str,
+    utp: &'static str,
+    http: u16,
+    retryable: bool,
+    title: &'static str,
+    help: &'static str,
+) -> Row {
+    Row { code, name, utp, http, retryable, title, help }
+}
+
+/// In the order of the enum; a test holds them together.
+const TABLE: [Row; 17] = [
+    row(
+        Code::ValidationError,
+        "VALIDATION_ERROR",
+        "bad_request",
+        422,
+        false,
+        "arguments or result do not fit the schema",
+        "correct each place listed in detail.problems and call again",
+    ),
+    row(
+        Code::BadRequest,
+        "BAD_REQUEST",
+        "bad_request",
+        400,
+        false,
+        "the request cannot be read",
+        "the message names the place; send JSON as docs/http.md describes",
+    ),
+    row(
+        Code::ToolNotFound,
+        "TOOL_NOT_FOUND",
+        "not_found",
+        404,
+        false,
+        "there is no such tool",
+        "GET /v1/tools lists what you may call; detail.nearest has similar names",
+    ),
+    row(
+        Code::NotFound,
+        "NOT_FOUND",
+        "not_found",
+        404,
+        false,
+        "there is no such thing",
+        "check the id; finished calls are purged after the configured retention",
+    ),
+    row(
+        Code::Unauthenticated,
+        "UNAUTHENTICATED",
+        "auth_failed",
+        401,
+        false,
+        "no valid credentials",
+        "send Authorization: Bearer KEY; toolcrib keys create makes one",
+    ),
+    row(
+        Code::PermissionDenied,
+        "PERMISSION_DENIED",
+        "auth_failed",
+        403,
+        false,
+        "the caller may not do this",
+        "an operator can grant it: toolcrib allow --agent AGENT PATTERN",
+    ),
+    row(
+        Code::Conflict,
+        "CONFLICT",
+        "conflict",
+        409,
+        false,
+        "this contradicts what is already recorded",
+        "read what it already is in detail; repeating the same request cannot help",
+    ),
+    row(
+        Code::IdempotencyMismatch,
+        "IDEMPOTENCY_MISMATCH",
+        "conflict",
+        422,
+        false,
+        "this idempotency key was used for another request",
+        "use a new key for a new request",
+    ),
+    row(
+        Code::Timeout,
+        "TIMEOUT",
+        "tool_timeout",
+        504,
+        false,
+        "the call's deadline passed",
+        "give a longer timeout_ms; check first whether the tool took effect",
+    ),
+    row(
+        Code::UpstreamUnavailable,
+        "UPSTREAM_UNAVAILABLE",
+        "upstream_unavailable",
+        503,
+        true,
+        "whoever executes the tool cannot be reached",
+        "try again later; the message says who did not answer",
+    ),
+    row(
+        Code::RuntimeError,
+        "RUNTIME_ERROR",
+        "internal_error",
+        502,
+        true,
+        "the tool ran and failed",
+        "the message is the tool's own; a retry is safe for read and idempotent tools",
+    ),
+    row(
+        Code::OutcomeUnknown,
+        "OUTCOME_UNKNOWN",
+        "internal_error",
+        502,
+        false,
+        "it may have happened; nobody knows; it was not tried again",
+        "look at the outside world before you call again",
+    ),
+    row(
+        Code::Canceled,
+        "CANCELED",
+        "canceled",
+        409,
+        false,
+        "the call was canceled",
+        "call again if it is still wanted",
+    ),
+    row(
+        Code::RateLimited,
+        "RATE_LIMITED",
+        "upstream_unavailable",
+        429,
+        true,
+        "too many calls for this tool or project",
+        "wait as long as Retry-After says",
+    ),
+    row(
+        Code::Overloaded,
+        "OVERLOADED",
+        "upstream_unavailable",
+        503,
+        true,
+        "the crib cannot take more work now",
+        "wait as long as Retry-After says",
+    ),
+    row(
+        Code::PayloadTooLarge,
+        "PAYLOAD_TOO_LARGE",
+        "bad_request",
+        413,
+        false,
+        "a body or result is over its limit",
+        "send less, or raise the limit named in the message",
+    ),
+    row(
+        Code::Internal,
+        "INTERNAL",
+        "internal_error",
+        500,
+        true,
+        "a fault of the crib itself",
+        "the server's log has the details under the request id",
+    ),
+];
+
+impl Code {
+    /// Every code, in the table's order.
+    pub fn all() -> impl Iterator<Item = Code> {
+        TABLE.iter().map(|row| row.code)
+    }
+
+    fn row(self) -> &'static Row {
+        &TABLE[self as usize]
+    }
+
+    /// The code as written on every wire: `TOOL_NOT_FOUND`.
+    pub fn as_str(self) -> &'static str {
+        self.row().name
+    }
+
+    /// The code that UTP uses for it.
+    pub fn utp(self) -> &'static str {
+        self.row().utp
+    }
+
+    /// The HTTP status of a refused request with this code.
+    pub fn http_status(self) -> u16 {
+        self.row().http
+    }
+
+    /// Whether the same request can succeed later.
+    pub fn retryable(self) -> bool {
+        self.row().retryable
+    }
+
+    /// A few words: what it means.
+    pub fn title(self) -> &'static str {
+        self.row().title
+    }
+
+    /// One line: what to do.
+    pub fn help(self) -> &'static str {
+        self.row().help
+    }
+
+    /// The code with this name, in ours or in UTP's spelling.
+    pub fn parse(name: &str) -> Option<Code> {
+        let ours = TABLE.iter().find(|row| row.name == name);
+        let theirs = || TABLE.iter().find(|row| row.utp == name);
+        ours.or_else(theirs).map(|row| row.code)
+    }
+}
+
+impl fmt::Display for Code {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// Whether the failed attempt can have changed the world.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Happened {
+    /// Known not to have taken effect: it never reached whoever would have done it.
+    No,
+    /// It ran, or may have.
+    Maybe,
+}
+
+/// How an attempt or a call went wrong.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Fault {
+    pub code: Code,
+    /// For people and models: names the thing, says what to do.
+    pub message: String,
+    /// Structured facts: problems with pointers, nearest names, what it already is.
+    pub detail: Option<Value>,
+    pub retryable: bool,
+    pub happened: Happened,
+}
+
+impl Fault {
+    /// A fault with the code's own answer to whether a retry can help.
+    pub fn new(code: Code, message: impl Into<String>) -> Self {
+        let happened = Happened::Maybe;
+        Self { code, message: message.into(), detail: None, retryable: code.retryable(), happened }
+    }
+
+    /// The tool ran and failed, in its own words.
+    pub fn runtime(message: impl Into<String>) -> Self {
+        Self::new(Code::RuntimeError, message)
+    }
+
+    /// Whoever should execute it could not be reached: it is known not to have happened.
+    pub fn unreachable(message: impl Into<String>) -> Self {
+        Self { happened: Happened::No, ..Self::new(Code::UpstreamUnavailable, message) }
+    }
+
+    /// The same with structured facts.
+    pub fn with_detail(self, detail: Value) -> Self {
+        Self { detail: Some(detail), ..self }
+    }
+
+    /// The same, known not to have taken effect.
+    pub fn not_happened(self) -> Self {
+        Self { happened: Happened::No, ..self }
+    }
+
+    /// The same, with this answer to whether a retry can help.
+    pub fn retryable(self, retryable: bool) -> Self {
+        Self { retryable, ..self }
+    }
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.code, self.message)
+    }
+}
+
+/// A plain message from a tool is "it ran and failed".
+impl From<String> for Fault {
+    fn from(message: String) -> Self {
+        Self::runtime(message)
+    }
+}
+
+impl From<&str> for Fault {
+    fn from(message: &str) -> Self {
+        Self::runtime(message)
+    }
+}
+
+/// A request that was refused, or that the crib itself failed at.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The caller can act on it.
+    #[error("{fault}")]
+    Refused {
+        fault: Fault,
+        /// When to come again, where that is known.
+        retry_after_ms: Option<u64>,
+    },
+    /// Ours: logged with its whole chain, answered as `INTERNAL`.
+    #[error("internal error")]
+    Internal(#[source] Box<dyn std::error::Error + Send + Sync>),
+}
+
+impl Error {
+    /// A refusal.
+    pub fn refused(code: Code, message: impl Into<String>) -> Self {
+        Fault::new(code, message).into()
+    }
+
+    /// A refusal that says when to come again.
+    pub fn later(code: Code, message: impl Into<String>, retry_after_ms: u64) -> Self {
+        let fault = Fault::new(code, message).not_happened();
+        Self::Refused { fault, retry_after_ms: Some(retry_after_ms) }
+    }
+
+    /// The code of it.
+    pub fn code(&self) -> Code {
+        match self {
+            Self::Refused { fault, .. } => fault.code,
+            Self::Internal(_) => Code::Internal,
+        }
+    }
+}
+
+impl From<Fault> for Error {
+    fn from(fault: Fault) -> Self {
+        Self::Refused { fault, retry_after_ms: None }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_is_in_the_order_of_the_enum() {
+        for (n, row) in TABLE.iter().enumerate() {
+            assert_eq!(row.code as usize, n, "{}", row.name);
+            assert_eq!(Code::parse(row.name), Some(row.code));
+        }
+        assert_eq!(Code::Internal as usize + 1, TABLE.len());
+    }
+
+    #[test]
+    fn utp_names_are_understood() {
+        assert_eq!(Code::parse("tool_timeout"), Some(Code::Timeout));
+        assert_eq!(Code::parse("upstream_unavailable"), Some(Code::UpstreamUnavailable));
+        assert_eq!(Code::parse("nonsense"), None);
+    }
+}

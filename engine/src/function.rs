@@ -1,0 +1,252 @@
+//! Tools as Rust functions: the [`Tool`] trait, [`FnTool`], and the source that runs them.
+//!
+//! The schemas come from the argument and return types, so what the model is told and what the
+//! function takes cannot drift apart. A function that panics is that call's fault, never the
+//! process's.
+
+use std::collections::HashMap;
+use std::panic::AssertUnwindSafe;
+use std::pin::Pin;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use futures::FutureExt;
+use parking_lot::Mutex;
+use schemars::JsonSchema;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+use tokio_util::sync::CancellationToken;
+
+use crate::fault::{Code, Fault};
+use crate::id::CallId;
+use crate::json::Json;
+use crate::retry::PolicyPatch;
+use crate::source::{Attempt, ProgressSink, Source, Started};
+use crate::tool::{Alternate, Definition, Effect, Executor, Risk};
+
+/// How far an attempt is.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Progress {
+    /// From 0 to 100.
+    pub percent: Option<f64>,
+    pub message: Option<String>,
+    pub data: Option<Value>,
+}
+
+/// What a tool may know about the call it is executing.
+#[derive(Clone)]
+pub struct ToolContext {
+    pub call_id: CallId,
+    pub project: String,
+    pub run_id: String,
+    pub agent: String,
+    pub attempt: u32,
+    pub deadline_ms: u64,
+    /// Fires when the call was canceled or its deadline passed.
+    pub canceled: CancellationToken,
+    progress: ProgressSink,
+}
+
+impl ToolContext {
+    /// Says how far it is; shown on the call's event stream.
+    pub fn progress(&self, progress: Progress) {
+        (self.progress)(progress);
+    }
+}
+
+/// A tool that runs in this process.
+#[async_trait]
+pub trait Tool: Send + Sync + 'static {
+    /// What it is.
+    fn definition(&self) -> Definition;
+
+    /// Runs it on arguments that fit its schema.
+    async fn call(&self, args: Json, context: ToolContext) -> Result<Json, Fault>;
+}
+
+type Answer = Pin<Box<dyn Future<Output = Result<Json, Fault>> + Send>>;
+type Body = Box<dyn Fn(Json, ToolContext) -> Answer + Send + Sync>;
+
+/// A tool made of a typed async function.
+pub struct FnTool {
+    definition: Definition,
+    body: Body,
+}
+
+impl FnTool {
+    /// A tool whose schemas are those of the function's argument and return types.
+    pub fn new<A, R, E, F, Fut>(name: &str, description: &str, function: F) -> Self
+    where
+        A: DeserializeOwned + JsonSchema,
+        R: Serialize + JsonSchema,
+        E: Into<Fault>,
+        F: Fn(A) -> Fut + Send + Sync + 'static,
+        Fut: Future<Output = Result<R, E>> + Send + 'static,
+    {
+        Self::with_context(name, description, move |args: A, _| function(args))
+    }
+
+    /// The same for a function that also wants the call's context.
+    pub fn with_context<A, R, E, F, Fut>(name: &str, description: &str, function: F) -> Self
+    where
+        A: DeserializeOwned + JsonSchema,
+        R: Serialize + JsonSchema,
+        E: Into<Fault>,
+        F: Fn(A, ToolContext) -> Fut + Send + Sync + 'static,
+        Fut: Future<Output = Result<R, E>> + Send + 'static,
+    {
+        let body: Body = Box::new(move |args, context| match parse_args(&args) {
+            Ok(args) => {
+                let answer = function(args, context);
+                Box::pin(async move { to_json(&answer.await.map_err(Into::into)?) })
+            }
+            Err(fault) => Box::pin(async move { Err(fault) }),
+        });
+        let output = schemars::schema_for!(R).to_value();
+        let says_something = |schema: &Value| {
+            schema
+                .as_object()
+                .is_some_and(|map| map.keys().any(|key| key != "$schema" && key != "title"))
+        };
+        let definition = Definition {
+            project: None,
+            name: name.to_owned(),
+            description: description.to_owned(),
+            executor: Executor::Builtin,
+            input_schema: Json::of_value(&schemars::schema_for!(A).to_value()),
+            output_schema: says_something(&output).then(|| Json::of_value(&output)),
+            timeout_ms: 30_000,
+            effect: Effect::default(),
+            risk: Risk::default(),
+            policy: PolicyPatch::default(),
+            fallback: Vec::new(),
+            metadata: None,
+        };
+        Self { definition, body }
+    }
+
+    /// What running it does to the world.
+    pub fn effect(mut self, effect: Effect) -> Self {
+        self.definition.effect = effect;
+        self
+    }
+
+    /// How dangerous it is.
+    pub fn risk(mut self, risk: Risk) -> Self {
+        self.definition.risk = risk;
+        self
+    }
+
+    /// How long a call has where nobody says otherwise.
+    pub fn timeout_ms(mut self, timeout_ms: u64) -> Self {
+        self.definition.timeout_ms = timeout_ms;
+        self
+    }
+
+    /// Its own limits.
+    pub fn policy(mut self, policy: PolicyPatch) -> Self {
+        self.definition.policy = policy;
+        self
+    }
+
+    /// What to use instead when it is known not to have taken effect.
+    pub fn fallback(mut self, alternates: Vec<Alternate>) -> Self {
+        self.definition.fallback = alternates;
+        self
+    }
+}
+
+fn parse_args<A: DeserializeOwned>(args: &Json) -> Result<A, Fault> {
+    serde_json::from_str(args.text()).map_err(|error| {
+        Fault::new(Code::ValidationError, format!("the arguments cannot be read: {error}"))
+            .not_happened()
+    })
+}
+
+fn to_json<R: Serialize>(answer: &R) -> Result<Json, Fault> {
+    Json::of(answer).map_err(|error| Fault::runtime(format!("the result is not JSON: {error}")))
+}
+
+#[async_trait]
+impl Tool for FnTool {
+    fn definition(&self) -> Definition {
+        self.definition.clone()
+    }
+
+    async fn call(&self, args: Json, context: ToolContext) -> Result<Json, Fault> {
+        (self.body)(args, context).await
+    }
+}
+
+/// The source of the tools that run in this process.
+#[derive(Default)]
+pub struct Functions {
+    tools: HashMap<String, Arc<dyn Tool>>,
+    running: Mutex<HashMap<(CallId, u32), CancellationToken>>,
+}
+
+impl Functions {
+    /// A source of these tools.
+    pub fn new(tools: impl IntoIterator<Item = Arc<dyn Tool>>) -> Self {
+        let tools = tools.into_iter().map(|tool| (tool.definition().name, tool)).collect();
+        Self { tools, running: Mutex::default() }
+    }
+}
+
+#[async_trait]
+impl Source for Functions {
+    fn executor(&self) -> Executor {
+        Executor::Builtin
+    }
+
+    fn list(&self) -> Vec<Definition> {
+        let mut tools: Vec<_> = self.tools.values().map(|tool| tool.definition()).collect();
+        tools.sort_by(|a, b| a.name.cmp(&b.name));
+        tools
+    }
+
+    async fn start(&self, attempt: Attempt, progress: ProgressSink) -> Started {
+        let Some(tool) = self.tools.get(&attempt.tool) else {
+            let message = format!("this server has no built-in tool \"{}\"", attempt.tool);
+            let fault = Fault::new(Code::ToolNotFound, message).not_happened();
+            return Started::Done(Err(fault));
+        };
+        let canceled = CancellationToken::new();
+        let place = (attempt.call_id.clone(), attempt.number);
+        self.running.lock().insert(place, canceled.clone());
+        let context = ToolContext {
+            call_id: attempt.call_id,
+            project: attempt.project,
+            run_id: attempt.run_id,
+            agent: attempt.agent,
+            attempt: attempt.number,
+            deadline_ms: attempt.deadline_ms,
+            canceled: canceled.clone(),
+            progress,
+        };
+        let run = AssertUnwindSafe(async { tool.call(attempt.args, context).await });
+        let result = tokio::select! {
+            result = run.catch_unwind() => result.unwrap_or_else(|panic| {
+                Err(Fault::runtime(format!("the tool panicked: {}", panic_text(&*panic))))
+            }),
+            () = canceled.cancelled() => Err(Fault::new(Code::Canceled, "canceled")),
+        };
+        Started::Done(result)
+    }
+
+    fn cancel(&self, call_id: &CallId, attempt: u32) {
+        if let Some(canceled) = self.running.lock().remove(&(call_id.clone(), attempt)) {
+            canceled.cancel();
+        }
+    }
+
+    fn settled(&self, call_id: &CallId, attempt: u32) {
+        self.running.lock().remove(&(call_id.clone(), attempt));
+    }
+}
+
+fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".into())
+}

@@ -1,0 +1,135 @@
+//! Names of things: prefixed, readable ids.
+//!
+//! Pure: an id is parsed or shown here; making a new one takes a clock and randomness and is done
+//! by [`Minter`], which the engine owns. Ids sort by the time they were made.
+
+use std::fmt;
+use std::str::FromStr;
+
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+
+/// Why a text is not an id.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("\"{given}\" is not an id of the form {prefix}…")]
+pub struct NotAnId {
+    /// What was given, cut to a readable length.
+    pub given: String,
+    /// The prefix such ids have.
+    pub prefix: &'static str,
+}
+
+/// The ticket of one call: `tc_` and 26 letters and digits that sort by time.
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct CallId(std::sync::Arc<str>);
+
+impl CallId {
+    /// What every call id begins with.
+    pub const PREFIX: &'static str = "tc_";
+
+    /// The id as text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// The smallest id that a call made at this time could have.
+    pub fn floor_at(unix_ms: u64) -> Self {
+        let ulid = ulid::Ulid::from_parts(unix_ms, 0);
+        Self(format!("{}{ulid}", Self::PREFIX).into())
+    }
+}
+
+impl FromStr for CallId {
+    type Err = NotAnId;
+
+    fn from_str(text: &str) -> Result<Self, NotAnId> {
+        let body = text.strip_prefix(Self::PREFIX).unwrap_or_default();
+        if body.is_empty() || body.len() > 64 || !body.bytes().all(|b| b.is_ascii_alphanumeric()) {
+            let given = text.chars().take(80).collect();
+            return Err(NotAnId { given, prefix: Self::PREFIX });
+        }
+        Ok(Self(text.into()))
+    }
+}
+
+impl TryFrom<String> for CallId {
+    type Error = NotAnId;
+
+    fn try_from(text: String) -> Result<Self, NotAnId> {
+        text.parse()
+    }
+}
+
+impl From<CallId> for String {
+    fn from(id: CallId) -> Self {
+        id.0.as_ref().to_owned()
+    }
+}
+
+impl fmt::Display for CallId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl fmt::Debug for CallId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// Makes ids that never repeat and that sort in the order they were made.
+pub struct Minter {
+    last: Mutex<ulid::Ulid>,
+}
+
+impl Default for Minter {
+    fn default() -> Self {
+        Self { last: Mutex::new(ulid::Ulid::nil()) }
+    }
+}
+
+impl Minter {
+    /// A new call id for this moment.
+    pub fn call(&self, now_ms: u64) -> CallId {
+        CallId(self.text(CallId::PREFIX, now_ms).into())
+    }
+
+    /// A new id with any prefix.
+    pub fn text(&self, prefix: &str, now_ms: u64) -> String {
+        let mut last = self.last.lock();
+        let fresh = ulid::Ulid::from_parts(now_ms, ulid::Ulid::generate().random());
+        // Within one millisecond (or when the clock stands still) the next id is the last plus one.
+        let next = if fresh.timestamp_ms() > last.timestamp_ms() {
+            fresh
+        } else {
+            last.increment().unwrap_or(fresh)
+        };
+        *last = next;
+        format!("{prefix}{next}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_sort_in_the_order_they_were_made() {
+        let minter = Minter::default();
+        let ids: Vec<CallId> =
+            (0..1000).map(|n| minter.call(1_700_000_000_000 + n / 100)).collect();
+        assert!(ids.windows(2).all(|pair| pair[0] < pair[1]));
+        assert!(CallId::floor_at(1_700_000_000_000) <= ids[0]);
+        assert!(CallId::floor_at(1_700_000_000_011) > ids[999]);
+    }
+
+    #[test]
+    fn only_call_ids_parse() {
+        assert!("tc_01ARZ3NDEKTSV4RRFFQ69G5FAV".parse::<CallId>().is_ok());
+        for bad in ["", "tc_", "run_1", "tc_a/b", "tc_\u{e9}", &format!("tc_{}", "a".repeat(65))] {
+            assert!(bad.parse::<CallId>().is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,211 @@
+//! JSON as it was given: arguments and results travel as their own text.
+//!
+//! A payload is checked to be JSON once and then carried, stored and answered byte for byte, so
+//! `1.10` stays `1.10` and a large result is not taken apart and put together again. Pure.
+
+use std::fmt;
+use std::sync::Arc;
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde_json::Value;
+use serde_json::value::RawValue;
+
+/// How deep a document may nest, everywhere.
+pub const MAX_DEPTH: usize = 64;
+
+/// One JSON document, kept as text. Cheap to clone.
+#[derive(Clone)]
+pub struct Json(Arc<RawValue>);
+
+/// Why a text is not acceptable JSON, and where.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{reason} at line {line} column {column}")]
+pub struct NotJson {
+    /// What is wrong.
+    pub reason: String,
+    /// Line, from 1.
+    pub line: usize,
+    /// Column, from 1.
+    pub column: usize,
+}
+
+impl Json {
+    /// Checks a text and keeps it.
+    pub fn parse(text: &str) -> Result<Self, NotJson> {
+        check_depth(text.as_bytes())?;
+        let raw: Box<RawValue> = serde_json::from_str(text).map_err(NotJson::from)?;
+        Ok(Self(raw.into()))
+    }
+
+    /// The JSON of a value.
+    pub fn of<T: Serialize + ?Sized>(value: &T) -> Result<Self, serde_json::Error> {
+        serde_json::value::to_raw_value(value).map(|raw| Self(raw.into()))
+    }
+
+    /// The JSON of a value tree, which always has one.
+    pub fn of_value(value: &Value) -> Self {
+        Self::of(value).unwrap_or_else(|_| Self::null())
+    }
+
+    /// `null`.
+    pub fn null() -> Self {
+        Self(RawValue::NULL.to_owned().into())
+    }
+
+    /// `{}`.
+    pub fn empty_object() -> Self {
+        Self::of_value(&Value::Object(serde_json::Map::new()))
+    }
+
+    /// The text.
+    pub fn text(&self) -> &str {
+        self.0.get()
+    }
+
+    /// The value tree. The text was checked when it came in, so this cannot fail in practice.
+    pub fn value(&self) -> Value {
+        serde_json::from_str(self.0.get()).unwrap_or(Value::Null)
+    }
+}
+
+impl fmt::Debug for Json {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.text())
+    }
+}
+
+/// The same text; or, where the texts differ, the same value.
+impl PartialEq for Json {
+    fn eq(&self, other: &Self) -> bool {
+        self.text() == other.text() || self.value() == other.value()
+    }
+}
+
+impl Serialize for Json {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        self.0.serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for Json {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Box::<RawValue>::deserialize(deserializer).map(|raw| Self(raw.into()))
+    }
+}
+
+impl From<serde_json::Error> for NotJson {
+    fn from(error: serde_json::Error) -> Self {
+        let (line, column) = (error.line(), error.column());
+        let full = error.to_string();
+        let place = format!(" at line {line} column {column}");
+        let reason = full.strip_suffix(&place).unwrap_or(&full).to_owned();
+        Self { reason, line, column }
+    }
+}
+
+/// Refuses a document that nests deeper than [`MAX_DEPTH`], before anything recursive reads it.
+pub fn check_depth(bytes: &[u8]) -> Result<(), NotJson> {
+    let (mut depth, mut in_string, mut escaped) = (0_usize, false, false);
+    for (at, byte) in bytes.iter().enumerate() {
+        if in_string {
+            match (escaped, byte) {
+                (true, _) => escaped = false,
+                (false, b'\\') => escaped = true,
+                (false, b'"') => in_string = false,
+                _ => {}
+            }
+            continue;
+        }
+        match byte {
+            b'"' => in_string = true,
+            b'[' | b'{' => {
+                depth += 1;
+                if depth > MAX_DEPTH {
+                    return Err(too_deep(bytes, at));
+                }
+            }
+            b']' | b'}' => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+fn too_deep(bytes: &[u8], at: usize) -> NotJson {
+    let before = &bytes[..at];
+    let line = before.iter().filter(|byte| **byte == b'\n').count() + 1;
+    let column = at - before.iter().rposition(|byte| *byte == b'\n').map_or(0, |n| n + 1) + 1;
+    NotJson { reason: format!("nested deeper than {MAX_DEPTH} levels"), line, column }
+}
+
+/// The same document with its object keys in order, as text: what fingerprints are taken of.
+pub fn canonical(value: &Value) -> String {
+    let mut text = String::new();
+    write_canonical(value, &mut text);
+    text
+}
+
+fn write_canonical(value: &Value, text: &mut String) {
+    match value {
+        Value::Object(map) => {
+            let mut keys: Vec<&String> = map.keys().collect();
+            keys.sort();
+            text.push('{');
+            for (n, key) in keys.into_iter().enumerate() {
+                if n > 0 {
+                    text.push(',');
+                }
+                text.push_str(&Value::String(key.clone()).to_string());
+                text.push(':');
+                write_canonical(&map[key], text);
+            }
+            text.push('}');
+        }
+        Value::Array(items) => {
+            text.push('[');
+            for (n, item) in items.iter().enumerate() {
+                if n > 0 {
+                    text.push(',');
+                }
+                write_canonical(item, text);
+            }
+            text.push(']');
+        }
+        scalar => text.push_str(&scalar.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_is_kept_as_given() {
+        assert_eq!(Json::parse("{\"a\": 1.10}").unwrap().text(), "{\"a\": 1.10}");
+    }
+
+    #[test]
+    fn depth_64_passes_and_65_says_where() {
+        let deep = |n: usize| format!("{}{}", "[".repeat(n), "]".repeat(n));
+        assert!(Json::parse(&deep(64)).is_ok());
+        let refused = Json::parse(&format!("\n{}", deep(65))).unwrap_err();
+        assert_eq!((refused.line, refused.column), (2, 65));
+        assert!(Json::parse(&format!("\"{}\"", "[".repeat(100))).is_ok(), "brackets in a string");
+        assert!(Json::parse(&deep(100_000)).is_err());
+    }
+
+    #[test]
+    fn not_json_says_where() {
+        let refused = Json::parse("{\"a\": }").unwrap_err();
+        assert_eq!((refused.line, refused.column), (1, 7));
+        assert!(!refused.reason.contains("line"), "{}", refused.reason);
+    }
+
+    #[test]
+    fn canonical_ignores_key_order_and_space() {
+        let one = Json::parse(r#"{"b": [1, 2], "a": {"d":1,"c":2}}"#).unwrap();
+        let two = Json::parse(r#"{"a":{"c":2,"d":1},"b":[1,2]}"#).unwrap();
+        assert_eq!(canonical(&one.value()), canonical(&two.value()));
+        assert_eq!(one, two);
+    }
+}

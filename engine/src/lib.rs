@@ -1,0 +1,59 @@
+//! Toolcrib: the tool crib for AI agents, as a library.
+//!
+//! An agent asks for a tool by name. The [`Engine`] checks who asks, validates the arguments,
+//! writes a durable ticket, hands the work to the [`source::Source`] that can do it, retries where
+//! that is safe, and keeps the answer. Every way in (HTTP, MCP, NATS, a command line, your own
+//! program) ends in the same method, and every kind of tool is started through the same port.
+//!
+//! This crate opens no socket and no file: it has no dependency to do it with. It comes with a
+//! store in memory and local wakes; the crate `toolcrib-store` keeps the tickets in SQLite.
+//!
+//! ```
+//! use toolcrib::{Caller, Engine, FnTool, Invocation};
+//!
+//! #[derive(serde::Deserialize, schemars::JsonSchema)]
+//! struct Add { a: i64, b: i64 }
+//!
+//! # #[tokio::main(flavor = "current_thread")]
+//! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let add = FnTool::new("calc.add", "Adds two integers", |args: Add| async move {
+//!     Ok::<i64, String>(args.a + args.b)
+//! });
+//! let engine = Engine::builder().tool(add).start().await?;
+//! let caller = Caller::local("default");
+//! let ticket = engine.invoke(&caller, Invocation::new("calc.add", r#"{"a":20,"b":22}"#)?).await?;
+//! let call = engine.finished(&caller, &ticket.call.id).await?;
+//! assert_eq!(call.outcome.unwrap().data.unwrap().text(), "42");
+//! # Ok(()) }
+//! ```
+
+pub mod args;
+pub mod bus;
+pub mod call;
+pub mod caller;
+pub mod clock;
+pub mod desk;
+pub mod directory;
+pub mod engine;
+pub mod event;
+pub mod fault;
+pub mod function;
+pub mod id;
+pub mod json;
+pub mod lifecycle;
+pub mod policy;
+pub mod retry;
+pub mod schema;
+pub mod source;
+pub mod store;
+pub mod task;
+pub mod tool;
+
+pub use call::{Call, Outcome, Status};
+pub use caller::{Caller, Role};
+pub use engine::{Engine, Invocation, Limits, Ticket};
+pub use fault::{Code, Error, Fault};
+pub use function::{FnTool, Progress, Tool, ToolContext};
+pub use id::CallId;
+pub use json::Json;
+pub use tool::{Definition, Effect, Executor, Risk};

@@ -1,0 +1,369 @@
+//! `step(call, event, now)`: the only place that decides a call's status.
+//!
+//! Pure: it looks at the call, the event and the time, and answers with the next call, what to
+//! write down, and what to do after the commit. Late, repeated and wrong-attempt reports are
+//! refused here, by rule. It never reads a clock, draws a number, logs or performs anything.
+//!
+//! ```text
+//!   PENDING(queue) ── claim ──▶ RUNNING            (executed in this process)
+//!        ▲   ▲        claim ──▶ PENDING(parked) ── taken ──▶ RUNNING
+//!        │   └── retry is due ── PENDING(retry) ◀── a failure that may be tried again
+//!        └ lost before it began                      RUNNING ── report ──▶ SUCCEEDED | FAILED
+//!   any open state ── deadline ──▶ TIMEOUT      any open state ── cancel ──▶ CANCELED
+//! ```
+
+use crate::call::{Call, Hold, Metrics, Outcome, Status};
+use crate::event::{Kind, Record};
+use crate::fault::{Code, Fault, Happened};
+use crate::json::Json;
+use crate::tool::Effect;
+
+/// What can happen to a call.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Event {
+    /// A place is free: the next attempt begins on this node.
+    Claim { node: String },
+    /// Whoever the attempt was parked with has taken it.
+    Taken { attempt: u32, by: String },
+    /// How an attempt went. No attempt number = the one that is out.
+    Report { attempt: Option<u32>, by: Option<String>, result: Result<Json, Fault> },
+    /// The clock reached the call's deadline.
+    Deadline,
+    /// Somebody does not want it any more.
+    Cancel { by: String, reason: Option<String> },
+    /// The process that held it is gone.
+    Lost { node: String },
+}
+
+/// What to do after the commit.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Action {
+    /// Start the attempt that is out now, at its source.
+    Start,
+    /// Hand the attempt that is out to its source again: it may have been given before.
+    StartAgain,
+    /// Tell the source to stop this attempt.
+    Stop { attempt: u32 },
+    /// Put it in line for a free place (at once, or when its retry is due).
+    Enqueue,
+    /// The call ended.
+    Ended,
+}
+
+/// The next state, with what follows from it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Step {
+    pub call: Call,
+    pub records: Vec<Record>,
+    pub actions: Vec<Action>,
+}
+
+/// Why an event changes nothing.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Refusal {
+    /// It says what is already so: answered as the first time.
+    Repeated,
+    /// The call has ended otherwise; kept as an event.
+    Ended(Record),
+    /// It is about an attempt that is not out any more, or not yet; kept as an event.
+    WrongAttempt(Record),
+    /// The time for it has not come, or the state has no use for it.
+    NotNow,
+}
+
+/// Decides what an event does to a call.
+pub fn step(call: &Call, event: &Event, now_ms: u64) -> Result<Step, Refusal> {
+    match event {
+        Event::Claim { node } => claim(call, node, now_ms),
+        Event::Taken { attempt, by } => taken(call, *attempt, by, now_ms),
+        Event::Report { attempt, by, result } => {
+            report(call, *attempt, by.as_deref(), result, now_ms)
+        }
+        Event::Deadline => deadline(call, now_ms),
+        Event::Cancel { by, reason } => cancel(call, by, reason.as_deref(), now_ms),
+        Event::Lost { node } => lost(call, node, now_ms),
+    }
+}
+
+fn claim(call: &Call, node: &str, now_ms: u64) -> Result<Step, Refusal> {
+    let due = match (call.status, call.hold) {
+        (Status::Pending, Some(Hold::Queue)) => true,
+        (Status::Pending, Some(Hold::Retry { at_ms })) => at_ms <= now_ms,
+        _ => false,
+    };
+    if !due || now_ms >= call.deadline_ms {
+        return Err(Refusal::NotNow);
+    }
+    let mut next = call.clone();
+    next.attempt += 1;
+    next.target_attempts += 1;
+    next.node = Some(node.to_owned());
+    next.taken_by = None;
+    if call.target.executor.parks() {
+        next.hold = Some(Hold::Parked);
+        return Ok(committed(next, vec![], vec![Action::Start]));
+    }
+    let record = begin(&mut next, now_ms);
+    Ok(committed(next, vec![record], vec![Action::Start]))
+}
+
+fn taken(call: &Call, attempt: u32, by: &str, now_ms: u64) -> Result<Step, Refusal> {
+    if call.status.is_terminal() {
+        return Err(Refusal::Ended(late(call, now_ms, "taken after the end").with("by", by)));
+    }
+    let same = call.status == Status::Running
+        && call.attempt == attempt
+        && call.taken_by.as_deref() == Some(by);
+    if same {
+        return Err(Refusal::Repeated);
+    }
+    let handed_over = call.target.executor.parks() && call.status == Status::Running;
+    if (call.hold != Some(Hold::Parked) && !handed_over) || call.attempt != attempt {
+        let why = "taken, but this attempt is not out";
+        return Err(Refusal::WrongAttempt(late(call, now_ms, why).with("by", by)));
+    }
+    let mut next = call.clone();
+    next.taken_by = Some(by.to_owned());
+    let mut records = vec![Record::new(Kind::Taken, now_ms, attempt).with("by", by)];
+    if !handed_over {
+        records.insert(0, begin(&mut next, now_ms));
+    }
+    Ok(committed(next, records, vec![]))
+}
+
+fn report(
+    call: &Call,
+    attempt: Option<u32>,
+    by: Option<&str>,
+    result: &Result<Json, Fault>,
+    now_ms: u64,
+) -> Result<Step, Refusal> {
+    if call.status.is_terminal() {
+        if says_the_same(call, result) {
+            return Err(Refusal::Repeated);
+        }
+        let why = format!("reported after the call was {}", call.status.as_str());
+        return Err(Refusal::Ended(with_report(late(call, now_ms, &why), by, result)));
+    }
+    let this_one = attempt.is_none_or(|attempt| attempt == call.attempt);
+    if !call.attempt_is_out() || !this_one {
+        let why = "reported for an attempt that is not out";
+        return Err(Refusal::WrongAttempt(with_report(late(call, now_ms, why), by, result)));
+    }
+    let mut next = call.clone();
+    let mut records = Vec::new();
+    if next.status == Status::Pending {
+        records.push(begin(&mut next, now_ms));
+    }
+    if let Some(by) = by {
+        next.taken_by = Some(by.to_owned());
+    }
+    match result {
+        Ok(data) => {
+            let size = data.text().len();
+            let outcome = (true, Some(data.clone()), None);
+            let end = end(next, Status::Succeeded, outcome, now_ms);
+            let record = ending(&end, Kind::Finished, now_ms).with("result_bytes", size);
+            records.push(record);
+            Ok(committed(end, records, vec![Action::Ended]))
+        }
+        Err(fault) => Ok(failed(next, records, fault, now_ms)),
+    }
+}
+
+/// An attempt failed: again, otherwise, or not at all.
+fn failed(mut next: Call, mut records: Vec<Record>, fault: &Fault, now_ms: u64) -> Step {
+    let harmless = fault.happened == Happened::No;
+    let may_repeat = harmless || next.target.effect != Effect::Irreversible;
+    let at_ms = now_ms + next.backoff.wait_ms(next.target_attempts, next.id.as_str());
+    let tries_left = next.target_attempts <= next.max_retries;
+    if fault.retryable && may_repeat && tries_left && at_ms < next.deadline_ms {
+        records.push(
+            Record::new(Kind::Retrying, now_ms, next.attempt)
+                .with("code", fault.code.as_str())
+                .with("message", fault.message.as_str())
+                .with("next_attempt_at_ms", at_ms),
+        );
+        put_back(&mut next, at_ms);
+        return committed(next, records, vec![Action::Enqueue]);
+    }
+    let may_replace = harmless || next.target.effect == Effect::Read;
+    if may_replace && !next.alternates.is_empty() && now_ms < next.deadline_ms {
+        let alternate = next.alternates.remove(0);
+        records.push(
+            Record::new(Kind::Fallback, now_ms, next.attempt)
+                .with("code", fault.code.as_str())
+                .with("message", fault.message.as_str())
+                .with("from", next.target.tool.as_str())
+                .with("to", alternate.tool.as_str()),
+        );
+        next.target = alternate;
+        next.target_attempts = 0;
+        put_back(&mut next, now_ms);
+        return committed(next, records, vec![Action::Enqueue]);
+    }
+    let end = end(next, Status::Failed, (false, None, Some(fault.clone())), now_ms);
+    records.push(ending(&end, Kind::Failed, now_ms).with("code", fault.code.as_str()));
+    committed(end, records, vec![Action::Ended])
+}
+
+fn deadline(call: &Call, now_ms: u64) -> Result<Step, Refusal> {
+    if call.status.is_terminal() || now_ms < call.deadline_ms {
+        return Err(Refusal::NotNow);
+    }
+    let allowed_ms = call.deadline_ms.saturating_sub(call.created_ms);
+    let message = match (call.status, call.hold, call.target.effect) {
+        (Status::Running, _, Effect::Read) => format!(
+            "{} did not answer within {allowed_ms} ms; it only reads, so calling again is safe",
+            call.target.tool
+        ),
+        (Status::Running, _, _) => format!(
+            "{} did not answer within {allowed_ms} ms; it was under way and may have taken effect",
+            call.target.tool
+        ),
+        (_, Some(Hold::Parked), _) => format!(
+            "nobody took {} within {allowed_ms} ms: is the client that offers it connected?",
+            call.target.tool
+        ),
+        (_, Some(Hold::Retry { .. }), _) => {
+            format!("{} failed and its {allowed_ms} ms ended before the next try", call.target.tool)
+        }
+        _ => format!("no place was free for {} within {allowed_ms} ms", call.target.tool),
+    };
+    let mut fault = Fault::new(Code::Timeout, message);
+    if call.status != Status::Running {
+        fault = fault.not_happened().retryable(true);
+    }
+    let mut actions = stop(call);
+    actions.push(Action::Ended);
+    let end = end(call.clone(), Status::Timeout, (false, None, Some(fault)), now_ms);
+    let record = ending(&end, Kind::Timeout, now_ms);
+    Ok(committed(end, vec![record], actions))
+}
+
+fn cancel(call: &Call, by: &str, reason: Option<&str>, now_ms: u64) -> Result<Step, Refusal> {
+    if call.status == Status::Canceled {
+        return Err(Refusal::Repeated);
+    }
+    if call.status.is_terminal() {
+        return Err(Refusal::Ended(late(call, now_ms, "canceled after the end").with("by", by)));
+    }
+    let under_way = call.status == Status::Running && call.target.effect != Effect::Read;
+    let because = reason.map(|reason| format!(": {reason}")).unwrap_or_default();
+    let may = if under_way { "; it was under way and may have taken effect" } else { "" };
+    let fault = Fault::new(Code::Canceled, format!("canceled by {by}{because}{may}"));
+    let mut actions = stop(call);
+    actions.push(Action::Ended);
+    let end = end(call.clone(), Status::Canceled, (false, None, Some(fault)), now_ms);
+    let mut record = ending(&end, Kind::Canceled, now_ms).with("by", by);
+    if let Some(reason) = reason {
+        record = record.with("reason", reason);
+    }
+    Ok(committed(end, vec![record], actions))
+}
+
+/// The process that held the call is gone. What was parked is handed over again; what was being
+/// executed in that process is tried again only where twice is as good as once.
+fn lost(call: &Call, node: &str, now_ms: u64) -> Result<Step, Refusal> {
+    if call.status.is_terminal() {
+        return Err(Refusal::NotNow);
+    }
+    let mut next = call.clone();
+    next.node = Some(node.to_owned());
+    let recovered = Record::new(Kind::Recovered, now_ms, call.attempt);
+    if !call.attempt_is_out() {
+        return Ok(committed(next, vec![recovered], vec![Action::Enqueue]));
+    }
+    if call.target.executor.parks() {
+        return Ok(committed(next, vec![recovered], vec![Action::StartAgain]));
+    }
+    let fault = Fault::new(
+        Code::OutcomeUnknown,
+        format!(
+            "the server stopped while {} was under way: it may have happened, and it was not \
+             tried again",
+            call.target.tool
+        ),
+    );
+    // A crash is not the tool's failure, but it costs an attempt: a call that brings the process
+    // down each time must come to an end.
+    let retryable = next.target.effect != Effect::Irreversible;
+    Ok(failed(next, vec![recovered], &fault.retryable(retryable), now_ms))
+}
+
+/// The attempt begins to be executed.
+fn begin(next: &mut Call, now_ms: u64) -> Record {
+    next.status = Status::Running;
+    next.hold = None;
+    next.started_ms.get_or_insert(now_ms);
+    Record::new(Kind::Started, now_ms, next.attempt).with("tool", next.target.tool.as_str())
+}
+
+fn put_back(next: &mut Call, at_ms: u64) {
+    next.status = Status::Pending;
+    next.hold = Some(Hold::Retry { at_ms });
+    next.taken_by = None;
+}
+
+type End = (bool, Option<Json>, Option<Fault>);
+
+fn end(mut call: Call, status: Status, (ok, data, error): End, now_ms: u64) -> Call {
+    let begun_ms = call.started_ms.unwrap_or(now_ms);
+    let metrics = Metrics {
+        latency_ms: now_ms.saturating_sub(call.created_ms),
+        queue_ms: begun_ms.saturating_sub(call.created_ms),
+        attempts: call.attempt,
+        retries: call.attempt.saturating_sub(1),
+    };
+    call.status = status;
+    call.hold = None;
+    call.completed_ms = Some(now_ms.max(call.created_ms));
+    call.outcome = Some(Outcome { ok, data, error, metrics });
+    call
+}
+
+fn ending(end: &Call, kind: Kind, now_ms: u64) -> Record {
+    let latency_ms = end.outcome.as_ref().map_or(0, |outcome| outcome.metrics.latency_ms);
+    Record::new(kind, now_ms, end.attempt)
+        .with("latency_ms", latency_ms)
+        .with("tool", end.target.tool.as_str())
+}
+
+fn stop(call: &Call) -> Vec<Action> {
+    if call.attempt_is_out() { vec![Action::Stop { attempt: call.attempt }] } else { vec![] }
+}
+
+fn committed(mut call: Call, records: Vec<Record>, actions: Vec<Action>) -> Step {
+    call.version += 1;
+    Step { call, records, actions }
+}
+
+fn late(call: &Call, now_ms: u64, why: &str) -> Record {
+    Record::new(Kind::Late, now_ms, call.attempt).with("why", why)
+}
+
+fn with_report(record: Record, by: Option<&str>, result: &Result<Json, Fault>) -> Record {
+    let record = match by {
+        Some(by) => record.with("by", by),
+        None => record,
+    };
+    match result {
+        Ok(data) => record.with("reported", "SUCCEEDED").with("result_bytes", data.text().len()),
+        Err(fault) => record.with("reported", "FAILED").with("code", fault.code.as_str()),
+    }
+}
+
+fn says_the_same(call: &Call, result: &Result<Json, Fault>) -> bool {
+    let Some(outcome) = &call.outcome else { return false };
+    match (call.status, result) {
+        (Status::Succeeded, Ok(data)) => outcome.data.as_ref() == Some(data),
+        (Status::Failed, Err(fault)) => outcome
+            .error
+            .as_ref()
+            .is_some_and(|error| (error.code, &error.message) == (fault.code, &fault.message)),
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests;

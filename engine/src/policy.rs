@@ -1,0 +1,145 @@
+//! Who may call what: allow and deny rules over tool names. Pure.
+//!
+//! A rule names an agent (or `*`), a pattern and a verdict. Deny wins over allow, and what no rule
+//! allows is denied. The check looks at names only, before the tool is looked up, so that a caller
+//! without permission does not learn whether a tool exists.
+
+use serde::{Deserialize, Serialize};
+
+/// What a rule says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Verdict {
+    Allow,
+    Deny,
+}
+
+impl Verdict {
+    /// As written on the wire.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Allow => "allow",
+            Self::Deny => "deny",
+        }
+    }
+}
+
+/// One line of a project's whitelist.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rule {
+    pub project: String,
+    /// An agent's name, or `*` for every agent of the project.
+    pub agent: String,
+    /// `weather.query`, `weather.*` or `*`.
+    pub pattern: String,
+    pub verdict: Verdict,
+}
+
+/// The answer, with what decided.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Decision {
+    Allowed,
+    /// With the reason in words.
+    Denied(String),
+}
+
+/// Checks a pattern: a tool name in which `*` stands for any characters.
+pub fn check_pattern(pattern: &str) -> Result<(), String> {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "_-/.*".contains(c);
+    if pattern.is_empty() || pattern.len() > 128 || !pattern.chars().all(plain) {
+        return Err(format!(
+            "\"{pattern}\" is not a tool pattern such as weather.query or weather.*"
+        ));
+    }
+    Ok(())
+}
+
+/// Whether a name fits a pattern; `*` stands for any run of characters, also none.
+pub fn matches(pattern: &str, name: &str) -> bool {
+    let mut parts = pattern.split('*');
+    let first = parts.next().unwrap_or_default();
+    let Some(mut rest) = name.strip_prefix(first) else { return false };
+    let tail: Vec<&str> = parts.collect();
+    let Some((last, middle)) = tail.split_last() else { return rest.is_empty() };
+    for part in middle {
+        match rest.find(part) {
+            Some(at) => rest = &rest[at + part.len()..],
+            None => return false,
+        }
+    }
+    rest.ends_with(last)
+}
+
+/// Decides over a project's rules.
+pub fn decide<'a>(
+    rules: impl Iterator<Item = &'a Rule>,
+    project: &str,
+    agent: &str,
+    tool: &str,
+) -> Decision {
+    let mut allowed = false;
+    for rule in rules {
+        let about = rule.project == project && (rule.agent == "*" || rule.agent == agent);
+        if !about || !matches(&rule.pattern, tool) {
+            continue;
+        }
+        match rule.verdict {
+            Verdict::Allow => allowed = true,
+            Verdict::Deny => {
+                return Decision::Denied(format!(
+                    "rule \"deny {} for agent {}\" of project \"{project}\"",
+                    rule.pattern, rule.agent
+                ));
+            }
+        }
+    }
+    if allowed {
+        return Decision::Allowed;
+    }
+    Decision::Denied(format!("no rule of project \"{project}\" allows it to agent \"{agent}\""))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rule(agent: &str, pattern: &str, verdict: Verdict) -> Rule {
+        Rule { project: "p".into(), agent: agent.into(), pattern: pattern.into(), verdict }
+    }
+
+    #[test]
+    fn patterns() {
+        for (pattern, name, fits) in [
+            ("weather.query", "weather.query", true),
+            ("weather.query", "weather.query2", false),
+            ("weather.*", "weather.query", true),
+            ("weather.*", "weather", false),
+            ("*", "anything.at.all", true),
+            ("*.read", "file.read", true),
+            ("*.read", "file.reader", false),
+            ("a*b*c", "axxbyyc", true),
+            ("a*b*c", "axxcyyb", false),
+            ("a*a", "a", false),
+        ] {
+            assert_eq!(matches(pattern, name), fits, "{pattern} {name}");
+        }
+    }
+
+    #[test]
+    fn deny_wins_and_silence_denies() {
+        let rules = [
+            rule("*", "weather.*", Verdict::Allow),
+            rule("ada", "*", Verdict::Allow),
+            rule("*", "file.*", Verdict::Deny),
+        ];
+        let ask = |agent, tool| decide(rules.iter(), "p", agent, tool);
+        assert_eq!(ask("bob", "weather.query"), Decision::Allowed);
+        assert_eq!(ask("ada", "calc.add"), Decision::Allowed);
+        assert!(matches!(ask("bob", "calc.add"), Decision::Denied(why) if why.contains("no rule")));
+        assert!(matches!(ask("ada", "file.read"), Decision::Denied(why) if why.contains("file.*")));
+        assert!(matches!(
+            decide(rules.iter(), "other", "ada", "weather.query"),
+            Decision::Denied(_)
+        ));
+    }
+}

@@ -1,0 +1,161 @@
+//! How calls are executed: limits in parallel, time-outs, retries, backoff. Pure.
+//!
+//! A policy is put together from the global one, the project's and the tool's, the more exact one
+//! winning field by field; what a call was accepted with is frozen on it.
+
+use serde::{Deserialize, Serialize};
+
+/// The shortest and the longest time a call may be given.
+pub const TIMEOUT_MS_RANGE: std::ops::RangeInclusive<u64> = 1..=86_400_000;
+
+/// The most retries anybody may ask for.
+pub const MAX_RETRIES_LIMIT: u32 = 100;
+
+/// How calls are executed.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ExecutionPolicy {
+    /// How many calls may be executed at once; none = no limit of its own.
+    pub max_parallel: Option<u32>,
+    /// How long a call has, from being accepted to its outcome, where nobody says otherwise.
+    pub default_timeout_ms: u64,
+    /// How many attempts may follow the first.
+    pub max_retries: u32,
+    pub backoff: Backoff,
+}
+
+impl Default for ExecutionPolicy {
+    fn default() -> Self {
+        Self {
+            max_parallel: Some(256),
+            default_timeout_ms: 30_000,
+            max_retries: 2,
+            backoff: Backoff::default(),
+        }
+    }
+}
+
+/// A policy's fields where somebody said something.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct PolicyPatch {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_parallel: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub default_timeout_ms: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_retries: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub backoff: Option<Backoff>,
+}
+
+impl PolicyPatch {
+    /// What is wrong with it, naming the field.
+    pub fn problem(&self) -> Option<String> {
+        if self.max_parallel == Some(0) {
+            return Some("max_parallel must be at least 1".into());
+        }
+        if let Some(timeout_ms) = self.default_timeout_ms
+            && !TIMEOUT_MS_RANGE.contains(&timeout_ms)
+        {
+            return Some("default_timeout_ms must be from 1 to 86400000".into());
+        }
+        if self.max_retries.is_some_and(|retries| retries > MAX_RETRIES_LIMIT) {
+            return Some(format!("max_retries must be from 0 to {MAX_RETRIES_LIMIT}"));
+        }
+        let backoff = self.backoff.as_ref()?;
+        if !(1.0..=100.0).contains(&backoff.factor) {
+            return Some("backoff.factor must be from 1 to 100".into());
+        }
+        (!(0.0..=1.0).contains(&backoff.jitter))
+            .then(|| "backoff.jitter must be from 0 to 1".into())
+    }
+}
+
+impl ExecutionPolicy {
+    /// This policy with a more exact one laid over it. `max_parallel` is not inherited: each
+    /// level has its own limit, and all of them hold.
+    pub fn overlaid(&self, patch: &PolicyPatch) -> Self {
+        Self {
+            max_parallel: patch.max_parallel,
+            default_timeout_ms: patch.default_timeout_ms.unwrap_or(self.default_timeout_ms),
+            max_retries: patch.max_retries.unwrap_or(self.max_retries),
+            backoff: patch.backoff.clone().unwrap_or_else(|| self.backoff.clone()),
+        }
+    }
+}
+
+/// How long to wait before the next attempt.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Backoff {
+    pub initial_ms: u64,
+    pub factor: f64,
+    pub max_ms: u64,
+    /// How much of the wait is left to chance, from 0 to 1.
+    pub jitter: f64,
+}
+
+impl Default for Backoff {
+    fn default() -> Self {
+        Self { initial_ms: 200, factor: 2.0, max_ms: 30_000, jitter: 0.5 }
+    }
+}
+
+impl Backoff {
+    /// The wait after this many attempts. The chance in it is drawn from `seed` (the call's id),
+    /// so that deciding stays a pure function and a herd still spreads.
+    pub fn wait_ms(&self, attempts: u32, seed: &str) -> u64 {
+        let exponent = attempts.saturating_sub(1).min(64);
+        let full = (self.initial_ms as f64) * self.factor.powi(exponent as i32);
+        let capped = full.min(self.max_ms as f64);
+        let chance = chance(seed, attempts);
+        (capped * (1.0 - self.jitter * chance)).round() as u64
+    }
+}
+
+/// A number from 0 to 1 that depends on nothing but its arguments (FNV-1a, then a mix).
+fn chance(seed: &str, salt: u32) -> f64 {
+    let mut hash: u64 = 0xcbf2_9ce4_8422_2325 ^ u64::from(salt);
+    for byte in seed.bytes() {
+        hash = (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+    }
+    hash ^= hash >> 33;
+    hash = hash.wrapping_mul(0xff51_afd7_ed55_8ccd);
+    hash ^= hash >> 33;
+    (hash >> 11) as f64 / (1_u64 << 53) as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn waits_grow_to_the_cap_and_spread() {
+        let backoff = Backoff { initial_ms: 100, factor: 2.0, max_ms: 1_000, jitter: 0.0 };
+        let waits: Vec<u64> = (1..6).map(|n| backoff.wait_ms(n, "tc_a")).collect();
+        assert_eq!(waits, [100, 200, 400, 800, 1_000]);
+        let spread = Backoff { jitter: 0.5, ..backoff };
+        let some: std::collections::HashSet<u64> =
+            (0..100).map(|n| spread.wait_ms(3, &format!("tc_{n}"))).collect();
+        assert!(some.len() > 50, "jitter spreads: {some:?}");
+        assert!(some.iter().all(|wait| (200..=400).contains(wait)));
+    }
+
+    #[test]
+    fn a_more_exact_policy_wins_field_by_field() {
+        let global = ExecutionPolicy::default();
+        let patch = PolicyPatch { max_retries: Some(7), ..PolicyPatch::default() };
+        let policy = global.overlaid(&patch);
+        assert_eq!((policy.max_retries, policy.default_timeout_ms), (7, 30_000));
+        assert_eq!(policy.max_parallel, None);
+    }
+
+    #[test]
+    fn nonsense_is_named() {
+        let zero = PolicyPatch { max_parallel: Some(0), ..PolicyPatch::default() };
+        assert!(zero.problem().unwrap().contains("max_parallel"));
+        let long = PolicyPatch { default_timeout_ms: Some(86_400_001), ..PolicyPatch::default() };
+        assert!(long.problem().unwrap().contains("default_timeout_ms"));
+        assert_eq!(PolicyPatch::default().problem(), None);
+    }
+}

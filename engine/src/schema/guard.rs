@@ -1,0 +1,192 @@
+//! Decides, before a schema is compiled, whether it can hurt the process that will run it.
+//!
+//! It never fetches anything and never looks at an instance: it reads the schema as a graph of
+//! subschemas and refuses what leaves the document, loops in place, or multiplies work.
+//!
+//! One idea: an edge of that graph either stays on the same instance value (`$ref`, `anyOf`, ...)
+//! or steps down into one of its members. Edges that stay add up and may not form a loop; edges
+//! that step down may loop, but only so that each instance value is visited once per round.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use jsonschema::{Draft, Registry, Retrieve, Uri};
+use serde_json::Value;
+
+use super::SchemaError;
+
+mod graph;
+mod load;
+
+/// Longest schema, in bytes of compact JSON.
+pub(super) const MAX_BYTES: usize = 256 * 1024;
+/// Deepest nesting of objects and arrays in the schema document.
+pub(super) const MAX_DEPTH: usize = 64;
+/// Most subschemas in one document.
+pub(super) const MAX_SUBSCHEMAS: usize = 10_000;
+/// Most subschemas that share one `$dynamicAnchor`, as each reference may mean any of them.
+pub(super) const MAX_ANCHORS: usize = 64;
+/// Most evaluations one instance value may receive from one evaluation of the root.
+pub(super) const MAX_PATHS: u64 = 20_000;
+/// Longest chain of subschemas on one instance value: the validator recurses along it.
+pub(super) const MAX_CHAIN: u32 = 32;
+
+/// What the rest of the module needs to know about a schema that passed.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Passed {
+    pub draft: Draft,
+    /// Longest chain of subschemas on one instance value.
+    pub chain: u32,
+    /// Most evaluations one property name may receive through one `propertyNames`.
+    pub per_name: u64,
+    /// Weight of the patterns that one property name may be read through.
+    pub name_weight: usize,
+    /// How many regular expressions the schema holds.
+    pub patterns: usize,
+}
+
+pub(super) fn check(schema: &Value) -> Result<Passed, SchemaError> {
+    if !schema.is_object() && !schema.is_boolean() {
+        return Err(fault("", "a schema must be a JSON object or a boolean"));
+    }
+    let doc = Doc::index(schema)?;
+    let draft = dialect(schema)?;
+    let resource = draft.create_resource_ref(schema);
+    // The compiler names the document the same way, so both resolve references alike.
+    let id = resource.id().unwrap_or("json-schema:///").trim_end_matches('#');
+    let wrong_id = |e: jsonschema::ReferencingError| fault("/$id", format!("not usable: {e}"));
+    let base = jsonschema::uri::from_str(id).map_err(wrong_id)?;
+    let registry = Registry::new()
+        .retriever(Nowhere)
+        .draft(draft)
+        .add(base.as_str(), resource)
+        .and_then(|builder| builder.prepare())
+        .map_err(|e| fault(doc.blame(&e.to_string()), format!("cannot be resolved: {e}")))?;
+    let graph = graph::Graph::new(doc, draft, &registry, Arc::new(base))?;
+    load::measure(&graph)
+}
+
+/// Answers every fetch with the `true` schema, so that the registry can be built and the
+/// reference that asked can then be named with its pointer.
+struct Nowhere;
+
+impl Retrieve for Nowhere {
+    fn retrieve(&self, _: &Uri<String>) -> Result<Value, Box<dyn std::error::Error + Send + Sync>> {
+        Ok(Value::Bool(true))
+    }
+}
+
+fn fault(pointer: impl Into<String>, reason: impl Into<String>) -> SchemaError {
+    SchemaError { pointer: pointer.into(), reason: reason.into() }
+}
+
+fn dialect(schema: &Value) -> Result<Draft, SchemaError> {
+    let Some(named) = schema.get("$schema") else {
+        return Ok(Draft::Draft202012);
+    };
+    match Draft::from_schema_uri(named.as_str().unwrap_or_default()) {
+        // The version-less address means "whatever is newest", which is no promise to keep.
+        known @ (Draft::Draft202012 | Draft::Draft7)
+            if !named.as_str().unwrap_or_default().contains("json-schema.org/schema") =>
+        {
+            Ok(known)
+        }
+        _ => Err(fault(
+            "/$schema",
+            "this dialect is not supported; use JSON Schema 2020-12 or draft-07",
+        )),
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Segment<'a> {
+    Key(&'a str),
+    Index(usize),
+}
+
+/// Every value of the document, so that any of them can be named by its pointer. Parents are kept
+/// instead of pointers because one very long key would otherwise be copied thousands of times.
+struct Doc<'a> {
+    values: Vec<(&'a Value, Option<(usize, Segment<'a>)>)>,
+    by_address: HashMap<usize, usize>,
+}
+
+fn address(value: &Value) -> usize {
+    std::ptr::from_ref(value) as usize
+}
+
+impl<'a> Doc<'a> {
+    /// Indexes without recursion, because the depth is not known to be harmless yet.
+    fn index(root: &'a Value) -> Result<Doc<'a>, SchemaError> {
+        let mut doc = Doc { values: Vec::new(), by_address: HashMap::new() };
+        let mut stack = vec![(root, None, 0)];
+        while let Some((value, parent, depth)) = stack.pop() {
+            let index = doc.values.len();
+            doc.values.push((value, parent));
+            doc.by_address.insert(address(value), index);
+            if (value.is_object() || value.is_array()) && depth >= MAX_DEPTH {
+                let reason = format!("the schema is nested deeper than {MAX_DEPTH} levels");
+                return Err(fault(doc.pointer(index), reason));
+            }
+            if index > MAX_BYTES {
+                return Err(Self::oversize());
+            }
+            let below = |seg| Some((index, seg));
+            match value {
+                Value::Object(map) => stack.extend(
+                    map.iter().map(|(key, v)| (v, below(Segment::Key(key.as_str())), depth + 1)),
+                ),
+                Value::Array(list) => stack.extend(
+                    list.iter().enumerate().map(|(i, v)| (v, below(Segment::Index(i)), depth + 1)),
+                ),
+                _ => {}
+            }
+        }
+        // Safe to recurse from here on; the writer stops at the limit instead of filling memory.
+        let mut room = Room(MAX_BYTES);
+        serde_json::to_writer(&mut room, root).map_err(|_| Self::oversize())?;
+        Ok(doc)
+    }
+
+    fn oversize() -> SchemaError {
+        fault("", format!("the schema is larger than {} KiB", MAX_BYTES / 1024))
+    }
+
+    fn pointer(&self, mut index: usize) -> String {
+        let mut parts = Vec::new();
+        while let Some((_, Some((parent, segment)))) = self.values.get(index) {
+            parts.push(match segment {
+                Segment::Key(key) => key.replace('~', "~0").replace('/', "~1"),
+                Segment::Index(i) => i.to_string(),
+            });
+            index = *parent;
+        }
+        parts.iter().rev().fold(String::new(), |path, part| path + "/" + part)
+    }
+
+    /// The registry reports no pointer, only the address it choked on: find who wrote it.
+    fn blame(&self, message: &str) -> String {
+        let named = |v: &Value| v.as_str().is_some_and(|s| !s.is_empty() && message.contains(s));
+        let wrote = |(v, parent): &(&Value, Option<(usize, Segment)>)| {
+            matches!(parent, Some((_, Segment::Key(k))) if k.starts_with('$')) && named(v)
+        };
+        self.values.iter().position(wrote).map_or_else(String::new, |i| self.pointer(i))
+    }
+}
+
+/// A sink with limited room, used to measure a document without keeping it.
+struct Room(usize);
+
+impl std::io::Write for Room {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        match self.0.checked_sub(bytes.len()) {
+            Some(left) => self.0 = left,
+            None => return Err(std::io::Error::other("full")),
+        }
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,107 @@
+//! Regular expressions that are paid for by what they may cost.
+//!
+//! It never matches anything itself; the linear-time engine behind `jsonschema` does.
+//!
+//! One idea: "linear" means length of the text times size of the expression. `[01]*1[01]{4000}`
+//! is short, yet takes half a minute for a megabyte. So an expression is weighed by what its
+//! counted repetitions unfold to, and reading a text through it costs weight times length.
+
+use jsonschema::{Keyword, PatternOptions, Regex, ValidationError, Validator};
+use serde_json::{Value, json};
+
+use super::meter::{Metered, View};
+
+/// The `pattern` keyword, in place of the one that does not know the meter.
+pub(super) struct Pattern {
+    inner: Validator,
+    weight: usize,
+    text: String,
+}
+
+impl Pattern {
+    /// `None` when the engine does not take it.
+    pub(super) fn compile(text: &str, options: PatternOptions<Regex>) -> Option<Pattern> {
+        let schema = json!({ "pattern": text });
+        let inner = jsonschema::options().with_pattern_options(options).build(&schema).ok()?;
+        Some(Pattern { inner, weight: weight(text), text: text.to_string() })
+    }
+}
+
+impl<'i> Keyword<'i, Metered> for Pattern {
+    fn validate(&self, instance: View<'i>) -> Result<(), ValidationError<'i>> {
+        if self.is_valid(instance) {
+            return Ok(());
+        }
+        // Becomes `Custom` with the keyword's name, by which `problem.rs` knows it again.
+        Err(ValidationError::custom(self.text.as_str()))
+    }
+
+    fn is_valid(&self, instance: View<'i>) -> bool {
+        self.inner.is_valid(instance.read(self.weight))
+    }
+}
+
+/// How many states of an expression may be alive at once, from above.
+pub(super) fn weight(pattern: &str) -> usize {
+    // Of an anchored expression the first repetition is alive in one state only: how far the
+    // text has been read. That spares the most common kind, `^[a-z]{1,4096}$`.
+    let mut first = pattern.starts_with('^') && !pattern.contains('|');
+    let mut outer: Vec<usize> = Vec::new();
+    let (mut sum, mut atom, mut group) = (0_usize, 0_usize, false);
+    let mut rest = pattern.chars().peekable();
+    while let Some(c) = rest.next() {
+        match c {
+            '(' => {
+                outer.push(sum.saturating_add(atom));
+                if rest.next_if_eq(&'?').is_some() {
+                    rest.next();
+                }
+                (sum, atom, group) = (0, 0, false);
+                continue;
+            }
+            ')' => {
+                (atom, sum) = (sum.saturating_add(atom), outer.pop().unwrap_or(0));
+                group = true;
+                continue;
+            }
+            '{' => {
+                let counts: String = rest.by_ref().take_while(|c| *c != '}').collect();
+                let most = counts.split(',').filter_map(|n| n.trim().parse::<usize>().ok()).max();
+                let repeats = most.unwrap_or(1).max(1);
+                let free = first && !group && outer.is_empty();
+                atom = if free { atom } else { atom.saturating_mul(repeats) };
+                first = false;
+                continue;
+            }
+            '*' | '+' => first = false,
+            '?' | '^' | '$' | '|' => {}
+            '\\' => {
+                rest.next();
+                (sum, atom, group) = (sum.saturating_add(atom), 1, false);
+            }
+            '[' => {
+                skip_class(&mut rest);
+                (sum, atom, group) = (sum.saturating_add(atom), 1, false);
+            }
+            _ => (sum, atom, group) = (sum.saturating_add(atom), 1, false),
+        }
+    }
+    let open = outer.iter().fold(0_usize, |total, sum| total.saturating_add(*sum));
+    open.saturating_add(sum).saturating_add(atom).min(1 << 32)
+}
+
+fn skip_class(rest: &mut std::iter::Peekable<std::str::Chars<'_>>) {
+    let mut escaped = false;
+    for c in rest.by_ref() {
+        if c == ']' && !escaped {
+            return;
+        }
+        escaped = c == '\\' && !escaped;
+    }
+}
+
+/// The weight of all names in `patternProperties`, through each of which every name is read.
+pub(super) fn name_weight(schema: &Value) -> usize {
+    let patterns = schema.get("patternProperties").and_then(Value::as_object);
+    patterns.into_iter().flat_map(|map| map.keys()).map(|pattern| weight(pattern)).sum()
+}

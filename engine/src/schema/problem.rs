@@ -1,0 +1,465 @@
+//! Puts what the validator found into words that a language model can correct itself by.
+//!
+//! It never decides validity and never repeats an instance at length: values are cut to what
+//! fits a sentence. The errors carry no instance (see `meter.rs`); it is found by its path.
+//!
+//! One idea: of a union, tell only what helps. A branch that does not even fit the type, or whose
+//! tag says otherwise, was not meant; the problems of the branch that was meant are the answer.
+
+use std::collections::BTreeSet;
+
+use jsonschema::ValidationError;
+use jsonschema::error::{TypeKind, ValidationErrorKind as Kind};
+use serde_json::Value;
+
+use super::{MAX_PROBLEMS, Problem};
+
+mod words;
+
+pub(super) use words::{about_pattern, cut, given};
+use words::{count, format_words, label, listed, place, quoted, short_json, type_words};
+
+/// How many unions within unions are told apart before their branches are only listed.
+const MAX_UNIONS: usize = 128;
+/// How many branches of a union, and problems of a branch, a sentence mentions.
+const MAX_BRANCHES: usize = 6;
+
+type Errors<'e> = [ValidationError<'e>];
+
+pub(super) fn explain(source: &Value, instance: &Value, errors: &Errors<'_>) -> Vec<Problem> {
+    let teller = Teller { source, instance, name: None };
+    let mut problems: Vec<Problem> = Vec::new();
+    for error in errors {
+        for problem in teller.tell(error, 0) {
+            if !problems.contains(&problem) {
+                problems.push(problem);
+            }
+        }
+        if problems.len() >= MAX_PROBLEMS {
+            break;
+        }
+    }
+    problems.truncate(MAX_PROBLEMS);
+    if problems.is_empty() {
+        // The validator said no, but ran out of steps before it could finish a single reason.
+        problems.push(whole(
+            instance,
+            "a value that fits the schema",
+            "the value does not fit the schema, and in too many ways to list; \
+             send a smaller value, or follow the schema's alternatives more closely"
+                .to_string(),
+        ));
+    }
+    problems
+}
+
+pub(super) fn too_deep(instance: &Value, levels: usize) -> Problem {
+    let expected = format!("a value nested at most {levels} levels deep");
+    let message = format!("the value is nested deeper than the {levels} levels that are checked");
+    whole(instance, &expected, message)
+}
+
+pub(super) fn too_much(instance: &Value) -> Problem {
+    whole(
+        instance,
+        "a value small enough to be checked",
+        "the value is too large to be checked against this schema; send a smaller one".to_string(),
+    )
+}
+
+fn whole(instance: &Value, expected: &str, message: String) -> Problem {
+    let (pointer, expected) = (String::new(), expected.to_string());
+    Problem { pointer, expected, given: given(instance), message }
+}
+
+struct Teller<'a> {
+    source: &'a Value,
+    instance: &'a Value,
+    /// Set while errors about a property name are told; their path is that of its object.
+    name: Option<&'a Value>,
+}
+
+impl<'a> Teller<'a> {
+    fn tell(&self, error: &ValidationError<'_>, unions: usize) -> Vec<Problem> {
+        let pointer = error.instance_path().as_str();
+        match error.kind() {
+            Kind::AnyOf { context } | Kind::OneOfNotValid { context } if unions < MAX_UNIONS => {
+                self.tell_union(pointer, context, unions)
+            }
+            Kind::OneOfMultipleValid { context } => vec![self.tell_ambiguous(pointer, context)],
+            Kind::AdditionalProperties { unexpected } => {
+                self.tell_unknown(error, unexpected, self.known(error, false))
+            }
+            Kind::UnevaluatedProperties { unexpected } => {
+                self.tell_unknown(error, unexpected, self.known(error, true))
+            }
+            Kind::Required { property } => vec![self.tell_missing(error, property)],
+            Kind::PropertyNames { error: inner } => self.tell_name(pointer, inner, unions),
+            _ => vec![self.tell_simple(pointer, self.at(pointer), error)],
+        }
+    }
+
+    fn at(&self, pointer: &str) -> &'a Value {
+        self.name.or_else(|| self.instance.pointer(pointer)).unwrap_or(&Value::Null)
+    }
+
+    /// What a keyword that concerns one value alone expects of it, to follow "must be".
+    fn expected(&self, error: &ValidationError<'_>) -> Option<String> {
+        Some(match error.kind() {
+            Kind::Type { kind: TypeKind::Single(only) } => type_words([only.as_str()]),
+            Kind::Type { kind: TypeKind::Multiple(several) } => {
+                type_words(several.iter().map(|one| one.as_str()))
+            }
+            Kind::Enum { options } => match options.as_array() {
+                Some(options) if options.len() > 1 => format!("one of {}", listed(options)),
+                Some(options) => format!("exactly {}", listed(options)),
+                None => "one of the allowed values".to_string(),
+            },
+            Kind::Constant { expected_value } => format!("exactly {}", short_json(expected_value)),
+            Kind::Minimum { limit } => format!("at least {limit}"),
+            Kind::Maximum { limit } => format!("at most {limit}"),
+            Kind::ExclusiveMinimum { limit } => format!("greater than {limit}"),
+            Kind::ExclusiveMaximum { limit } => format!("less than {limit}"),
+            Kind::MultipleOf { multiple_of } => format!("a multiple of {multiple_of}"),
+            Kind::Pattern { pattern } | Kind::Custom { message: pattern, .. } => {
+                format!("a string that matches the pattern {}", cut(pattern, 200))
+            }
+            Kind::Format { format } => format_words(format),
+            Kind::ContentEncoding { content_encoding } => {
+                format!("a string in the encoding {}", cut(content_encoding, 80))
+            }
+            Kind::ContentMediaType { content_media_type } => {
+                format!("a document of the media type {}", cut(content_media_type, 80))
+            }
+            Kind::FalseSchema => "left out, as nothing is allowed here".to_string(),
+            Kind::Not { schema } => format!("something that does not fit {}", short_json(schema)),
+            _ => return None,
+        })
+    }
+
+    /// Limits on how many there may be, with how many there are: "at least 2 items", "has 1".
+    fn amount(&self, error: &ValidationError<'_>, value: &Value) -> Option<(String, String)> {
+        let length = || value.as_str().map_or(0, |text| text.chars().count() as u64);
+        let items = || value.as_array().map_or(0, Vec::len) as u64;
+        let members = || value.as_object().map_or(0, serde_json::Map::len) as u64;
+        let (bound, limit, has, what) = match error.kind() {
+            Kind::MinLength { limit } => ("at least", *limit, length(), "character"),
+            Kind::MaxLength { limit } => ("at most", *limit, length(), "character"),
+            Kind::MinItems { limit } => ("at least", *limit, items(), "item"),
+            Kind::MaxItems { limit } => ("at most", *limit, items(), "item"),
+            Kind::AdditionalItems { limit } => ("at most", *limit as u64, items(), "item"),
+            Kind::MinProperties { limit } => ("at least", *limit, members(), "property"),
+            Kind::MaxProperties { limit } => ("at most", *limit, members(), "property"),
+            _ => return None,
+        };
+        Some((format!("{bound} {}", count(limit, what)), count(has, what)))
+    }
+
+    fn tell_simple(&self, pointer: &str, value: &Value, error: &ValidationError<'_>) -> Problem {
+        let (here, given) = (label(pointer), given(value));
+        let problem = |expected: String, message: String| Problem {
+            pointer: cut(pointer, 512),
+            expected,
+            given: given.clone(),
+            message,
+        };
+        if let Some(expected) = self.expected(error) {
+            let message = format!("{here} must be {expected}, but {given} was given");
+            return problem(expected, message);
+        }
+        if let Some((expected, has)) = self.amount(error, value) {
+            let message = format!("{here} must have {expected}, but has {has}");
+            return problem(expected, message);
+        }
+        match error.kind() {
+            Kind::UniqueItems => {
+                let items = value.as_array().map_or(&[][..], Vec::as_slice);
+                let which = super::meter::repeated(items, |_| true)
+                    .map_or_else(String::new, |(a, b)| {
+                        format!(", but items {a} and {b} are equal")
+                    });
+                let message = format!("{here} must not repeat items{which}");
+                problem("an array without repeated items".to_string(), message)
+            }
+            Kind::Contains => {
+                let expected = self.contains(error);
+                let message = format!("{here} must contain {expected}, but {given} was given");
+                problem(format!("an array that contains {expected}"), message)
+            }
+            Kind::UnevaluatedItems { unexpected } => {
+                let more = count(unexpected.len() as u64, "item");
+                let message = format!("{here} has {more} more than the schema describes");
+                problem("no items beyond those the schema describes".to_string(), message)
+            }
+            other => {
+                let expected = format!("a value that passes the schema's {}", other.keyword());
+                let message = format!("{here} must be {expected}, but {given} was given");
+                problem(expected, message)
+            }
+        }
+    }
+
+    fn contains(&self, error: &ValidationError<'_>) -> String {
+        let path = error.schema_path().as_str();
+        let parent = path.rsplit_once('/').map_or("", |(parent, _)| parent);
+        let schema = self.source.pointer(parent).unwrap_or(&Value::Null);
+        let wanted = schema.get("contains").map_or_else(|| "the schema".to_string(), short_json);
+        let limit = |key: &str| schema.get(key).and_then(Value::as_u64);
+        let amount = match (limit("minContains"), limit("maxContains")) {
+            (None, None) => "at least 1 item".to_string(),
+            (min, None) => format!("at least {}", count(min.unwrap_or(1), "item")),
+            (min, Some(max)) => {
+                format!("between {} and {}", min.unwrap_or(1), count(max, "item"))
+            }
+        };
+        format!("{amount} fitting {wanted}")
+    }
+
+    fn tell_missing(&self, error: &ValidationError<'_>, property: &Value) -> Problem {
+        let name = property.as_str().unwrap_or_default();
+        let pointer = error.instance_path().as_str();
+        let path = error.schema_path().as_str();
+        let (parent, keyword) = path.rsplit_once('/').unwrap_or(("", path));
+        let schema = self.source.pointer(parent).unwrap_or(&Value::Null);
+        let described = schema.get("properties").and_then(|known| known.get(name));
+        let expected = match described.and_then(|schema| schema.get("type")) {
+            Some(Value::String(only)) => type_words([only.as_str()]),
+            Some(Value::Array(several)) => type_words(several.iter().filter_map(Value::as_str)),
+            _ => "a value".to_string(),
+        };
+        // `dependentRequired` names the properties whose presence asks for this one.
+        let asks = schema.get(keyword).and_then(Value::as_object).into_iter().flatten();
+        let present = |key: &str| self.at(pointer).get(key).is_some();
+        let because = asks
+            .filter(|(_, list)| list.as_array().is_some_and(|list| list.contains(property)))
+            .find(|(key, _)| present(key))
+            .map(|(key, _)| format!(", because {} is present", quoted(key)));
+        let because = because.unwrap_or_default();
+        Problem {
+            pointer: cut(&below(pointer, name), 512),
+            expected,
+            given: "nothing".to_string(),
+            message: format!(
+                "the required property {} is missing {}{because}",
+                quoted(name),
+                place(pointer)
+            ),
+        }
+    }
+
+    fn tell_unknown(
+        &self,
+        error: &ValidationError<'_>,
+        unexpected: &[String],
+        known: BTreeSet<&str>,
+    ) -> Vec<Problem> {
+        let pointer = error.instance_path().as_str();
+        let object = self.at(pointer);
+        let of = match pointer {
+            "" => String::new(),
+            _ => format!(" of {}", label(pointer)),
+        };
+        let names: Vec<Value> = known.iter().map(|name| Value::from(*name)).collect();
+        let tell = |name: &String| {
+            let mut message = format!("{} is not a known property{of}", quoted(name));
+            if let Some(meant) = words::nearest(name, &known) {
+                message += &format!("; did you mean {}?", quoted(meant));
+            }
+            let expected = match names.as_slice() {
+                [] => "no such property".to_string(),
+                names => {
+                    let separator = if message.ends_with('?') { "" } else { ";" };
+                    message += &format!("{separator} known are: {}", listed(names));
+                    format!("only the known properties: {}", listed(names))
+                }
+            };
+            let value = object.get(name).unwrap_or(&Value::Null);
+            Problem {
+                pointer: cut(&below(pointer, name), 512),
+                expected,
+                given: given(value),
+                message,
+            }
+        };
+        unexpected.iter().take(MAX_PROBLEMS).map(tell).collect()
+    }
+
+    /// The property names that the schema around a failed keyword describes.
+    fn known(&self, error: &ValidationError<'_>, everywhere: bool) -> BTreeSet<&'a str> {
+        let path = error.schema_path().as_str();
+        let parent = path.rsplit_once('/').map_or("", |(parent, _)| parent);
+        let mut names = BTreeSet::new();
+        if let Some(schema) = self.source.pointer(parent) {
+            self.gather(schema, if everywhere { 5 } else { 0 }, &mut names);
+        }
+        names
+    }
+
+    fn gather(&self, schema: &'a Value, depth: usize, names: &mut BTreeSet<&'a str>) {
+        let own = schema.get("properties").and_then(Value::as_object);
+        names.extend(own.into_iter().flat_map(|own| own.keys().map(String::as_str)));
+        if depth == 0 || names.len() > 200 {
+            return;
+        }
+        let local = schema.get("$ref").and_then(Value::as_str).and_then(|r| r.strip_prefix('#'));
+        let target = local.and_then(|pointer| self.source.pointer(pointer));
+        let lists = ["allOf", "anyOf", "oneOf"].into_iter().filter_map(|key| schema.get(key));
+        let branches = lists.filter_map(Value::as_array).flatten();
+        let ones = ["then", "else"].into_iter().filter_map(|key| schema.get(key));
+        for next in target.into_iter().chain(branches).chain(ones) {
+            self.gather(next, depth - 1, names);
+        }
+    }
+
+    fn tell_name(&self, at: &str, inner: &ValidationError<'_>, unions: usize) -> Vec<Problem> {
+        // The name is the one instance an error does carry, already cut.
+        let name = inner.instance().as_str().unwrap_or_default();
+        let teller =
+            Teller { source: self.source, instance: self.instance, name: Some(inner.instance()) };
+        let expected = match teller.tell(inner, unions + 1).into_iter().next() {
+            Some(problem) => problem.expected,
+            None => "a name that fits the schema".to_string(),
+        };
+        vec![Problem {
+            pointer: cut(&below(at, name), 512),
+            given: given(inner.instance()),
+            message: format!(
+                "the property name {} {} is not allowed; a name must be {expected}",
+                quoted(name),
+                place(at)
+            ),
+            expected,
+        }]
+    }
+
+    fn tell_ambiguous(&self, pointer: &str, context: &[Vec<ValidationError<'static>>]) -> Problem {
+        let fits = context.iter().enumerate().filter(|(_, errors)| errors.is_empty());
+        let fits: Vec<Value> = fits.map(|(i, _)| Value::from(i + 1)).collect();
+        let (here, given, total) = (label(pointer), given(self.at(pointer)), context.len());
+        Problem {
+            pointer: cut(pointer, 512),
+            expected: format!("a value that fits exactly one of {total} alternatives"),
+            message: format!(
+                "{here} must fit exactly one of {total} alternatives, but {given} fits \
+                 several of them (numbers {})",
+                listed(&fits)
+            ),
+            given,
+        }
+    }
+
+    fn tell_union(
+        &self,
+        pointer: &str,
+        context: &[Vec<ValidationError<'static>>],
+        unions: usize,
+    ) -> Vec<Problem> {
+        let value = self.at(pointer);
+        let right_type = |errors: &&Vec<_>| !wrong_type(errors, pointer, value);
+        let fitting: Vec<_> = context.iter().filter(right_type).collect();
+        if fitting.is_empty() {
+            return vec![self.none_of(pointer, &self.tell_each(context, unions))];
+        }
+        let untagged = |errors: &&Vec<_>| tag(errors, pointer).is_none();
+        let meant: Vec<_> = fitting.iter().copied().filter(untagged).collect();
+        match (meant.as_slice(), fitting.as_slice()) {
+            ([only], _) | (_, [only]) => self.tell_all(only, unions),
+            ([], _) => {
+                let tags: Vec<_> = fitting.iter().filter_map(|e| tag(e, pointer)).collect();
+                let paths: BTreeSet<&str> =
+                    tags.iter().map(|e| e.instance_path().as_str()).collect();
+                match paths.first() {
+                    Some(at) if paths.len() == 1 => vec![self.wrong_tag(at, &tags)],
+                    _ => vec![self.none_of(pointer, &self.tell_each(fitting, unions))],
+                }
+            }
+            _ => {
+                // What every branch asks for is wanted whichever of them was meant.
+                let branches = self.tell_each(meant, unions);
+                let mut common = branches.first().cloned().unwrap_or_default();
+                common.retain(|problem| branches.iter().all(|told| told.contains(problem)));
+                if common.is_empty() {
+                    common.push(self.none_of(pointer, &branches));
+                }
+                common
+            }
+        }
+    }
+
+    /// Tells every error once: telling one twice per union would double with every union.
+    fn tell_all(&self, errors: &Errors<'_>, unions: usize) -> Vec<Problem> {
+        let told = errors.iter().take(MAX_PROBLEMS).flat_map(|error| self.tell(error, unions + 1));
+        told.take(MAX_PROBLEMS).collect()
+    }
+
+    fn tell_each<'c>(
+        &self,
+        branches: impl IntoIterator<Item = &'c Vec<ValidationError<'static>>>,
+        unions: usize,
+    ) -> Vec<Vec<Problem>> {
+        branches.into_iter().map(|errors| self.tell_all(errors, unions)).collect()
+    }
+
+    fn wrong_tag(&self, pointer: &str, tags: &[&ValidationError<'_>]) -> Problem {
+        let mut allowed: Vec<Value> = Vec::new();
+        for tag in tags {
+            match tag.kind() {
+                Kind::Constant { expected_value } => allowed.push(expected_value.as_ref().clone()),
+                Kind::Enum { options } => {
+                    allowed.extend(options.as_array().into_iter().flatten().cloned());
+                }
+                _ => {}
+            }
+        }
+        let expected = format!("one of {}", listed(&allowed));
+        let given = given(self.at(pointer));
+        let message = format!("{} must be {expected}, but {given} was given", label(pointer));
+        Problem { pointer: cut(pointer, 512), expected, given, message }
+    }
+
+    /// No branch stands out: say briefly what each of them wanted.
+    fn none_of(&self, pointer: &str, branches: &[Vec<Problem>]) -> Problem {
+        let mut wants: Vec<String> = Vec::new();
+        for told in branches.iter().take(MAX_BRANCHES) {
+            let brief: Vec<_> = told.iter().take(2).map(|p| words::brief(p, pointer)).collect();
+            let brief = cut(&brief.join(" and "), 300);
+            if !wants.contains(&brief) {
+                wants.push(brief);
+            }
+        }
+        if branches.len() > MAX_BRANCHES {
+            wants.push(format!("{} more", branches.len() - MAX_BRANCHES));
+        }
+        let expected = wants.join(", or ");
+        let given = given(self.at(pointer));
+        let message = format!("{} must be {expected}, but {given} was given", label(pointer));
+        Problem { pointer: cut(pointer, 512), expected, given, message }
+    }
+}
+
+fn below(pointer: &str, name: &str) -> String {
+    format!("{pointer}/{}", name.replace('~', "~0").replace('/', "~1"))
+}
+
+/// Whether a branch was not meant, as the value is not even of a type it admits.
+fn wrong_type(errors: &Errors<'_>, pointer: &str, value: &Value) -> bool {
+    let alike = |other: &Value| std::mem::discriminant(other) == std::mem::discriminant(value);
+    errors.iter().filter(|error| error.instance_path().as_str() == pointer).any(|error| match error
+        .kind()
+    {
+        Kind::Type { .. } | Kind::FalseSchema => true,
+        Kind::Constant { expected_value } => !alike(expected_value),
+        Kind::Enum { options } => !options.as_array().is_some_and(|o| o.iter().any(alike)),
+        _ => false,
+    })
+}
+
+/// The error by which a direct member of the value, its tag, says that a branch was not meant.
+fn tag<'e, 'v>(errors: &'e Errors<'v>, pointer: &str) -> Option<&'e ValidationError<'v>> {
+    errors.iter().find(|error| {
+        let member = error.instance_path().as_str().strip_prefix(pointer);
+        let member = member.and_then(|rest| rest.strip_prefix('/'));
+        member.is_some_and(|name| !name.contains('/'))
+            && matches!(error.kind(), Kind::Constant { .. } | Kind::Enum { .. })
+    })
+}

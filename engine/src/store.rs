@@ -1,0 +1,164 @@
+//! The store port: the truth. Each method is atomic, and has committed when it returns.
+//!
+//! A store keeps what it is given and compares versions; it never decides a status and knows
+//! nothing of policies, wakes or sources. Every implementation passes the one suite in the
+//! crate `toolcrib-store`.
+
+mod memory;
+
+use async_trait::async_trait;
+
+use crate::call::{Call, Status};
+use crate::directory::{AuditEntry, Change, Directory};
+use crate::event::{Event, Record};
+use crate::id::CallId;
+
+pub use memory::MemoryStore;
+
+/// Why the store did not do it.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    /// It cannot take or give anything now: disk full, locked, gone. Nothing of it was done.
+    #[error("the store is not available: {0}")]
+    Unavailable(String),
+    /// The stored data is not what this program can have written.
+    #[error("the store holds something unreadable: {0}")]
+    Corrupt(String),
+}
+
+/// A new call with what belongs into the same commit.
+#[derive(Debug, Clone)]
+pub struct NewCall {
+    pub call: Call,
+    pub records: Vec<Record>,
+    pub key: Option<IdempotencyKey>,
+}
+
+/// A caller's promise that the same key means the same request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct IdempotencyKey {
+    /// Keys of different agents do not meet.
+    pub agent: String,
+    pub key: String,
+    /// Of everything in the request that matters.
+    pub fingerprint: String,
+}
+
+/// What creating a call came to.
+#[derive(Debug)]
+pub enum Created {
+    New,
+    /// The key was used before, for the same request: this is the call.
+    Replayed(Box<Call>),
+    /// The key was used before, for another request.
+    Mismatch(CallId),
+}
+
+/// What saving a call came to.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Saved {
+    Yes,
+    /// Somebody saved another version meanwhile.
+    Stale,
+}
+
+/// Which calls to list: newest first.
+#[derive(Debug, Clone, Default)]
+pub struct CallFilter {
+    pub project: String,
+    pub run_id: Option<String>,
+    pub tool_name: Option<String>,
+    pub status: Option<Status>,
+    /// Created at or after this.
+    pub since_ms: Option<u64>,
+    /// Older than this call (the last of the page before).
+    pub before: Option<CallId>,
+    pub limit: usize,
+}
+
+/// One open call, with its place in the order of the commits.
+#[derive(Debug, Clone)]
+pub struct Open {
+    pub place: u64,
+    pub call: Call,
+}
+
+/// Whose events to read.
+#[derive(Debug, Clone)]
+pub enum EventScope {
+    Call { project: String, id: CallId },
+    Run { project: String, run_id: String },
+    Project(String),
+}
+
+/// Where tickets, their history and the directory are kept.
+#[async_trait]
+pub trait Store: Send + Sync + 'static {
+    /// Stores a new call, unless its idempotency key was used before.
+    async fn create(&self, new: NewCall) -> Result<Created, StoreError>;
+
+    /// Replaces a call whose stored version is exactly one below, and appends to its history.
+    async fn save(&self, call: Call, records: Vec<Record>) -> Result<Saved, StoreError>;
+
+    /// Appends to a call's history without changing the call.
+    async fn append(
+        &self,
+        project: &str,
+        id: &CallId,
+        records: Vec<Record>,
+    ) -> Result<(), StoreError>;
+
+    /// One call of a project.
+    async fn call(&self, project: &str, id: &CallId) -> Result<Option<Call>, StoreError>;
+
+    /// A page of calls, newest first: by their ids, which sort by when they were made.
+    async fn calls(&self, filter: CallFilter) -> Result<Vec<Call>, StoreError>;
+
+    /// Calls that have not ended, in the order they came, after this place.
+    async fn open_calls(&self, after: u64, limit: usize) -> Result<Vec<Open>, StoreError>;
+
+    /// Events with a number above `after`, in order.
+    async fn events(
+        &self,
+        scope: EventScope,
+        after: u64,
+        limit: usize,
+    ) -> Result<Vec<Event>, StoreError>;
+
+    /// A number that no event in scope is above: whoever follows from there sees what comes from
+    /// now on. 0 when there is no event at all.
+    async fn newest_event(&self, scope: EventScope) -> Result<u64, StoreError>;
+
+    /// Deletes up to `limit` calls that ended before this, with all that belongs to them.
+    async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<usize, StoreError>;
+
+    /// The version of the directory.
+    async fn directory_version(&self) -> Result<u64, StoreError>;
+
+    /// The whole directory.
+    async fn directory(&self) -> Result<Directory, StoreError>;
+
+    /// Makes a change that was decided on this version of the directory, and writes it down.
+    async fn change(
+        &self,
+        change: Change,
+        decided_on: u64,
+        audit: Option<AuditEntry>,
+    ) -> Result<Saved, StoreError>;
+
+    /// Writes something down for the operator.
+    async fn audit(&self, entry: AuditEntry) -> Result<(), StoreError>;
+
+    /// What was written down, newest first.
+    async fn audit_log(
+        &self,
+        project: Option<String>,
+        limit: usize,
+    ) -> Result<Vec<AuditEntry>, StoreError>;
+
+    /// Whether the store can be read and written now.
+    async fn check(&self) -> Result<(), StoreError>;
+
+    /// How much room it takes.
+    async fn size_bytes(&self) -> Result<u64, StoreError>;
+}

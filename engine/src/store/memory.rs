@@ -1,0 +1,298 @@
+//! A store in memory: for embedding without durability, for tests and for the simulation.
+//!
+//! Simple on purpose: one lock over plain maps. It keeps everything it is given until purged.
+
+use std::collections::{BTreeMap, HashMap};
+
+use async_trait::async_trait;
+use parking_lot::Mutex;
+
+use super::{
+    CallFilter, Created, EventScope, IdempotencyKey, NewCall, Open, Saved, Store, StoreError,
+};
+use crate::call::Call;
+use crate::directory::{AuditEntry, Change, Directory, Offer, Others};
+use crate::event::{Event, Record};
+use crate::id::CallId;
+
+#[derive(Default)]
+struct State {
+    places: u64,
+    numbers: u64,
+    calls: BTreeMap<u64, Call>,
+    by_id: HashMap<CallId, u64>,
+    events: BTreeMap<u64, Event>,
+    keys: HashMap<(String, String, String), (CallId, String)>,
+    directory: Directory,
+    audit: Vec<AuditEntry>,
+}
+
+/// Keeps everything in memory.
+#[derive(Default)]
+pub struct MemoryStore {
+    state: Mutex<State>,
+}
+
+impl State {
+    fn call(&self, project: &str, id: &CallId) -> Option<&Call> {
+        let call = self.by_id.get(id).and_then(|place| self.calls.get(place));
+        call.filter(|call| call.project == project)
+    }
+
+    fn record(&mut self, id: &CallId, records: Vec<Record>) {
+        for record in records {
+            self.numbers += 1;
+            let event = Event { number: self.numbers, call_id: id.clone(), record };
+            self.events.insert(self.numbers, event);
+        }
+    }
+
+    fn known(&self, project: &str, key: &IdempotencyKey) -> Option<Created> {
+        let place = (project.to_owned(), key.agent.clone(), key.key.clone());
+        let (id, fingerprint) = self.keys.get(&place)?;
+        if *fingerprint != key.fingerprint {
+            return Some(Created::Mismatch(id.clone()));
+        }
+        let call = self.by_id.get(id).and_then(|place| self.calls.get(place))?;
+        Some(Created::Replayed(Box::new(call.clone())))
+    }
+
+    fn in_scope(&self, event: &Event, scope: &EventScope) -> bool {
+        let call = || self.by_id.get(&event.call_id).and_then(|place| self.calls.get(place));
+        match scope {
+            EventScope::Call { project, id } => {
+                event.call_id == *id && call().is_some_and(|call| call.project == *project)
+            }
+            EventScope::Run { project, run_id } => {
+                call().is_some_and(|call| call.project == *project && call.run_id == *run_id)
+            }
+            EventScope::Project(project) => call().is_some_and(|call| call.project == *project),
+        }
+    }
+}
+
+#[async_trait]
+impl Store for MemoryStore {
+    async fn create(&self, new: NewCall) -> Result<Created, StoreError> {
+        let mut state = self.state.lock();
+        if let Some(key) = &new.key {
+            if let Some(known) = state.known(&new.call.project, key) {
+                return Ok(known);
+            }
+            let place = (new.call.project.clone(), key.agent.clone(), key.key.clone());
+            state.keys.insert(place, (new.call.id.clone(), key.fingerprint.clone()));
+        }
+        state.places += 1;
+        let place = state.places;
+        state.by_id.insert(new.call.id.clone(), place);
+        state.record(&new.call.id, new.records);
+        state.calls.insert(place, new.call);
+        Ok(Created::New)
+    }
+
+    async fn save(&self, call: Call, records: Vec<Record>) -> Result<Saved, StoreError> {
+        let mut state = self.state.lock();
+        let Some(place) = state.by_id.get(&call.id).copied() else { return Ok(Saved::Stale) };
+        if state.calls.get(&place).is_none_or(|stored| stored.version + 1 != call.version) {
+            return Ok(Saved::Stale);
+        }
+        state.record(&call.id, records);
+        state.calls.insert(place, call);
+        Ok(Saved::Yes)
+    }
+
+    async fn append(
+        &self,
+        project: &str,
+        id: &CallId,
+        records: Vec<Record>,
+    ) -> Result<(), StoreError> {
+        let mut state = self.state.lock();
+        if state.call(project, id).is_some() {
+            state.record(id, records);
+        }
+        Ok(())
+    }
+
+    async fn call(&self, project: &str, id: &CallId) -> Result<Option<Call>, StoreError> {
+        Ok(self.state.lock().call(project, id).cloned())
+    }
+
+    async fn calls(&self, filter: CallFilter) -> Result<Vec<Call>, StoreError> {
+        let state = self.state.lock();
+        let fits = |call: &Call| {
+            call.project == filter.project
+                && filter.run_id.as_ref().is_none_or(|run| *run == call.run_id)
+                && filter.tool_name.as_ref().is_none_or(|tool| *tool == call.tool_name)
+                && filter.status.is_none_or(|status| status == call.status)
+                && filter.since_ms.is_none_or(|since| call.created_ms >= since)
+        };
+        let older = |call: &Call| filter.before.as_ref().is_none_or(|before| call.id < *before);
+        let mut all: Vec<&Call> =
+            state.calls.values().filter(|call| older(call) && fits(call)).collect();
+        all.sort_by(|a, b| b.id.cmp(&a.id));
+        Ok(all.into_iter().take(filter.limit).cloned().collect())
+    }
+
+    async fn open_calls(&self, after: u64, limit: usize) -> Result<Vec<Open>, StoreError> {
+        let state = self.state.lock();
+        let open = state.calls.range(after + 1..).filter(|(_, call)| !call.status.is_terminal());
+        Ok(open
+            .take(limit)
+            .map(|(place, call)| Open { place: *place, call: call.clone() })
+            .collect())
+    }
+
+    async fn events(
+        &self,
+        scope: EventScope,
+        after: u64,
+        limit: usize,
+    ) -> Result<Vec<Event>, StoreError> {
+        let state = self.state.lock();
+        let later = state.events.range(after.saturating_add(1)..).map(|(_, event)| event);
+        Ok(later.filter(|event| state.in_scope(event, &scope)).take(limit).cloned().collect())
+    }
+
+    async fn newest_event(&self, scope: EventScope) -> Result<u64, StoreError> {
+        let state = self.state.lock();
+        let newest = state.events.values().rev().find(|event| state.in_scope(event, &scope));
+        Ok(newest.map_or(0, |event| event.number))
+    }
+
+    async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<usize, StoreError> {
+        let mut state = self.state.lock();
+        let old: Vec<(u64, CallId)> = state
+            .calls
+            .iter()
+            .filter(|(_, call)| call.completed_ms.is_some_and(|at| at < ended_before_ms))
+            .take(limit)
+            .map(|(place, call)| (*place, call.id.clone()))
+            .collect();
+        for (place, id) in &old {
+            state.calls.remove(place);
+            state.by_id.remove(id);
+            state.events.retain(|_, event| event.call_id != *id);
+            state.keys.retain(|_, (call, _)| call != id);
+        }
+        Ok(old.len())
+    }
+
+    async fn directory_version(&self) -> Result<u64, StoreError> {
+        Ok(self.state.lock().directory.version)
+    }
+
+    async fn directory(&self) -> Result<Directory, StoreError> {
+        Ok(self.state.lock().directory.clone())
+    }
+
+    async fn change(
+        &self,
+        change: Change,
+        decided_on: u64,
+        audit: Option<AuditEntry>,
+    ) -> Result<Saved, StoreError> {
+        let mut state = self.state.lock();
+        if state.directory.version != decided_on {
+            return Ok(Saved::Stale);
+        }
+        state.directory.version += 1;
+        apply(&mut state.directory, change);
+        state.audit.extend(audit);
+        Ok(Saved::Yes)
+    }
+
+    async fn audit(&self, entry: AuditEntry) -> Result<(), StoreError> {
+        self.state.lock().audit.push(entry);
+        Ok(())
+    }
+
+    async fn audit_log(
+        &self,
+        project: Option<String>,
+        limit: usize,
+    ) -> Result<Vec<AuditEntry>, StoreError> {
+        let state = self.state.lock();
+        let about = |entry: &&AuditEntry| project.as_ref().is_none_or(|p| *p == entry.project);
+        Ok(state.audit.iter().rev().filter(about).take(limit).cloned().collect())
+    }
+
+    async fn check(&self) -> Result<(), StoreError> {
+        Ok(())
+    }
+
+    async fn size_bytes(&self) -> Result<u64, StoreError> {
+        Ok(0)
+    }
+}
+
+fn apply(directory: &mut Directory, change: Change) {
+    match change {
+        Change::Register { client, tools, others } => {
+            let (project, id) = (client.project.clone(), client.client_id.clone());
+            let mine = |offer: &Offer| offer.project == project && offer.client_id == id;
+            if others == Others::Withdraw {
+                directory.offers.retain(|offer| !mine(offer));
+            }
+            for tool in tools {
+                let offer = Offer {
+                    project: project.clone(),
+                    tool: tool.name.clone(),
+                    client_id: id.clone(),
+                };
+                let same = |known: &crate::tool::Definition| {
+                    known.project == tool.project && known.name == tool.name
+                };
+                directory.tools.retain(|known| !same(known));
+                directory.tools.push(tool);
+                if !directory.offers.contains(&offer) {
+                    directory.offers.push(offer);
+                }
+            }
+            drop_orphans(directory);
+            let known = |c: &crate::directory::Client| c.project == project && c.client_id == id;
+            if !directory.clients.iter().any(known) {
+                directory.clients.push(client);
+            }
+        }
+        Change::Withdraw { project, client_id, tool } => {
+            directory.offers.retain(|o| {
+                *o != Offer {
+                    project: project.clone(),
+                    tool: tool.clone(),
+                    client_id: client_id.clone(),
+                }
+            });
+            drop_orphans(directory);
+        }
+        Change::AddKey(key) => directory.keys.push(key),
+        Change::RevokeKey { id, at_ms } => {
+            for key in directory.keys.iter_mut().filter(|key| key.id == id) {
+                key.revoked_ms.get_or_insert(at_ms);
+            }
+        }
+        Change::PutRule(rule) => {
+            drop_rule(directory, &rule.project, &rule.agent, &rule.pattern);
+            directory.rules.push(rule);
+        }
+        Change::DropRule { project, agent, pattern } => {
+            drop_rule(directory, &project, &agent, &pattern);
+        }
+    }
+}
+
+fn drop_rule(directory: &mut Directory, project: &str, agent: &str, pattern: &str) {
+    directory.rules.retain(|rule| {
+        (rule.project.as_str(), rule.agent.as_str(), rule.pattern.as_str())
+            != (project, agent, pattern)
+    });
+}
+
+/// A tool that no client offers any more is gone.
+fn drop_orphans(directory: &mut Directory) {
+    let offers = std::mem::take(&mut directory.offers);
+    directory.tools.retain(|tool| {
+        offers.iter().any(|o| Some(&o.project) == tool.project.as_ref() && o.tool == tool.name)
+    });
+    directory.offers = offers;
+}

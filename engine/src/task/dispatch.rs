@@ -1,0 +1,36 @@
+//! Gives free places to calls that stand in line.
+
+use crate::engine::Engine;
+use crate::lifecycle::Event;
+
+pub(crate) async fn run(engine: Engine) {
+    loop {
+        tokio::select! {
+            () = engine.inner.gate.freed() => { run_once(&engine).await; }
+            () = engine.inner.stopping.cancelled() => return,
+        }
+    }
+}
+
+/// Claims every call in line that has a place now. Answers with how many.
+pub async fn run_once(engine: &Engine) -> usize {
+    let inner = &engine.inner;
+    let mut count = 0;
+    while let Some((id, slot)) = inner.gate.next() {
+        // Canceled or timed out while it stood in line: the place is free again at once.
+        let Some(entry) = inner.live.get(&id) else { continue };
+        count += 1;
+        let (inner, node) = (inner.clone(), inner.node.clone());
+        let claim = async move {
+            entry.take_place(slot);
+            let project = entry.call().project.clone();
+            inner.advance_surely(&project, &id, Event::Claim { node }).await;
+            if !entry.call().attempt_is_out() {
+                entry.free_place();
+            }
+        };
+        // Many claims at a time share a commit; the line's order is the order of the tasks.
+        engine.inner.tasks.spawn(claim);
+    }
+    count
+}

@@ -1,0 +1,210 @@
+//! What a tool is: its name, schemas, effect, and who executes it. Pure.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use crate::json::{self, Json};
+use crate::retry::PolicyPatch;
+
+/// Who executes a tool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Executor {
+    /// A function in this process.
+    Builtin,
+    /// A connected client.
+    Client,
+    /// A tool service on NATS.
+    Utp,
+    /// An MCP server.
+    Mcp,
+    /// An HTTP API.
+    Http,
+}
+
+impl Executor {
+    /// Every executor.
+    pub const ALL: [Self; 5] = [Self::Builtin, Self::Client, Self::Utp, Self::Mcp, Self::Http];
+
+    /// As written on the wire.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Builtin => "builtin",
+            Self::Client => "client",
+            Self::Utp => "utp",
+            Self::Mcp => "mcp",
+            Self::Http => "http",
+        }
+    }
+
+    /// The coarse word of the public field `source`.
+    pub fn source(self) -> &'static str {
+        match self {
+            Self::Client => "client",
+            _ => "server",
+        }
+    }
+
+    /// Whether an attempt is parked with somebody else, who reports later; such a call reads
+    /// PENDING until that side has taken it.
+    pub fn parks(self) -> bool {
+        matches!(self, Self::Client | Self::Utp)
+    }
+}
+
+impl FromStr for Executor {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, ()> {
+        Self::ALL.into_iter().find(|executor| executor.as_str() == text).ok_or(())
+    }
+}
+
+/// What running a tool does to the world. Decides what may be tried a second time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Effect {
+    /// Changes nothing.
+    Read,
+    /// Twice is the same as once.
+    Idempotent,
+    /// Twice is not the same as once. What nobody said is taken as this.
+    #[default]
+    Irreversible,
+}
+
+impl Effect {
+    /// As written on the wire.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Read => "read",
+            Self::Idempotent => "idempotent",
+            Self::Irreversible => "irreversible",
+        }
+    }
+}
+
+/// What policy and approval look at.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Risk {
+    Low,
+    #[default]
+    Medium,
+    High,
+    Critical,
+}
+
+impl Risk {
+    /// As written on the wire.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Low => "low",
+            Self::Medium => "medium",
+            Self::High => "high",
+            Self::Critical => "critical",
+        }
+    }
+}
+
+/// A tool to use instead, when the first is known not to have taken effect.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Alternate {
+    /// Its name.
+    pub tool: String,
+    /// How its arguments come from the first tool's; none = the same arguments.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub args: Option<crate::args::Mapping>,
+}
+
+/// One tool, as its owner described it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Definition {
+    /// The project it belongs to; none = every project has it (built-ins).
+    pub project: Option<String>,
+    pub name: String,
+    pub description: String,
+    pub executor: Executor,
+    pub input_schema: Json,
+    pub output_schema: Option<Json>,
+    pub timeout_ms: u64,
+    pub effect: Effect,
+    pub risk: Risk,
+    pub policy: PolicyPatch,
+    pub fallback: Vec<Alternate>,
+    pub metadata: Option<Json>,
+}
+
+impl Definition {
+    /// A fingerprint of everything that matters to who calls or approves it.
+    pub fn version(&self) -> String {
+        let mut hash = Sha256::new();
+        hash.update(self.name.as_bytes());
+        hash.update([0]);
+        hash.update(self.description.as_bytes());
+        hash.update([0]);
+        hash.update(json::canonical(&self.input_schema.value()).as_bytes());
+        if let Some(output) = &self.output_schema {
+            hash.update([1]);
+            hash.update(json::canonical(&output.value()).as_bytes());
+        }
+        hash.update([self.effect as u8, self.risk as u8, self.executor as u8]);
+        hex(&hash.finalize()[..8])
+    }
+}
+
+/// Lower-case hexadecimal.
+pub fn hex(bytes: &[u8]) -> String {
+    use fmt::Write;
+    bytes.iter().fold(String::with_capacity(bytes.len() * 2), |mut text, byte| {
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
+}
+
+/// Why a text is not a tool's name.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "\"{0}\" is not a tool name: 1 to 128 letters, digits, '_', '-', '/' and single dots, \
+     beginning with a letter or digit"
+)]
+pub struct NotAName(pub String);
+
+/// Checks a tool's name.
+pub fn check_name(name: &str) -> Result<(), NotAName> {
+    let refused = || NotAName(name.chars().take(80).collect());
+    let plain = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'-' | b'/' | b'.');
+    let fits = !name.is_empty() && name.len() <= 128 && name.bytes().all(plain);
+    let begins = name.bytes().next().is_some_and(|b| b.is_ascii_alphanumeric());
+    if fits && begins && !name.contains("..") && !name.ends_with('.') {
+        Ok(())
+    } else {
+        Err(refused())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names() {
+        for good in ["weather.query", "a", "file_read-2", "9lives", "mcp/github.create"] {
+            assert!(check_name(good).is_ok(), "{good}");
+        }
+        let long = "a".repeat(129);
+        for bad in ["", ".a", "a..b", "a.", "a b", "tür", "a\n", "-a", long.as_str()] {
+            assert!(check_name(bad).is_err(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn executors_round_trip() {
+        for executor in Executor::ALL {
+            assert_eq!(executor.as_str().parse(), Ok(executor));
+        }
+    }
+}

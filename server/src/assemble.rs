@@ -1,0 +1,95 @@
+//! Puts the parts together: the store, the engine, the built-in tools, the doors. Constructs and
+//! connects; decides nothing.
+
+use std::sync::Arc;
+
+use anyhow::Context;
+use toolcrib::{Effect, Engine, FnTool, Risk, Tool};
+use toolcrib_store::SqliteStore;
+
+use crate::config::Config;
+use crate::doors::http::{Door, Settings};
+use crate::sources::builtin;
+use crate::telemetry;
+
+/// The engine of a server: it takes up what is open and runs its reconcilers.
+pub async fn engine(config: &Config) -> anyhow::Result<Engine> {
+    let path = config.store_path()?;
+    let opened = {
+        let path = path.clone();
+        tokio::task::spawn_blocking(move || SqliteStore::open(&path)).await?
+    };
+    let store = opened.with_context(|| format!("cannot open {}", path.display()))?;
+    let mut builder = Engine::builder()
+        .store(Arc::new(store))
+        .limits(config.limits())
+        .policies(config.policies())
+        .tools(builtin_tools(config)?);
+    let days = config.retention.finished_calls_days;
+    if days > 0.0 {
+        builder = builder.retention_ms((days * 86_400_000.0) as u64);
+    }
+    Ok(builder.start().await?)
+}
+
+/// An engine for a look at the directory or a change to it: it runs nothing by itself, and may be
+/// used beside a running server.
+pub async fn operator(config: &Config) -> anyhow::Result<Engine> {
+    let path = config.store_path()?;
+    let opened = {
+        let path = path.clone();
+        tokio::task::spawn_blocking(move || SqliteStore::open_briefly(&path)).await?
+    };
+    let store = opened.with_context(|| format!("cannot open {}", path.display()))?;
+    Ok(Engine::builder().store(Arc::new(store)).limits(config.limits()).idle().await?)
+}
+
+/// The HTTP door of a server.
+pub fn door(config: &Config, engine: Engine) -> Door {
+    let settings = Settings {
+        max_body_bytes: config.limits.max_body_bytes,
+        heartbeat_ms: config.ingress.heartbeat_ms,
+        dead_after_ms: config.ingress.dead_after_ms,
+        window: config.ingress.window as usize,
+        default_allow: config.auth.default_allow.clone(),
+    };
+    Door { engine, settings: Arc::new(settings), metrics: telemetry::start_metrics() }
+}
+
+fn builtin_tools(config: &Config) -> anyhow::Result<Vec<Arc<dyn Tool>>> {
+    let mut tools = Vec::new();
+    if config.builtin.enabled {
+        tools = builtin::tools(builtin::Settings {
+            data_dir: config.data_dir.clone(),
+            database: builtin::DatabaseSettings {
+                url: config.builtin.database.url.clone(),
+                max_rows: config.builtin.database.max_rows,
+                max_bytes: config.builtin.database.max_bytes,
+                timeout_ms: config.builtin.database.timeout_ms,
+                allow_superuser: config.builtin.database.allow_superuser,
+            },
+            weather: builtin::WeatherSettings {
+                geocoding_url: config.builtin.weather.geocoding_url.clone(),
+                forecast_url: config.builtin.weather.forecast_url.clone(),
+                timeout_ms: config.builtin.weather.timeout_ms,
+            },
+        })
+        .map_err(|error| anyhow::anyhow!("the built-in tools cannot be set up: {error}"))?;
+    }
+    if std::env::var_os("TOOLCRIB_BENCH_NOOP").is_some() {
+        tools.push(Arc::new(noop()));
+    }
+    Ok(tools)
+}
+
+/// Arguments that nobody looks at.
+#[derive(serde::Deserialize, schemars::JsonSchema)]
+struct Anything {}
+
+/// What the benchmark calls: as little as a tool can be.
+fn noop() -> FnTool {
+    let nothing = |_: Anything| async { Ok::<_, String>(serde_json::json!({})) };
+    FnTool::new("bench.noop", "Does nothing and returns {}: for the benchmark", nothing)
+        .effect(Effect::Read)
+        .risk(Risk::Low)
+}

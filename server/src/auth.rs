@@ -1,0 +1,104 @@
+//! Making secrets, and recognising who sends one.
+
+use axum::http::{HeaderMap, header};
+use toolcrib::fault::{Code, Error};
+use toolcrib::{Caller, Engine};
+
+/// What every key's secret begins with, so that scanners and people recognise it.
+pub const SECRET_PREFIX: &str = "tck_";
+
+/// A new secret: 256 random bits, in letters and digits.
+pub fn new_secret() -> String {
+    const ALPHABET: &[u8; 32] = b"0123456789abcdefghjkmnpqrstvwxyz";
+    let mut bits = Vec::with_capacity(52);
+    // Each ULID brings 80 random bits; four of them are more than enough.
+    for _ in 0..4 {
+        let random = ulid::Ulid::generate().random();
+        bits.extend((0..13).map(|n| ((random >> (5 * n)) & 31) as usize));
+    }
+    let body: String = bits.into_iter().map(|n| ALPHABET[n] as char).collect();
+    format!("{SECRET_PREFIX}{body}")
+}
+
+/// Who sends this request. With any key made, a key is needed and decides everything; without,
+/// whoever reaches this loopback address is the operator.
+pub fn caller(engine: &Engine, headers: &HeaderMap) -> Result<Caller, Error> {
+    if engine.has_keys() {
+        let secret = bearer(headers).ok_or_else(|| {
+            let message = "this server needs a key: send Authorization: Bearer KEY";
+            Error::refused(Code::Unauthenticated, message)
+        })?;
+        return engine.authenticate(secret).ok_or_else(|| {
+            Error::refused(Code::Unauthenticated, "this key is unknown or was revoked")
+        });
+    }
+    refuse_foreign_pages(headers)?;
+    let project = headers.get("x-toolcrib-project").map(|value| value.to_str().unwrap_or(""));
+    let project = project.unwrap_or("default");
+    let plain = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
+    if project.is_empty() || project.len() > 64 || !project.chars().all(plain) {
+        let message = "X-Toolcrib-Project must be 1 to 64 letters, digits, '_', '-' or '.'";
+        return Err(Error::refused(Code::BadRequest, message));
+    }
+    Ok(Caller::local(project))
+}
+
+fn bearer(headers: &HeaderMap) -> Option<&str> {
+    let value = headers.get(header::AUTHORIZATION)?.to_str().ok()?;
+    let (scheme, secret) = value.split_once(' ')?;
+    scheme.eq_ignore_ascii_case("bearer").then(|| secret.trim())
+}
+
+/// Without keys the address is the only fence, and a web page in the operator's browser stands
+/// inside it: requests that name another host or come from another site are refused.
+fn refuse_foreign_pages(headers: &HeaderMap) -> Result<(), Error> {
+    let foreign = |value: &axum::http::HeaderValue| {
+        let text = value.to_str().unwrap_or("");
+        let host = text.split_once("://").map_or(text, |(_, rest)| rest);
+        !is_loopback_name(host)
+    };
+    let host = headers.get(header::HOST).is_some_and(foreign);
+    let origin = headers.get(header::ORIGIN).is_some_and(foreign);
+    if host || origin {
+        let message = "this server has no keys and answers loopback only: use localhost as the \
+                       host, or make a key with toolcrib keys create";
+        return Err(Error::refused(Code::PermissionDenied, message));
+    }
+    Ok(())
+}
+
+/// Whether `host` or `host:port` names this machine's loopback.
+pub fn is_loopback_name(host: &str) -> bool {
+    let bare = match host.strip_prefix('[') {
+        Some(rest) => rest.split_once(']').map_or("", |(inside, _)| inside),
+        None => host.split_once(':').map_or(host, |(name, _)| name),
+    };
+    let bare = bare.trim_end_matches('/');
+    bare.eq_ignore_ascii_case("localhost")
+        || bare.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn secrets_differ_and_are_long() {
+        let secrets: std::collections::HashSet<String> = (0..100).map(|_| new_secret()).collect();
+        assert_eq!(secrets.len(), 100);
+        assert!(secrets.iter().all(|secret| secret.len() == 56 && secret.starts_with("tck_")));
+    }
+
+    #[test]
+    fn loopback_names() {
+        for host in ["localhost", "localhost:8080", "127.0.0.1", "127.9.9.9:1", "[::1]:80", "[::1]"]
+        {
+            assert!(is_loopback_name(host), "{host}");
+        }
+        for host in
+            ["example.com", "localhost.example.com", "10.0.0.1:80", "", "[::2]", "127.0.0.1.nip.io"]
+        {
+            assert!(!is_loopback_name(host), "{host}");
+        }
+    }
+}

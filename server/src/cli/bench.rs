@@ -1,0 +1,126 @@
+//! `toolcrib bench`: measures this program against the floor, on this machine, in one run.
+//!
+//! Product and floor run as child processes of this same binary, each with a store of its own.
+//! Their rounds alternate and medians are taken, so that what else happens on the machine hits
+//! both. Every figure is printed beside its limit.
+
+mod child;
+mod measure;
+
+use std::path::PathBuf;
+
+use clap::Args;
+use toolcrib_bench::report::Report;
+
+use super::Context;
+use super::doctor::disk;
+use super::failure::{Failure, exit};
+use child::Scratch;
+use measure::{Bench, Plan};
+
+/// How many finished calls a store has that was used for a while.
+const STORED: u64 = 1_000_000;
+
+#[derive(Debug, Args)]
+#[command(after_help = "\
+The ratios are what counts: the absolute figures say more about the disk than about the program.
+Run it on a machine that does nothing else.
+
+Examples:
+  toolcrib bench --quick
+  toolcrib bench --seconds 10 --out bench.json
+  toolcrib bench --full --dir /var/lib/toolcrib-bench")]
+pub struct BenchArgs {
+    /// How long each round of calls takes [default: 3]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=600))]
+    seconds: Option<u64>,
+    /// One short round of each: a first impression in ten seconds
+    #[arg(long)]
+    quick: bool,
+    /// Also measure with a million stored calls (filling the store takes some minutes)
+    #[arg(long, conflicts_with = "quick")]
+    full: bool,
+    /// The same with so many stored calls
+    #[arg(long, value_name = "N")]
+    stored: Option<u64>,
+    /// Where the measured stores are put [default: the system's temporary directory]
+    #[arg(long, value_name = "DIR")]
+    dir: Option<PathBuf>,
+    /// Also write the report there, as JSON
+    #[arg(long, value_name = "FILE")]
+    out: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub struct FloorArgs {
+    #[arg(long)]
+    listen: String,
+    #[arg(long)]
+    dir: PathBuf,
+}
+
+#[derive(Debug, Args)]
+pub struct FillArgs {
+    #[arg(long)]
+    data_dir: PathBuf,
+    #[arg(long)]
+    count: u64,
+}
+
+/// The comparison server, until it is killed.
+pub async fn floor(args: FloorArgs) -> Result<(), Failure> {
+    let listener = tokio::net::TcpListener::bind(&args.listen).await?;
+    Ok(toolcrib_bench::floor::serve(listener, &args.dir).await?)
+}
+
+/// Fills a store with finished calls.
+pub async fn fill(args: FillArgs) -> Result<(), Failure> {
+    std::fs::create_dir_all(&args.data_dir)?;
+    Ok(crate::bench_fill::run(&args.data_dir, args.count).await?)
+}
+
+pub async fn run(context: &Context, args: BenchArgs) -> Result<(), Failure> {
+    let output = context.output;
+    if cfg!(debug_assertions) {
+        output.note("this is a debug build: its figures mean nothing (cargo build --release)");
+    }
+    let parent = args.dir.clone().unwrap_or_else(std::env::temp_dir);
+    if disk::filesystem(&parent).is_some_and(|kind| disk::is_memory(&kind)) {
+        let parent = parent.display();
+        output.note(&format!("{parent} is memory, where a flush costs nothing: name a --dir"));
+    }
+    let stored = args.stored.or(args.full.then_some(STORED));
+    let plan = Plan::new(args.quick, args.seconds, stored);
+    let scratch = Scratch::new(&parent)?;
+    let bench = Bench::new(&scratch, plan, context.output)?;
+    let report = bench.run().await?;
+    if let Some(out) = &args.out {
+        let json = report.json().map_err(anyhow::Error::from)?;
+        std::fs::write(out, json + "\n").map_err(|error| {
+            let message = format!("cannot write {}: {error}", out.display());
+            Failure::new(exit::FAILURE, "IO", message)
+        })?;
+    }
+    print(context, &report)
+}
+
+fn print(context: &Context, report: &Report) -> Result<(), Failure> {
+    let output = context.output;
+    if output.json {
+        output.line(&report.json().map_err(anyhow::Error::from)?)?;
+    } else {
+        output.line(report.table().trim_end())?;
+    }
+    let missed: Vec<&str> = report
+        .measures
+        .iter()
+        .filter(|measure| !measure.passed())
+        .map(|measure| measure.name.as_str())
+        .collect();
+    if missed.is_empty() {
+        return Ok(());
+    }
+    let message = format!("over the limit: {}", missed.join("; "));
+    Err(Failure::new(exit::FAILURE, "LIMIT_MISSED", message)
+        .hint("is the machine busy with something else? run it again when it is not"))
+}

@@ -1,0 +1,197 @@
+//! The measured servers: child processes of this same binary, ended by their own handle whatever
+//! happens, and a directory that is removed with everything in it.
+
+use std::fs::File;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use toolcrib_bench::{load, process};
+
+/// How long a server may take to answer its first call before it is given up.
+const START_LIMIT: Duration = Duration::from_secs(60);
+
+/// A directory for the measured stores, gone when this is.
+pub struct Scratch {
+    path: PathBuf,
+}
+
+impl Scratch {
+    pub fn new(parent: &Path) -> anyhow::Result<Self> {
+        let path = parent.join(format!("toolcrib-bench-{}", ulid::Ulid::generate()));
+        let path = std::path::absolute(path)?;
+        let mut builder = std::fs::DirBuilder::new();
+        builder.recursive(true).mode(0o700);
+        builder.create(&path).with_context(|| format!("cannot make {}", path.display()))?;
+        Ok(Self { path })
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// A new directory in it.
+    pub fn dir(&self, name: &str) -> anyhow::Result<PathBuf> {
+        let dir = self.path.join(name);
+        std::fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
+        Ok(dir)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // What cannot be removed is left to the system's own cleaning.
+        let _ = std::fs::remove_dir_all(&self.path);
+    }
+}
+
+/// What is measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    Product,
+    Floor,
+}
+
+/// A running server.
+pub struct Server {
+    child: Child,
+    pub addr: String,
+    log: PathBuf,
+}
+
+impl Server {
+    /// Starts a server on a free port, and says how long it took to its first answered call.
+    pub async fn start(kind: Kind, dir: &Path) -> anyhow::Result<(Self, Duration)> {
+        let addr = format!("127.0.0.1:{}", process::free_port()?);
+        let mut command = this_program()?;
+        match kind {
+            Kind::Product => {
+                command.args(["serve", "--listen", &addr, "--data-dir"]).arg(dir);
+                command.env("TOOLCRIB_BENCH_NOOP", "1").env("TOOLCRIB_QUIET", "1");
+                command.env("TOOLCRIB_LOG", "warn");
+            }
+            Kind::Floor => {
+                command.args(["bench-floor", "--listen", &addr, "--dir"]).arg(dir);
+            }
+        }
+        let log = dir.with_extension("log");
+        let errors =
+            File::create(&log).with_context(|| format!("cannot write {}", log.display()))?;
+        // Not here, where a toolcrib.toml could change what is measured.
+        command.current_dir(dir);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors);
+        let since = Instant::now();
+        let child = command.spawn().context("cannot start this program a second time")?;
+        let mut server = Self { child, addr, log };
+        let answered = server.first_answer(since).await;
+        match answered {
+            Ok(took) => Ok((server, took)),
+            Err(error) => Err(error.context(server.last_words())),
+        }
+    }
+
+    async fn first_answer(&mut self, since: Instant) -> anyhow::Result<Duration> {
+        let (addr, path) = (self.addr.clone(), call_path());
+        let answer = load::first_answer(&addr, since, &path, CALL_BODY, None, START_LIMIT);
+        let mut answer = std::pin::pin!(answer);
+        loop {
+            tokio::select! {
+                took = &mut answer => return took,
+                () = tokio::time::sleep(Duration::from_millis(200)) => {
+                    if let Some(status) = self.child.try_wait()? {
+                        bail!("the server ended by itself ({status})");
+                    }
+                }
+            }
+        }
+    }
+
+    /// What it wrote before it failed.
+    fn last_words(&self) -> String {
+        let log = std::fs::read_to_string(&self.log).unwrap_or_default();
+        let lines: Vec<&str> = log.lines().rev().take(5).collect();
+        let lines: Vec<&str> = lines.into_iter().rev().collect();
+        format!("the measured server did not come up; it said: {}", lines.join(" | "))
+    }
+
+    pub fn resident_mib(&self) -> anyhow::Result<f64> {
+        Ok(process::resident_bytes(self.child.id())? as f64 / f64::from(1 << 20))
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // It may have ended by itself, which is as good.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Another process that does one thing and ends.
+pub struct Filling {
+    child: Child,
+}
+
+impl Filling {
+    pub fn start(dir: &Path, count: u64) -> anyhow::Result<Self> {
+        let mut command = this_program()?;
+        command.args(["bench-fill", "--count", &count.to_string(), "--data-dir"]).arg(dir);
+        command.stdin(Stdio::null()).stdout(Stdio::null());
+        let child = command.spawn().context("cannot start this program a second time")?;
+        Ok(Self { child })
+    }
+
+    /// Waits for its end.
+    pub async fn done(mut self) -> anyhow::Result<()> {
+        loop {
+            if let Some(status) = self.child.try_wait()? {
+                anyhow::ensure!(status.success(), "filling the store failed ({status})");
+                return Ok(());
+            }
+            tokio::time::sleep(Duration::from_millis(200)).await;
+        }
+    }
+}
+
+impl Drop for Filling {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// This binary, without settings of ours from the environment.
+fn this_program() -> anyhow::Result<Command> {
+    let mut command = Command::new(std::env::current_exe().context("where is this program?")?);
+    for (name, _) in std::env::vars_os() {
+        if name.to_string_lossy().starts_with("TOOLCRIB_") {
+            command.env_remove(name);
+        }
+    }
+    Ok(command)
+}
+
+/// The call that is measured.
+pub const CALL_BODY: &str = r#"{"run_id":"run_bench","args":{}}"#;
+
+pub fn call_path() -> String {
+    format!("/v1/tools/{}/invoke?wait_ms=10000", toolcrib_bench::floor::TOOL)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_scratch_directory_goes_with_its_contents() {
+        let parent = tempfile::tempdir().unwrap();
+        let scratch = Scratch::new(parent.path()).unwrap();
+        std::fs::write(scratch.dir("a").unwrap().join("x"), "x").unwrap();
+        assert_ne!(Scratch::new(parent.path()).unwrap().path(), scratch.path());
+        drop(scratch);
+        assert_eq!(std::fs::read_dir(parent.path()).unwrap().count(), 0);
+    }
+}

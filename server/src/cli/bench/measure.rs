@@ -1,0 +1,296 @@
+//! What is measured, and the limits it is held to.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::ensure;
+use indicatif::{ProgressBar, ProgressStyle};
+use toolcrib_bench::load;
+use toolcrib_bench::machine::Machine;
+use toolcrib_bench::report::{Limit, Measure, Report};
+use toolcrib_bench::sample::Sample;
+
+use super::child::{CALL_BODY, Filling, Kind, Scratch, Server, call_path};
+use crate::cli::client::{Ask, Client};
+use crate::cli::output::{Output, now_ms};
+
+const CALLERS: usize = 64;
+const BURST: usize = 100;
+/// Pages fetched for each filter.
+const PAGES: usize = 200;
+/// How long a server is left alone before its memory counts as idle.
+const REST: Duration = Duration::from_secs(1);
+
+/// How much is measured.
+#[derive(Debug, Clone, Copy)]
+pub struct Plan {
+    /// Product and floor take turns so often.
+    rounds: usize,
+    round: Duration,
+    bursts: usize,
+    starts: usize,
+    stored: Option<u64>,
+}
+
+impl Plan {
+    pub fn new(quick: bool, seconds: Option<u64>, stored: Option<u64>) -> Self {
+        let round = Duration::from_secs(seconds.unwrap_or(if quick { 1 } else { 3 }));
+        if quick {
+            return Self { rounds: 1, round, bursts: 5, starts: 1, stored };
+        }
+        Self { rounds: 3, round, bursts: 10, starts: 3, stored }
+    }
+
+    /// Steps on the progress bar.
+    fn steps(&self) -> u64 {
+        let filled = if self.stored.is_some() { 3 } else { 0 };
+        (2 + self.starts + 6 * self.rounds + filled) as u64
+    }
+}
+
+pub struct Bench<'a> {
+    scratch: &'a Scratch,
+    plan: Plan,
+    bar: ProgressBar,
+    report: Report,
+}
+
+impl<'a> Bench<'a> {
+    pub fn new(scratch: &'a Scratch, plan: Plan, output: Output) -> anyhow::Result<Self> {
+        let bar = if output.is_watched() {
+            ProgressBar::new(plan.steps())
+        } else {
+            ProgressBar::hidden()
+        };
+        if let Ok(style) = ProgressStyle::with_template("{bar:30} {pos}/{len} {msg} {elapsed}") {
+            bar.set_style(style);
+        }
+        bar.set_message("the machine's flush rate");
+        let machine = Machine::probe(scratch.path())?;
+        let date = jiff::Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string();
+        let report = Report::new(env!("CARGO_PKG_VERSION"), date, machine);
+        Ok(Self { scratch, plan, bar, report })
+    }
+
+    pub async fn run(mut self) -> anyhow::Result<Report> {
+        let measured = self.measure().await;
+        self.bar.finish_and_clear();
+        measured?;
+        Ok(self.report)
+    }
+
+    async fn measure(&mut self) -> anyhow::Result<()> {
+        let product = self.starts().await?;
+        self.step("start of the floor");
+        let (floor, _) = Server::start(Kind::Floor, &self.scratch.dir("floor")?).await?;
+        self.step("warming up");
+        for server in [&product, &floor] {
+            let time = Duration::from_millis(500);
+            load::closed_loop(&server.addr, 8, time, &call_path(), CALL_BODY, None).await?;
+        }
+        self.throughput(&product, &floor).await?;
+        self.latency(&product, &floor).await?;
+        self.burst(&product, &floor).await?;
+        let after = product.resident_mib()?;
+        self.push(Measure::alone("memory after the load", "MiB", after, Limit::None));
+        drop((product, floor));
+        match self.plan.stored {
+            Some(count) => self.stored(count).await,
+            None => Ok(()),
+        }
+    }
+
+    /// Starts with an empty store; the last server stays.
+    async fn starts(&mut self) -> anyhow::Result<Server> {
+        let mut times = Vec::new();
+        for n in 1..self.plan.starts {
+            self.step("start with an empty store");
+            let dir = self.scratch.dir(&format!("start{n}"))?;
+            times.push(Server::start(Kind::Product, &dir).await?.1.as_secs_f64() * 1e3);
+        }
+        self.step("start with an empty store");
+        let dir = self.scratch.dir("product")?;
+        let (product, took) = Server::start(Kind::Product, &dir).await?;
+        times.push(took.as_secs_f64() * 1e3);
+        tokio::time::sleep(REST).await;
+        let limit = Limit::AtMost(200.0);
+        self.push(Measure::alone("start to first answer, empty store", "ms", median(times), limit));
+        let idle = product.resident_mib()?;
+        self.push(Measure::alone("memory idle", "MiB", idle, Limit::AtMost(40.0)));
+        Ok(product)
+    }
+
+    async fn throughput(&mut self, product: &Server, floor: &Server) -> anyhow::Result<()> {
+        let (mut ours, mut base) = (Vec::new(), Vec::new());
+        for _ in 0..self.plan.rounds {
+            ours.push(self.calls("the product", product, CALLERS).await?.calls_per_s);
+            base.push(self.calls("the floor", floor, CALLERS).await?.calls_per_s);
+        }
+        let name = format!("invoke and wait, {CALLERS} at once");
+        let (ours, base) = (median(ours), median(base));
+        self.push(Measure::against_floor(name, "calls/s", ours, base, Limit::AtLeast(0.6)));
+        Ok(())
+    }
+
+    async fn latency(&mut self, product: &Server, floor: &Server) -> anyhow::Result<()> {
+        let (mut ours, mut base) = (Vec::new(), Vec::new());
+        for _ in 0..self.plan.rounds {
+            ours.push(self.calls("the product", product, 1).await?.p50_us as f64);
+            base.push(self.calls("the floor", floor, 1).await?.p50_us as f64);
+        }
+        let (ours, base) = (median(ours), median(base));
+        let limit = Limit::AtMost(1.5);
+        self.push(Measure::against_floor("one at a time, p50", "µs", ours, base, limit));
+        Ok(())
+    }
+
+    async fn calls(
+        &mut self,
+        whose: &str,
+        server: &Server,
+        callers: usize,
+    ) -> anyhow::Result<Sample> {
+        self.step(&format!("{callers} at once: {whose}"));
+        let (addr, time) = (server.addr.as_str(), self.plan.round);
+        let sample = load::closed_loop(addr, callers, time, &call_path(), CALL_BODY, None).await?;
+        let (bad, all) = (sample.errors, sample.errors + sample.count);
+        ensure!(bad == 0 && all > 0, "{whose} answered {bad} of {all} calls with an error");
+        Ok(sample)
+    }
+
+    async fn burst(&mut self, product: &Server, floor: &Server) -> anyhow::Result<()> {
+        let (mut ours, mut base) = (Vec::new(), Vec::new());
+        for _ in 0..self.plan.rounds {
+            for (whose, server, times) in
+                [("the product", product, &mut ours), ("the floor", floor, &mut base)]
+            {
+                self.step(&format!("{BURST} from one client: {whose}"));
+                let (addr, bursts) = (server.addr.as_str(), self.plan.bursts);
+                let sample =
+                    load::burst(addr, BURST, bursts, &call_path(), CALL_BODY, None).await?;
+                let bad = sample.errors;
+                ensure!(bad == 0, "{whose} answered {bad} calls of a burst with an error");
+                times.push(sample.median_us as f64 / 1e3);
+            }
+        }
+        let name = format!("{BURST} calls at once, until all results");
+        let (ours, base) = (median(ours), median(base));
+        self.push(Measure::against_floor(name, "ms", ours, base, Limit::AtMost(2.0)));
+        Ok(())
+    }
+
+    /// The same questions to a store that was used for a while.
+    async fn stored(&mut self, count: u64) -> anyhow::Result<()> {
+        self.step(&format!("storing {count} finished calls"));
+        let dir = self.scratch.dir("stored")?;
+        // The steady tick shows that something goes on during this long step.
+        self.bar.enable_steady_tick(Duration::from_millis(500));
+        Filling::start(&dir, count)?.done().await?;
+        self.bar.disable_steady_tick();
+        let size = size_mib(&dir);
+        self.push(Measure::alone(format!("store with {count} calls"), "MiB", size, Limit::None));
+        self.step("start with a full store");
+        let (product, took) = Server::start(Kind::Product, &dir).await?;
+        let name = format!("start to first answer, {count} stored");
+        let took = took.as_secs_f64() * 1e3;
+        self.push(Measure::alone(name, "ms", took, Limit::AtMost(500.0)));
+        self.step("pages of calls");
+        self.pages(&product, count).await?;
+        tokio::time::sleep(REST).await;
+        let memory = product.resident_mib()?;
+        let name = format!("memory, {count} stored, after listing");
+        self.push(Measure::alone(name, "MiB", memory, Limit::AtMost(150.0)));
+        Ok(())
+    }
+
+    async fn pages(&mut self, product: &Server, count: u64) -> anyhow::Result<()> {
+        let cursor = deep_cursor(&product.addr).await?;
+        // As the filling writes them: a run for each 100 calls, 20 tools, 10 ms from call to call.
+        let middle_run = count / 200;
+        let since = now_ms().saturating_sub(count * 10 / 2);
+        let filters = [
+            ("no filter", String::new()),
+            ("run_id", format!("run_id=run_{middle_run}")),
+            ("tool_name", "tool_name=bench.tool_7".into()),
+            ("status", "status=FAILED".into()),
+            ("since", format!("since={since}")),
+            ("cursor", format!("cursor={cursor}")),
+            (
+                "all of them",
+                format!("tool_name=bench.tool_10&status=FAILED&since={since}&cursor={cursor}"),
+            ),
+        ];
+        for (name, filter) in filters {
+            let path = format!("/v1/tool_calls?limit=50&{filter}");
+            let sample = load::get_latencies(&product.addr, &path, PAGES, None).await?;
+            ensure!(sample.errors == 0, "{} pages by {name} were refused", sample.errors);
+            let p99 = sample.p99_us as f64 / 1e3;
+            let name = format!("page of calls by {name}, p99");
+            self.push(Measure::alone(name, "ms", p99, Limit::AtMost(50.0)));
+        }
+        Ok(())
+    }
+
+    fn push(&mut self, measure: Measure) {
+        self.report.push(measure);
+    }
+
+    fn step(&self, message: &str) {
+        self.bar.inc(1);
+        self.bar.set_message(message.to_owned());
+    }
+}
+
+/// The cursor that somebody has who turned many pages.
+async fn deep_cursor(addr: &str) -> anyhow::Result<String> {
+    let client = Client::new(addr, None, None).map_err(|failure| anyhow::anyhow!("{failure}"))?;
+    let mut cursor: Option<String> = None;
+    for _ in 0..20 {
+        let ask = Ask::get(&["v1", "tool_calls"])
+            .query("limit", Some(200))
+            .query("cursor", cursor.as_deref());
+        let page = client.ask(ask).await.map_err(|failure| anyhow::anyhow!("{failure}"))?;
+        match page["next_cursor"].as_str() {
+            Some(next) => cursor = Some(next.to_owned()),
+            None => break,
+        }
+    }
+    cursor.ok_or_else(|| anyhow::anyhow!("the calls that were stored are not listed"))
+}
+
+fn size_mib(dir: &Path) -> f64 {
+    let files = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let bytes: u64 = files.filter_map(|file| file.metadata().ok()).map(|file| file.len()).sum();
+    bytes as f64 / f64::from(1 << 20)
+}
+
+/// The middle one; of an even number, the mean of the middle two; of none, no number.
+fn median(mut figures: Vec<f64>) -> f64 {
+    figures.sort_by(f64::total_cmp);
+    let middle = figures.len() / 2;
+    match figures.len() {
+        0 => f64::NAN,
+        n if n % 2 == 1 => figures[middle],
+        _ => f64::midpoint(figures[middle - 1], figures[middle]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn medians() {
+        assert_eq!(median(vec![3.0, 1.0, 2.0]), 2.0);
+        assert_eq!(median(vec![4.0, 1.0]), 2.5);
+        assert!(median(vec![]).is_nan());
+    }
+
+    #[test]
+    fn a_quick_plan_is_shorter() {
+        let quick = Plan::new(true, None, None);
+        let full = Plan::new(false, None, Some(1));
+        assert!(quick.steps() < full.steps() && quick.round < full.round);
+        assert_eq!(Plan::new(false, Some(9), None).round, Duration::from_secs(9));
+    }
+}

@@ -1,0 +1,362 @@
+//! The HTTP client of the commands: one request, one JSON answer, every failure in plain words.
+
+use std::time::Duration;
+
+use reqwest::{Method, Response, StatusCode, Url, header};
+use serde_json::Value;
+
+use super::failure::{Failure, exit, refused};
+use super::output::plain;
+
+/// Where the commands look for a server when nobody says.
+pub const DEFAULT_SERVER: &str = "http://127.0.0.1:8080";
+
+const CONNECT_LIMIT: Duration = Duration::from_secs(5);
+/// How long an answer may take beyond what it was asked to wait.
+const ANSWER_LIMIT: Duration = Duration::from_secs(30);
+/// How long a stream may be silent; the server shows a sign of life more often than this.
+const SILENCE_LIMIT: Duration = Duration::from_secs(90);
+/// More than any answer can be with the limits a server is likely to have.
+const MAX_ANSWER_BYTES: usize = 256 << 20;
+
+/// A server, and who we are there.
+#[derive(Clone)]
+pub struct Client {
+    http: reqwest::Client,
+    base: Url,
+}
+
+/// One request, before it is sent.
+pub struct Ask<'a> {
+    method: Method,
+    path: Vec<&'a str>,
+    query: Vec<(&'static str, String)>,
+    body: Option<Value>,
+    wait: Duration,
+    /// Whether a refusal for want of permission is the policy's word on a call.
+    calls_tool: bool,
+}
+
+impl<'a> Ask<'a> {
+    pub fn new(method: Method, path: &[&'a str]) -> Self {
+        let (query, wait) = (Vec::new(), Duration::ZERO);
+        Self { method, path: path.to_vec(), query, body: None, wait, calls_tool: false }
+    }
+
+    pub fn get(path: &[&'a str]) -> Self {
+        Self::new(Method::GET, path)
+    }
+
+    pub fn post(path: &[&'a str], body: Value) -> Self {
+        Self::new(Method::POST, path).body(body)
+    }
+
+    pub fn body(self, body: Value) -> Self {
+        Self { body: Some(body), ..self }
+    }
+
+    /// Adds a query parameter when there is a value.
+    pub fn query(mut self, name: &'static str, value: Option<impl ToString>) -> Self {
+        self.query.extend(value.map(|value| (name, value.to_string())));
+        self
+    }
+
+    /// The server is asked to wait this long for an outcome before it answers.
+    pub fn wait(self, wait: Duration) -> Self {
+        Self { wait, ..self }.query("wait_ms", Some(wait.as_millis()))
+    }
+
+    pub fn calls_tool(self) -> Self {
+        Self { calls_tool: true, ..self }
+    }
+}
+
+impl Client {
+    pub fn new(server: &str, key: Option<&str>, project: Option<&str>) -> Result<Self, Failure> {
+        let base = base_url(server)?;
+        let mut headers = header::HeaderMap::new();
+        if let Some(key) = key {
+            let mut value = header::HeaderValue::from_str(&format!("Bearer {key}"))
+                .map_err(|_| Failure::usage("the key has characters that no key has"))?;
+            value.set_sensitive(true);
+            headers.insert(header::AUTHORIZATION, value);
+        }
+        if let Some(project) = project {
+            let value = header::HeaderValue::from_str(project)
+                .map_err(|_| Failure::usage("the project's name has characters it cannot have"))?;
+            headers.insert("x-toolcrib-project", value);
+        }
+        let mut builder = reqwest::Client::builder()
+            .default_headers(headers)
+            .connect_timeout(CONNECT_LIMIT)
+            .read_timeout(SILENCE_LIMIT)
+            // The key is for this server and nobody it points at.
+            .redirect(reqwest::redirect::Policy::none())
+            .user_agent(concat!("toolcrib/", env!("CARGO_PKG_VERSION")));
+        if is_loopback(&base) {
+            // A proxy would look for 127.0.0.1 on its own machine.
+            builder = builder.no_proxy();
+        }
+        let http = builder.build().map_err(|error| {
+            Failure::new(exit::FAILURE, "FAILED", format!("no HTTP client: {}", chain(&error)))
+        })?;
+        Ok(Self { http, base })
+    }
+
+    /// The server as it was named.
+    pub fn server(&self) -> &str {
+        self.base.as_str().trim_end_matches('/')
+    }
+
+    /// Sends, and reads the answer as JSON.
+    pub async fn ask(&self, ask: Ask<'_>) -> Result<Value, Failure> {
+        let calls_tool = ask.calls_tool;
+        let limit = ask.wait + ANSWER_LIMIT;
+        let response = self.send(ask, Some(limit)).await?;
+        let status = response.status();
+        let kind = content_type(&response);
+        let bytes = self.body(response).await?;
+        if status == StatusCode::NO_CONTENT {
+            return Ok(Value::Null);
+        }
+        match serde_json::from_slice(&bytes) {
+            Ok(value) if status.is_success() => Ok(value),
+            Ok(value) => Err(problem(status, &value, calls_tool)),
+            Err(_) => Err(self.not_json(status, &kind, &bytes)),
+        }
+    }
+
+    /// Whether somebody there says that all is well.
+    pub async fn is_alive(&self) -> bool {
+        match self.send(Ask::get(&["healthz"]), Some(CONNECT_LIMIT)).await {
+            Ok(response) => response.status().is_success(),
+            Err(_) => false,
+        }
+    }
+
+    /// Opens a stream of events after the one with this id.
+    pub async fn stream(
+        &self,
+        path: &[&str],
+        last_event_id: Option<&str>,
+    ) -> Result<Response, Failure> {
+        let mut request = self.request(Method::GET, path)?;
+        request = request.header(header::ACCEPT, "text/event-stream");
+        if let Some(id) = last_event_id {
+            request = request.header("last-event-id", id);
+        }
+        let response = request.send().await.map_err(|error| self.unreachable(&error))?;
+        let status = response.status();
+        let kind = content_type(&response);
+        if status.is_success() && kind.starts_with("text/event-stream") {
+            return Ok(response);
+        }
+        let bytes = self.body(response).await?;
+        match serde_json::from_slice(&bytes) {
+            Ok(value) if !status.is_success() => Err(problem(status, &value, false)),
+            _ => Err(self.not_json(status, &kind, &bytes)),
+        }
+    }
+
+    fn request(&self, method: Method, path: &[&str]) -> Result<reqwest::RequestBuilder, Failure> {
+        Ok(self.http.request(method, self.url(path)?))
+    }
+
+    async fn send(&self, ask: Ask<'_>, limit: Option<Duration>) -> Result<Response, Failure> {
+        let mut request = self.request(ask.method, &ask.path)?.query(&ask.query);
+        if let Some(body) = &ask.body {
+            request = request.json(body);
+        }
+        if let Some(limit) = limit {
+            request = request.timeout(limit);
+        }
+        request.send().await.map_err(|error| self.unreachable(&error))
+    }
+
+    /// The address of a path whose parts may be anything that somebody typed.
+    fn url(&self, path: &[&str]) -> Result<Url, Failure> {
+        let mut url = self.base.clone();
+        for part in path {
+            // These would not name a thing but move to another path.
+            if matches!(*part, "" | "." | "..") {
+                return Err(Failure::usage(format!("\"{part}\" is not a name")));
+            }
+        }
+        match url.path_segments_mut() {
+            Ok(mut segments) => segments.pop_if_empty().extend(path),
+            Err(()) => return Err(Failure::usage(format!("\"{}\" is not a server", self.base))),
+        };
+        Ok(url)
+    }
+
+    async fn body(&self, mut response: Response) -> Result<Vec<u8>, Failure> {
+        let mut bytes = Vec::new();
+        while let Some(chunk) = response.chunk().await.map_err(|error| self.unreachable(&error))? {
+            bytes.extend_from_slice(&chunk);
+            if bytes.len() > MAX_ANSWER_BYTES {
+                let message = format!("{} answers without an end", self.server());
+                return Err(Failure::new(exit::FAILURE, "NOT_JSON", message));
+            }
+        }
+        Ok(bytes)
+    }
+
+    pub(super) fn unreachable(&self, error: &reqwest::Error) -> Failure {
+        let server = self.server();
+        if error.is_timeout() && !error.is_connect() {
+            let message = format!("{server} did not answer in time");
+            return Failure::unreachable(message).hint("is it overloaded? toolcrib doctor looks");
+        }
+        let message = format!("cannot reach {server}: {}", chain(error));
+        Failure::unreachable(message)
+            .hint("start one with: toolcrib serve   or name another with --server URL")
+    }
+
+    fn not_json(&self, status: StatusCode, kind: &str, bytes: &[u8]) -> Failure {
+        let start: String = String::from_utf8_lossy(bytes).chars().take(100).collect();
+        let kind = if kind.is_empty() { "no content type" } else { kind };
+        let message = format!(
+            "{} answered with something that is not ours: status {}, {kind}: {}",
+            self.server(),
+            status.as_u16(),
+            plain(start.trim()),
+        );
+        let exit = match status {
+            StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => exit::AUTH,
+            _ => exit::FAILURE,
+        };
+        Failure::new(exit, "NOT_JSON", message)
+            .hint("is this a Toolcrib server, with no proxy in between? check --server")
+    }
+}
+
+/// `host:port` is taken as `http://host:port`.
+fn base_url(server: &str) -> Result<Url, Failure> {
+    let full = if server.contains("://") { server.to_owned() } else { format!("http://{server}") };
+    let refused = || {
+        let message = format!("\"{}\" is not the address of a server", plain(server));
+        Failure::usage(message).hint("write it as http://127.0.0.1:8080")
+    };
+    let mut url = Url::parse(&full).map_err(|_| refused())?;
+    if !matches!(url.scheme(), "http" | "https") || !url.has_host() {
+        return Err(refused());
+    }
+    url.set_query(None);
+    url.set_fragment(None);
+    Ok(url)
+}
+
+fn is_loopback(url: &Url) -> bool {
+    let host = url.host_str().unwrap_or_default().trim_matches(['[', ']']);
+    host == "localhost" || host.parse::<std::net::IpAddr>().is_ok_and(|ip| ip.is_loopback())
+}
+
+fn content_type(response: &Response) -> String {
+    let value = response.headers().get(header::CONTENT_TYPE);
+    value.and_then(|value| value.to_str().ok()).unwrap_or_default().to_owned()
+}
+
+/// The innermost cause: "connection refused" says more than "error sending request".
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut cause = error;
+    while let Some(next) = cause.source() {
+        cause = next;
+    }
+    cause.to_string()
+}
+
+/// A refusal as problem+json.
+fn problem(status: StatusCode, body: &Value, calls_tool: bool) -> Failure {
+    let error = &body["error"];
+    let code = error["code"].as_str().unwrap_or("HTTP");
+    let message = error["message"]
+        .as_str()
+        .or_else(|| body["detail"].as_str())
+        .or_else(|| body["title"].as_str())
+        .map_or_else(|| format!("the server answered with status {}", status.as_u16()), plain);
+    let exit = match status {
+        StatusCode::FORBIDDEN if calls_tool && code == "PERMISSION_DENIED" => exit::DENIED,
+        StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => exit::AUTH,
+        _ => exit::FAILURE,
+    };
+    let mut failure = refused(code, message, exit);
+    if failure.hint.is_none() {
+        // A code of a newer server, which explains it itself.
+        failure.hint = body["hint"].as_str().map(plain);
+    }
+    let problems = problems(&failure.message, &error["detail"]);
+    failure.message.push_str(&problems);
+    failure.retryable = error["retryable"].as_bool().unwrap_or(false);
+    failure.detail = error.get("detail").filter(|detail| !detail.is_null()).cloned();
+    failure
+}
+
+/// What is wrong with the arguments, one line each, as far as the message does not say it.
+fn problems(message: &str, detail: &Value) -> String {
+    let mut text = String::new();
+    for problem in detail["problems"].as_array().into_iter().flatten().take(20) {
+        let pointer = problem["pointer"].as_str().unwrap_or_default();
+        let why = problem["message"].as_str().unwrap_or_default();
+        if why.is_empty() || message.contains(why) {
+            continue;
+        }
+        let place = if why.contains(pointer) { String::new() } else { format!("{pointer}: ") };
+        text.push_str(&format!("\n  {}", plain(&format!("{place}{why}"))));
+    }
+    text
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn client(server: &str) -> Client {
+        Client::new(server, Some("tck_x"), None).unwrap()
+    }
+
+    #[test]
+    fn parts_of_a_path_cannot_leave_it() {
+        let client = client("127.0.0.1:8080");
+        let url = |part| client.url(&["v1", "tools", part]).map(|url| url.to_string());
+        assert_eq!(url("mcp/git.x").unwrap(), "http://127.0.0.1:8080/v1/tools/mcp%2Fgit.x");
+        assert_eq!(url("a?b#c%d").unwrap(), "http://127.0.0.1:8080/v1/tools/a%3Fb%23c%25d");
+        for odd in ["", ".", ".."] {
+            assert_eq!(url(odd).unwrap_err().exit, exit::USAGE, "{odd:?}");
+        }
+        assert!(url("\u{0}\n\u{10ffff}").is_ok());
+    }
+
+    #[test]
+    fn a_server_may_have_a_prefix_and_no_scheme() {
+        let url = |server| client(server).url(&["healthz"]).unwrap().to_string();
+        assert_eq!(url("https://example.com/crib/"), "https://example.com/crib/healthz");
+        assert_eq!(url("localhost:1"), "http://localhost:1/healthz");
+        for odd in ["", "ftp://x", "http://", "mailto:a", "http://[::"] {
+            assert!(Client::new(odd, None, None).is_err(), "{odd}");
+        }
+        assert!(Client::new("http://x", Some("a\nb"), None).is_err(), "no header injection");
+    }
+
+    #[test]
+    fn refusals_become_exit_codes() {
+        let body = |code: &str| json!({"error": {"code": code, "message": "m\u{1b}"}});
+        let exit = |status, code, calls| problem(status, &body(code), calls).exit;
+        assert_eq!(exit(StatusCode::UNAUTHORIZED, "UNAUTHENTICATED", true), exit::AUTH);
+        assert_eq!(exit(StatusCode::FORBIDDEN, "PERMISSION_DENIED", true), exit::DENIED);
+        assert_eq!(exit(StatusCode::FORBIDDEN, "PERMISSION_DENIED", false), exit::AUTH);
+        assert_eq!(exit(StatusCode::NOT_FOUND, "TOOL_NOT_FOUND", true), exit::FAILURE);
+        let odd = problem(StatusCode::BAD_GATEWAY, &json!([1]), false);
+        assert_eq!(odd.message, "the server answered with status 502");
+    }
+
+    #[test]
+    fn problems_with_arguments_are_listed() {
+        let body = json!({"error": {"code": "VALIDATION_ERROR", "message": "args do not fit",
+            "detail": {"problems": [{"pointer": "/q", "message": "is missing"},
+                {"pointer": "/n", "message": "/n must be a number"}, {"message": "not fit"}, 5]}}});
+        let failure = problem(StatusCode::UNPROCESSABLE_ENTITY, &body, true);
+        assert_eq!(failure.message, "args do not fit\n  /q: is missing\n  /n must be a number");
+    }
+}

@@ -1,0 +1,247 @@
+//! What is looked at, one function each.
+
+use std::path::Path;
+use std::time::Duration;
+
+use toolcrib_store::{SCHEMA_VERSION, SqliteStore};
+
+use super::{Finding, disk};
+use crate::auth::is_loopback_name;
+use crate::cli::Context;
+use crate::cli::failure::Failure;
+use crate::cli::output::bytes;
+use crate::config::{Config, DEFAULT_FILE};
+
+/// Below this a server will soon stop taking calls.
+const TIGHT_SPACE: u64 = 1 << 30;
+/// Below this it already does.
+const NO_SPACE: u64 = 64 << 20;
+const NETWORK_LIMIT: Duration = Duration::from_secs(10);
+
+pub fn configuration(context: &Context, loaded: &Result<Config, Failure>) -> Finding {
+    const WHAT: &str = "config";
+    match loaded {
+        Ok(config) => {
+            let from = match &config.file {
+                Some(file) => file.display().to_string(),
+                None => format!("defaults (there is no {DEFAULT_FILE} here)"),
+            };
+            Finding::good(WHAT, from)
+        }
+        Err(failure) => {
+            let hint = failure.hint.clone().unwrap_or_else(|| {
+                let named = context.global.config.as_deref().unwrap_or(Path::new(DEFAULT_FILE));
+                format!("look into {}", named.display())
+            });
+            Finding::bad(WHAT, failure.message.clone(), hint)
+        }
+    }
+}
+
+pub fn data_directory(config: &Config) -> Vec<Finding> {
+    const WHAT: &str = "data";
+    let dir = config.data_dir.as_path();
+    let shown = dir.display();
+    let hint = "choose another with --data-dir, or give the server's user the right to write there";
+    let existing = disk::nearest_existing(dir);
+    if dir.exists() && !dir.is_dir() {
+        return vec![Finding::bad(WHAT, format!("{shown} is not a directory"), hint)];
+    }
+    if let Err(error) = disk::try_to_write(&existing) {
+        let message = format!("cannot write in {}: {error}", existing.display());
+        return vec![Finding::bad(WHAT, message, hint)];
+    }
+    let mut findings = vec![if dir.is_dir() {
+        Finding::good(WHAT, format!("{shown} is there and can be written"))
+    } else {
+        Finding::good(WHAT, format!("{shown} is not there yet; the first start makes it"))
+    }];
+    findings.push(space(&existing));
+    findings
+}
+
+fn space(dir: &Path) -> Finding {
+    const WHAT: &str = "disk";
+    let kind = disk::filesystem(dir).unwrap_or_else(|| "unknown".into());
+    let Some(free) = disk::free_bytes(dir) else {
+        return Finding::good(WHAT, format!("filesystem {kind}; free space is not known"));
+    };
+    let message = format!("{} free, filesystem {kind}", bytes(free));
+    if free < NO_SPACE {
+        return Finding::bad(WHAT, message, "make room: calls cannot be stored");
+    }
+    if disk::is_remote(&kind) {
+        let hint = "SQLite needs locks that work: put the data on a disk of this machine";
+        return Finding::doubtful(WHAT, message, hint);
+    }
+    if disk::is_memory(&kind) {
+        let hint = "this is memory: everything is lost when the machine stops";
+        return Finding::doubtful(WHAT, message, hint);
+    }
+    if free < TIGHT_SPACE {
+        let hint = "make room, or keep calls for less long: retention.finished_calls_days";
+        return Finding::doubtful(WHAT, message, hint);
+    }
+    Finding::good(WHAT, message)
+}
+
+/// Each connection is an open file, and the system has its own limit on them.
+pub fn open_files(config: &Config) -> Finding {
+    const WHAT: &str = "files";
+    let limits = std::fs::read_to_string("/proc/self/limits").unwrap_or_default();
+    let line = limits.lines().find_map(|line| line.strip_prefix("Max open files"));
+    let soft = line.and_then(|rest| rest.split_whitespace().next());
+    let wanted = config.limits.max_connections as u64 + 100;
+    match soft.map(str::parse::<u64>) {
+        None => Finding::good(WHAT, "the limit on open files is not known"),
+        // Not a number: "unlimited".
+        Some(Err(_)) => Finding::good(WHAT, "no limit on open files"),
+        Some(Ok(soft)) if soft < wanted => Finding::doubtful(
+            WHAT,
+            format!("{soft} open files allowed, and limits.max_connections wants {wanted}"),
+            "raise it (ulimit -n, LimitNOFILE), or lower limits.max_connections",
+        ),
+        Some(Ok(soft)) => Finding::good(WHAT, format!("{soft} open files allowed")),
+    }
+}
+
+/// The store, and whether there are keys in it.
+pub async fn store(config: &Config) -> (Finding, bool) {
+    const WHAT: &str = "store";
+    let path = match config.store_path() {
+        Ok(path) => path,
+        Err(error) => return (Finding::bad(WHAT, error.to_string(), error.hint()), false),
+    };
+    let shown = path.display().to_string();
+    if !path.exists() {
+        let message = format!("{shown} is not there yet; the first start makes it");
+        return (Finding::good(WHAT, message), false);
+    }
+    let hint = "stop the server, keep a copy of the file, and restore the last good one";
+    let checked = match tokio::task::spawn_blocking(move || SqliteStore::open_briefly(&path)).await
+    {
+        Ok(Ok(store)) => store.integrity().await.map_err(|error| error.to_string()),
+        Ok(Err(error)) => {
+            let hint = "the message says which program can open it; nothing was changed";
+            let message = format!("{shown} cannot be opened: {error}");
+            return (Finding::bad(WHAT, message, hint), false);
+        }
+        Err(error) => Err(error.to_string()),
+    };
+    match checked {
+        Ok(said) if said == "ok" => {}
+        Ok(said) => {
+            return (Finding::bad(WHAT, format!("{shown} is damaged: {said}"), hint), false);
+        }
+        Err(why) => return (Finding::bad(WHAT, format!("{shown}: {why}"), hint), false),
+    }
+    match crate::assemble::operator(config).await {
+        Ok(engine) => {
+            let size = engine.store_size_bytes().await.map(bytes);
+            let size = size.unwrap_or_else(|_| "size not known".into());
+            let version = format!("{shown} is sound: version {SCHEMA_VERSION}, {size}");
+            (Finding::good(WHAT, version), engine.has_keys())
+        }
+        Err(error) => (Finding::bad(WHAT, format!("{error:#}"), hint), false),
+    }
+}
+
+pub fn keys(config: &Config, has_keys: bool) -> Finding {
+    const WHAT: &str = "keys";
+    let listen = &config.listen;
+    match (has_keys, is_loopback_name(listen)) {
+        (true, _) => Finding::good(WHAT, "every request needs a key (toolcrib keys ls)"),
+        (false, true) => {
+            Finding::good(WHAT, format!("none; {listen} is loopback, so nobody else gets in"))
+        }
+        (false, false) => Finding::bad(
+            WHAT,
+            format!("none, and {listen} is open to other machines: the server will not start"),
+            "toolcrib keys create --agent operator --role admin, or listen on 127.0.0.1",
+        ),
+    }
+}
+
+pub async fn database(config: &Config) -> Finding {
+    const WHAT: &str = "database";
+    let hint = "check builtin.database.url, and that this machine may connect";
+    let Some(url) = &config.builtin.database.url else {
+        return Finding::good(WHAT, "database.query uses its sample database");
+    };
+    if !url.starts_with("postgres") {
+        let path = url.strip_prefix("sqlite:").unwrap_or(url);
+        return match std::fs::File::open(path.strip_prefix("//").unwrap_or(path)) {
+            Ok(_) => Finding::good(WHAT, format!("{path} can be read")),
+            Err(error) => Finding::bad(WHAT, format!("{path}: {error}"), hint),
+        };
+    }
+    // The URL holds a password: only host and port are shown.
+    let parsed = reqwest::Url::parse(url).ok();
+    let Some(host) = parsed.as_ref().and_then(|url| url.host_str()) else {
+        return Finding::bad(WHAT, "builtin.database.url names no host", hint);
+    };
+    let port = parsed.as_ref().and_then(|url| url.port()).unwrap_or(5432);
+    let place = format!("{host}:{port}");
+    match tokio::time::timeout(NETWORK_LIMIT, tokio::net::TcpStream::connect(&place)).await {
+        Ok(Ok(_)) => Finding::good(WHAT, format!("{place} answers")),
+        Ok(Err(error)) => Finding::bad(WHAT, format!("{place}: {error}"), hint),
+        Err(_) => Finding::bad(WHAT, format!("{place} does not answer"), hint),
+    }
+}
+
+pub async fn weather(config: &Config) -> Finding {
+    const WHAT: &str = "weather";
+    let weather = &config.builtin.weather;
+    let places = [
+        (&weather.geocoding_url, "/v1/search?name=Berlin&count=1"),
+        (&weather.forecast_url, "/v1/forecast?latitude=52.5&longitude=13.4"),
+    ];
+    let http = match reqwest::Client::builder().timeout(NETWORK_LIMIT).build() {
+        Ok(http) => http,
+        Err(error) => return Finding::doubtful(WHAT, error.to_string(), "is TLS set up here?"),
+    };
+    for (base, path) in places {
+        let hint = "weather.query will answer UPSTREAM_UNAVAILABLE; check the network, or set \
+                    builtin.weather to a server that can be reached";
+        match http.get(format!("{}{path}", base.trim_end_matches('/'))).send().await {
+            Ok(answer) if answer.status().is_success() => {}
+            Ok(answer) => {
+                let message = format!("{base} answers with status {}", answer.status().as_u16());
+                return Finding::doubtful(WHAT, message, hint);
+            }
+            Err(_) => return Finding::doubtful(WHAT, format!("{base} cannot be reached"), hint),
+        }
+    }
+    Finding::good(WHAT, "both services answer")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::State;
+    use super::*;
+
+    #[test]
+    fn an_open_door_without_keys_is_bad() {
+        let config = |listen: &str| Config { listen: listen.into(), ..Config::default() };
+        assert_eq!(keys(&config("0.0.0.0:8080"), false).state, State::Bad);
+        assert_eq!(keys(&config("0.0.0.0:8080"), true).state, State::Good);
+        assert_eq!(keys(&config("[::1]:8080"), false).state, State::Good);
+    }
+
+    #[test]
+    fn a_directory_that_cannot_be_is_bad() {
+        let config = |dir: &str| Config { data_dir: dir.into(), ..Config::default() };
+        assert_eq!(data_directory(&config("/dev/null/x"))[0].state, State::Bad);
+        assert_eq!(data_directory(&config("/dev/null"))[0].state, State::Bad);
+        assert_eq!(data_directory(&config("/proc/x"))[0].state, State::Bad);
+    }
+
+    #[tokio::test]
+    async fn the_password_of_a_database_is_not_shown() {
+        let mut config = Config::default();
+        config.builtin.database.url = Some("postgres://u:secret@127.0.0.1:1/d".into());
+        let finding = database(&config).await;
+        assert_eq!(finding.state, State::Bad);
+        assert!(!finding.message.contains("secret") && finding.message.contains("127.0.0.1:1"));
+    }
+}

@@ -1,0 +1,119 @@
+//! Facts about a directory: what it lies on, how much room there is, whether it can be written.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The directory itself, or the nearest one above it that is there.
+pub fn nearest_existing(dir: &Path) -> PathBuf {
+    let absolute = std::path::absolute(dir).unwrap_or_else(|_| dir.to_owned());
+    absolute.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/")).to_owned()
+}
+
+/// Writes a small file there and removes it.
+pub fn try_to_write(dir: &Path) -> io::Result<()> {
+    let path = dir.join(format!(".toolcrib-doctor-{}", std::process::id()));
+    let written = std::fs::OpenOptions::new().write(true).create_new(true).open(&path);
+    written.and_then(|_| std::fs::remove_file(&path))
+}
+
+/// The kind of filesystem, from the mount that holds the directory.
+pub fn filesystem(dir: &Path) -> Option<String> {
+    let dir = dir.canonicalize().ok()?;
+    let mounts = std::fs::read_to_string("/proc/self/mountinfo").ok()?;
+    filesystem_in(&mounts, &dir)
+}
+
+/// A line: `36 35 98:0 /root /mnt rw,noatime master:1 - ext4 /dev/root rw`.
+fn filesystem_in(mounts: &str, dir: &Path) -> Option<String> {
+    let mut best: Option<(usize, &str)> = None;
+    for line in mounts.lines() {
+        let Some((before, after)) = line.split_once(" - ") else { continue };
+        let Some(point) = before.split(' ').nth(4) else { continue };
+        let Some(kind) = after.split(' ').next() else { continue };
+        // Later mounts cover earlier ones at the same point.
+        let deeper = best.is_none_or(|(length, _)| point.len() >= length);
+        if deeper && dir.starts_with(unescaped(point)) {
+            best = Some((point.len(), kind));
+        }
+    }
+    best.map(|(_, kind)| kind.to_owned())
+}
+
+/// The kernel writes a space in a path as `\040`.
+fn unescaped(point: &str) -> String {
+    point.replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
+}
+
+/// Whether it lies on another machine.
+pub fn is_remote(kind: &str) -> bool {
+    kind.starts_with("nfs")
+        || ["cifs", "smb3", "smbfs", "9p", "fuse.sshfs", "ceph", "glusterfs", "virtiofs"]
+            .contains(&kind)
+}
+
+/// Whether it is memory, where flushing costs nothing and nothing lasts.
+pub fn is_memory(kind: &str) -> bool {
+    matches!(kind, "tmpfs" | "ramfs")
+}
+
+/// Room for an ordinary user. The standard library cannot tell, and `df` is everywhere.
+pub fn free_bytes(dir: &Path) -> Option<u64> {
+    let output = Command::new("df").arg("-Pk").arg("--").arg(dir).output().ok()?;
+    free_in(&String::from_utf8_lossy(&output.stdout))
+}
+
+fn free_in(text: &str) -> Option<u64> {
+    let line = text.lines().nth(1)?;
+    // The name of the device may have spaces, so it is counted from the percentage on.
+    let words: Vec<&str> = line.split_whitespace().collect();
+    let used = words.iter().position(|word| word.ends_with('%'))?;
+    let kib: u64 = words.get(used.checked_sub(1)?)?.parse().ok()?;
+    kib.checked_mul(1_024)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    const MOUNTS: &str = "\
+22 1 254:0 / / rw shared:1 - ext4 /dev/vda rw
+30 22 0:25 / /tmp rw - tmpfs tmpfs rw
+31 22 0:26 / /mnt/my\\040disk rw - nfs4 server:/x rw
+nonsense
+32 22 0:27 / /data rw - xfs /dev/vdb rw
+";
+
+    #[test]
+    fn the_deepest_mount_decides() {
+        let kind = |dir: &str| filesystem_in(MOUNTS, Path::new(dir)).unwrap();
+        assert_eq!(kind("/home/x"), "ext4");
+        assert_eq!(kind("/tmp/x"), "tmpfs");
+        assert_eq!(kind("/tmpx"), "ext4");
+        assert_eq!(kind("/mnt/my disk/a"), "nfs4");
+        assert!(is_remote(&kind("/mnt/my disk")) && is_memory(&kind("/tmp")));
+        assert_eq!(filesystem_in("", Path::new("/")), None);
+    }
+
+    #[test]
+    fn free_space_is_read() {
+        let text = "Filesystem 1024-blocks Used Available Capacity Mounted on\n\
+                    /dev/my disk 100 40 60 40% /data\n";
+        assert_eq!(free_in(text), Some(60 * 1024));
+        for odd in ["", "x\n", "x\n%\n", "x\na b%\n"] {
+            assert_eq!(free_in(odd), None, "{odd:?}");
+        }
+        assert!(free_bytes(Path::new("/")).unwrap() > 0);
+    }
+
+    #[test]
+    fn writing_is_tried_and_leaves_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let missing = dir.path().join("a/b");
+        assert_eq!(nearest_existing(&missing), dir.path());
+        try_to_write(dir.path()).unwrap();
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+        assert!(try_to_write(&missing).is_err());
+    }
+}

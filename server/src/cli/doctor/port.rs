@@ -1,0 +1,159 @@
+//! The port: free, ours already, or taken; and then by whom.
+
+use std::io::ErrorKind;
+use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
+use std::time::Duration;
+
+use super::Finding;
+use crate::cli::Context;
+use crate::cli::client::{Ask, Client};
+use crate::config::Config;
+
+const WHAT: &str = "port";
+const ANSWER_LIMIT: Duration = Duration::from_secs(3);
+
+pub async fn check(context: &Context, config: &Config) -> Finding {
+    let listen = config.listen.as_str();
+    let resolved = listen.to_socket_addrs().ok().and_then(|mut addresses| addresses.next());
+    let Some(address) = resolved else {
+        let hint = "give an address of this machine, such as 127.0.0.1:8080";
+        return Finding::bad(WHAT, format!("{listen} cannot be resolved"), hint);
+    };
+    if address.port() == 0 {
+        return Finding::good(WHAT, format!("{listen}: any free port"));
+    }
+    match TcpListener::bind(address) {
+        Ok(_) => Finding::good(WHAT, format!("{listen} is free")),
+        Err(error) if error.kind() == ErrorKind::AddrInUse => taken(context, listen, address).await,
+        Err(error) if error.kind() == ErrorKind::PermissionDenied => Finding::bad(
+            WHAT,
+            format!("{listen}: {error}"),
+            "ports below 1024 need more rights: choose a higher one with --listen",
+        ),
+        Err(error) => Finding::bad(
+            WHAT,
+            format!("{listen}: {error}"),
+            "give an address of this machine, such as 127.0.0.1:8080",
+        ),
+    }
+}
+
+async fn taken(context: &Context, listen: &str, address: SocketAddr) -> Finding {
+    let owner = owner(address.port());
+    let by = owner.map_or_else(String::new, |(pid, name)| format!(" (pid {pid}, {name})"));
+    if is_toolcrib(context, address).await {
+        return Finding::good(WHAT, format!("a toolcrib is running on {listen}{by}"));
+    }
+    let next = SocketAddr::new(address.ip(), address.port().checked_add(1).unwrap_or(8_080));
+    Finding::bad(
+        WHAT,
+        format!("{listen} is taken by another program{by}"),
+        format!("stop it, or choose another port: toolcrib serve --listen {next}"),
+    )
+}
+
+/// Whether whoever listens there is alive and answers in our forms.
+async fn is_toolcrib(context: &Context, address: SocketAddr) -> bool {
+    let mut address = address;
+    if address.ip().is_unspecified() {
+        address.set_ip(match address {
+            SocketAddr::V4(_) => std::net::Ipv4Addr::LOCALHOST.into(),
+            SocketAddr::V6(_) => std::net::Ipv6Addr::LOCALHOST.into(),
+        });
+    }
+    let server = format!("http://{address}");
+    let Ok(client) = Client::new(&server, context.global.key.as_deref(), None) else {
+        return false;
+    };
+    let answer = async {
+        client.is_alive().await
+            && match client.ask(Ask::get(&["v1", "tools"])).await {
+                Ok(answer) => answer["tools"].is_array(),
+                // It wants a key, in words from our table.
+                Err(failure) => toolcrib::Code::parse(&failure.code).is_some(),
+            }
+    };
+    tokio::time::timeout(ANSWER_LIMIT, answer).await.unwrap_or(false)
+}
+
+/// The process that listens on a port, as far as this user may see.
+fn owner(port: u16) -> Option<(u32, String)> {
+    let inodes: Vec<String> = ["/proc/net/tcp", "/proc/net/tcp6"]
+        .iter()
+        .filter_map(|table| std::fs::read_to_string(table).ok())
+        .flat_map(|table| listeners(&table, port))
+        .collect();
+    let sockets: Vec<String> = inodes.iter().map(|inode| format!("socket:[{inode}]")).collect();
+    for process in std::fs::read_dir("/proc").ok()?.flatten() {
+        let Some(pid) = process.file_name().to_str().and_then(|name| name.parse().ok()) else {
+            continue;
+        };
+        let Ok(files) = std::fs::read_dir(process.path().join("fd")) else { continue };
+        let holds = files.flatten().any(|file| {
+            let target = std::fs::read_link(file.path()).unwrap_or_default();
+            sockets.iter().any(|socket| target.as_os_str() == socket.as_str())
+        });
+        if holds {
+            let name = std::fs::read_to_string(process.path().join("comm")).unwrap_or_default();
+            return Some((pid, name.trim().to_owned()));
+        }
+    }
+    None
+}
+
+/// The inodes of the sockets that listen on a port.
+fn listeners(table: &str, port: u16) -> Vec<String> {
+    const LISTENING: &str = "0A";
+    let wanted = format!(":{port:04X}");
+    let inode = |line: &str| {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let local = words.get(1)?;
+        let listens = words.get(3) == Some(&LISTENING) && local.ends_with(&wanted);
+        words.get(9).filter(|_| listens).map(|&inode| inode.to_owned())
+    };
+    table.lines().skip(1).filter_map(inode).collect()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::State;
+    use super::*;
+
+    #[test]
+    fn the_owner_of_a_port_is_found() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let (pid, name) = owner(listener.local_addr().unwrap().port()).unwrap();
+        assert_eq!(pid, std::process::id());
+        assert!(!name.is_empty());
+    }
+
+    #[test]
+    fn odd_tables_do_no_harm() {
+        let line = "head\n 0: 0100007F:1F90 00000000:0000 0A 0:0 0:0 0 0 0 4242 1\n";
+        assert_eq!(listeners(line, 8080), ["4242"]);
+        assert_eq!(listeners(line, 8081), [""; 0]);
+        assert_eq!(listeners("head\nx\n 0: :1F90\n", 8080), [""; 0]);
+    }
+
+    #[tokio::test]
+    async fn free_and_taken_ports_are_told_apart() {
+        let context = crate::cli::tests::context(false);
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let config = Config { listen: address.to_string(), ..Config::default() };
+        // Accepts and says nothing useful, as a stranger would.
+        let stranger = std::thread::spawn(move || {
+            for stream in listener.incoming().take(1) {
+                use std::io::Write;
+                let _ = stream.unwrap().write_all(b"HTTP/1.1 404 Not Found\r\n\r\n");
+            }
+        });
+        let finding = check(&context, &config).await;
+        assert_eq!(finding.state, State::Bad);
+        assert!(finding.message.contains("another program"), "{}", finding.message);
+        stranger.join().unwrap();
+        let finding = check(&context, &config).await;
+        assert_eq!(finding.state, State::Good, "{}", finding.message);
+    }
+}

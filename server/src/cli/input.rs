@@ -1,0 +1,135 @@
+//! What people type: arguments as `name=value`, JSON from a file, times such as `30s`.
+
+use std::io::Read;
+use std::time::Duration;
+
+use serde_json::{Map, Value};
+
+use super::failure::Failure;
+
+/// The longest time that may be named: a thousand days.
+const LONGEST: Duration = Duration::from_secs(86_400_000);
+
+/// The arguments of a call: `--args` first, then each `name=value` over it.
+pub fn arguments(json: Option<&str>, pairs: &[String]) -> Result<Value, Failure> {
+    let mut value = match json {
+        Some(json) => document(json)?,
+        None => Value::Object(Map::new()),
+    };
+    if pairs.is_empty() {
+        return Ok(value);
+    }
+    let Value::Object(object) = &mut value else {
+        let message = "name=value needs --args to be an object, or no --args";
+        return Err(Failure::usage(message));
+    };
+    for pair in pairs {
+        let Some((name, text)) = pair.split_once('=').filter(|(name, _)| !name.is_empty()) else {
+            return Err(Failure::usage(format!("\"{pair}\" is not name=value"))
+                .hint("write query=\"weather in Beijing\", or --args '{\"query\": …}'"));
+        };
+        // What is JSON is meant as it; everything else is text, so that nobody has to quote twice.
+        let meant = serde_json::from_str(text).unwrap_or_else(|_| Value::from(text));
+        object.insert(name.to_owned(), meant);
+    }
+    Ok(value)
+}
+
+/// JSON itself, `@file`, or `-` for standard input.
+fn document(json: &str) -> Result<Value, Failure> {
+    let (place, text) = match json.strip_prefix('@') {
+        _ if json == "-" => {
+            let mut text = String::new();
+            let read = std::io::stdin().read_to_string(&mut text);
+            read.map_err(|error| Failure::usage(format!("cannot read standard input: {error}")))?;
+            ("standard input", text)
+        }
+        Some(file) => {
+            let read = std::fs::read_to_string(file);
+            (file, read.map_err(|error| Failure::usage(format!("cannot read {file}: {error}")))?)
+        }
+        None => ("--args", json.to_owned()),
+    };
+    serde_json::from_str(&text).map_err(|error| {
+        Failure::usage(format!("{place} is not JSON: {error}"))
+            .hint("quote it for the shell: --args '{\"expression\": \"2*21\"}'")
+    })
+}
+
+/// `500ms`, `30s`, `5m`, `1h`, `2d`; a bare number is seconds. For clap.
+pub fn duration(text: &str) -> Result<Duration, String> {
+    let wrong = || format!("\"{text}\" is not a time such as 500ms, 30s, 5m, 1h or 2d");
+    let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let seconds_each = match unit {
+        "ms" => 0.001,
+        "" | "s" => 1.0,
+        "m" | "min" => 60.0,
+        "h" => 3_600.0,
+        "d" => 86_400.0,
+        _ => return Err(wrong()),
+    };
+    let count: f64 = number.parse().map_err(|_| wrong())?;
+    let time = Duration::try_from_secs_f64(count * seconds_each).map_err(|_| wrong())?;
+    if time > LONGEST { Err(wrong()) } else { Ok(time) }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn pairs(pairs: &[&str]) -> Vec<String> {
+        pairs.iter().map(|&pair| pair.to_owned()).collect()
+    }
+
+    #[test]
+    fn values_are_json_or_text() {
+        let given =
+            pairs(&["q=weather in Beijing", "n=5", "on=true", "list=[1,2]", "e=", "eq=a=b"]);
+        let wanted = json!({
+            "q": "weather in Beijing", "n": 5, "on": true, "list": [1, 2], "e": "", "eq": "a=b"
+        });
+        assert_eq!(arguments(None, &given).unwrap(), wanted);
+    }
+
+    #[test]
+    fn pairs_are_laid_over_the_document() {
+        let made = arguments(Some(r#"{"a":1,"b":2}"#), &pairs(&["b=3"])).unwrap();
+        assert_eq!(made, json!({"a": 1, "b": 3}));
+        assert_eq!(arguments(Some("[1]"), &[]).unwrap(), json!([1]), "the schema decides, not us");
+        assert!(arguments(Some("[1]"), &pairs(&["a=1"])).is_err());
+    }
+
+    #[test]
+    fn files_are_read() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), "{\"a\": 1}").unwrap();
+        let name = format!("@{}", file.path().display());
+        assert_eq!(arguments(Some(&name), &[]).unwrap(), json!({"a": 1}));
+        assert!(
+            arguments(Some("@/nonexistent"), &[]).unwrap_err().message.contains("/nonexistent")
+        );
+    }
+
+    #[test]
+    fn odd_input_is_refused_in_words() {
+        for odd in ["x", "=1", ""] {
+            assert!(arguments(None, &pairs(&[odd])).is_err(), "{odd:?}");
+        }
+        assert!(arguments(Some("{"), &[]).unwrap_err().message.contains("not JSON"));
+        let deep = format!("a={}", "[".repeat(100_000));
+        assert!(arguments(None, &[deep]).unwrap()["a"].is_string(), "too deep to be JSON");
+    }
+
+    #[test]
+    fn times() {
+        assert_eq!(duration("500ms").unwrap(), Duration::from_millis(500));
+        assert_eq!(duration("30").unwrap(), Duration::from_secs(30));
+        assert_eq!(duration("1.5h").unwrap(), Duration::from_secs(5_400));
+        for odd in ["", "s", "-1s", "1x", "1e9s", "..s", "99999999d", "1 s", "٣s", "NaN"] {
+            assert!(duration(odd).is_err(), "{odd:?}");
+        }
+    }
+}

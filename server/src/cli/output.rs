@@ -1,0 +1,300 @@
+//! What commands print: data on standard output, everything else on standard error.
+//!
+//! Names, ids and messages come from other people's programs, so whatever is printed for a person
+//! has its control characters made visible: nobody else's text moves the cursor here.
+
+use std::io::{self, IsTerminal, Write};
+
+use comfy_table::{Attribute, Cell, ContentArrangement, Table, presets};
+use indicatif::{ProgressBar, ProgressStyle};
+use serde_json::Value;
+
+use super::failure::Failure;
+
+/// How this run of the program prints.
+#[derive(Debug, Clone, Copy)]
+pub struct Output {
+    pub json: bool,
+    colour: bool,
+    colour_messages: bool,
+}
+
+/// The colours that are used, by meaning.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Tone {
+    Good,
+    Bad,
+    Doubtful,
+    Quiet,
+    Strong,
+}
+
+impl Tone {
+    fn code(self) -> &'static str {
+        match self {
+            Self::Good => "32",
+            Self::Bad => "31",
+            Self::Doubtful => "33",
+            Self::Quiet => "2",
+            Self::Strong => "1",
+        }
+    }
+}
+
+impl Output {
+    pub fn new(json: bool, no_color: bool) -> Self {
+        // By the convention of no-color.org, set to anything but nothing.
+        let unwanted = no_color || std::env::var_os("NO_COLOR").is_some_and(|v| !v.is_empty());
+        Self {
+            json,
+            colour: !unwanted && io::stdout().is_terminal(),
+            colour_messages: !unwanted && io::stderr().is_terminal(),
+        }
+    }
+
+    /// Whether a person is watching the messages.
+    pub fn is_watched(self) -> bool {
+        !self.json && io::stderr().is_terminal()
+    }
+
+    /// A line of data.
+    pub fn line(self, text: &str) -> Result<(), Failure> {
+        let mut out = io::stdout().lock();
+        writeln!(out, "{text}")?;
+        out.flush()?;
+        Ok(())
+    }
+
+    /// A value, indented for reading.
+    pub fn value(self, value: &Value) -> Result<(), Failure> {
+        self.line(&indented(value))
+    }
+
+    /// A value in one line, for programs that read line by line.
+    pub fn value_line(self, value: &Value) -> Result<(), Failure> {
+        self.line(&harmless(&value.to_string()))
+    }
+
+    /// A message; not in the way of programs.
+    pub fn note(self, text: &str) {
+        if !self.json {
+            // Nobody to tell it to is no reason to fail.
+            let _ = writeln!(io::stderr(), "{text}");
+        }
+    }
+
+    /// The end of a command that failed.
+    pub fn failure(self, failure: &Failure) {
+        if failure.silent {
+            return;
+        }
+        let mut err = io::stderr().lock();
+        // With standard error gone there is only the exit code left to speak.
+        let _ = if self.json {
+            writeln!(err, "{}", harmless(&failure.json().to_string()))
+        } else {
+            let error = self.message_tone("error:", Tone::Bad);
+            writeln!(err, "{error} {}", paragraph(&failure.message)).and_then(|()| {
+                match &failure.hint {
+                    Some(hint) => {
+                        let word = self.message_tone("hint: ", Tone::Doubtful);
+                        writeln!(err, "{word} {}", paragraph(hint))
+                    }
+                    None => Ok(()),
+                }
+            })
+        };
+    }
+
+    /// A table of cells, which are made harmless here; says so when there are none.
+    pub fn table(self, heads: &[&str], rows: Vec<Vec<String>>, none: &str) -> Result<(), Failure> {
+        if rows.is_empty() {
+            self.note(none);
+            return Ok(());
+        }
+        let mut table = Table::new();
+        table.load_style(presets::NOTHING);
+        // Only a terminal has a width to keep to; a program gets each row in one line.
+        let arrangement = if io::stdout().is_terminal() {
+            ContentArrangement::Dynamic
+        } else {
+            ContentArrangement::Disabled
+        };
+        table.set_content_arrangement(arrangement);
+        let head = |head: &&str| {
+            let cell = Cell::new(head);
+            if self.colour { cell.add_attribute(Attribute::Bold) } else { cell }
+        };
+        table.set_header(heads.iter().map(head));
+        for row in rows {
+            table.add_row(row.iter().map(|cell| plain(cell)));
+        }
+        for column in table.column_iter_mut() {
+            column.set_padding((0, 2));
+        }
+        let text = table.trim_fmt();
+        let lines: Vec<&str> = text.lines().map(str::trim_end).collect();
+        self.line(&lines.join("\n"))
+    }
+
+    /// Text in a colour, for standard output.
+    pub fn tone(self, text: &str, tone: Tone) -> String {
+        painted(text, tone, self.colour)
+    }
+
+    /// Text in a colour, for standard error.
+    pub fn message_tone(self, text: &str, tone: Tone) -> String {
+        painted(text, tone, self.colour_messages)
+    }
+
+    /// Something turning while one waits; nothing when nobody watches.
+    pub fn spinner(self, message: &str) -> ProgressBar {
+        if !self.is_watched() {
+            return ProgressBar::hidden();
+        }
+        let spinner = ProgressBar::new_spinner();
+        if let Ok(style) = ProgressStyle::with_template("{spinner} {msg} {elapsed}") {
+            spinner.set_style(style);
+        }
+        spinner.set_message(plain(message));
+        spinner.enable_steady_tick(std::time::Duration::from_millis(100));
+        spinner
+    }
+}
+
+fn painted(text: &str, tone: Tone, wanted: bool) -> String {
+    if wanted { format!("\u{1b}[{}m{text}\u{1b}[0m", tone.code()) } else { text.to_owned() }
+}
+
+/// Text in one line without control characters.
+pub fn plain(text: &str) -> String {
+    text.chars().map(visible).collect()
+}
+
+/// The same, but lines stay lines.
+fn paragraph(text: &str) -> String {
+    text.chars().map(|c| if c == '\n' { c } else { visible(c) }).collect()
+}
+
+fn visible(c: char) -> char {
+    match c {
+        '\n' | '\r' | '\t' => ' ',
+        // The direction marks can make one text look like another.
+        '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' => '\u{fffd}',
+        c if c.is_control() => '\u{fffd}',
+        c => c,
+    }
+}
+
+/// Indented JSON.
+pub fn indented(value: &Value) -> String {
+    harmless(&serde_json::to_string_pretty(value).unwrap_or_else(|_| value.to_string()))
+}
+
+/// JSON leaves the control characters beyond ASCII as they are, and some terminals obey them.
+/// They can only stand within strings, so writing them as escapes changes nothing.
+fn harmless(json: &str) -> String {
+    let obeyed = |c: char| matches!(c, '\u{7f}'..='\u{9f}' | '\u{202a}'..='\u{202e}');
+    if !json.contains(obeyed) {
+        return json.to_owned();
+    }
+    let mut text = String::with_capacity(json.len() + 16);
+    for c in json.chars() {
+        if obeyed(c) {
+            text.push_str(&format!("\\u{:04x}", c as u32));
+        } else {
+            text.push(c);
+        }
+    }
+    text
+}
+
+/// The text member of an object, or "".
+pub fn text<'v>(value: &'v Value, member: &str) -> &'v str {
+    value.get(member).and_then(Value::as_str).unwrap_or_default()
+}
+
+/// The number member of an object.
+pub fn number(value: &Value, member: &str) -> Option<u64> {
+    value.get(member).and_then(Value::as_u64)
+}
+
+/// `12s`, `3m`, `5h`, `2d`.
+pub fn age(ms: u64) -> String {
+    match ms / 1_000 {
+        seconds @ 0..60 => format!("{seconds}s"),
+        seconds @ 60..3_600 => format!("{}m", seconds / 60),
+        seconds @ 3_600..86_400 => format!("{}h", seconds / 3_600),
+        seconds => format!("{}d", seconds / 86_400),
+    }
+}
+
+/// `212 ms`, `3.4 s`, `12 min`.
+pub fn duration(ms: u64) -> String {
+    match ms {
+        0..1_000 => format!("{ms} ms"),
+        1_000..120_000 => format!("{:.1} s", ms as f64 / 1_000.0),
+        _ => format!("{} min", ms / 60_000),
+    }
+}
+
+/// `21.3 MiB`.
+pub fn bytes(count: u64) -> String {
+    const UNITS: [&str; 5] = ["bytes", "KiB", "MiB", "GiB", "TiB"];
+    let (mut size, mut unit) = (count as f64, 0);
+    while size >= 1_024.0 && unit + 1 < UNITS.len() {
+        size /= 1_024.0;
+        unit += 1;
+    }
+    if unit == 0 { format!("{count} bytes") } else { format!("{size:.1} {}", UNITS[unit]) }
+}
+
+/// Unix milliseconds now.
+pub fn now_ms() -> u64 {
+    u64::try_from(jiff::Timestamp::now().as_millisecond()).unwrap_or_default()
+}
+
+/// `2026-05-01 12:03:04` where this machine is; "" for a time that cannot be.
+pub fn moment(ms: u64) -> String {
+    local(ms).map(|at| at.strftime("%Y-%m-%d %H:%M:%S").to_string()).unwrap_or_default()
+}
+
+/// `12:03:04.123` where this machine is.
+pub fn clock(ms: u64) -> String {
+    local(ms).map(|at| at.strftime("%H:%M:%S%.3f").to_string()).unwrap_or_default()
+}
+
+fn local(ms: u64) -> Option<jiff::Zoned> {
+    let at = jiff::Timestamp::from_millisecond(i64::try_from(ms).ok()?).ok()?;
+    Some(at.to_zoned(jiff::tz::TimeZone::system()))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn other_peoples_text_moves_no_cursor() {
+        assert_eq!(plain("a\u{1b}[2Jb\nc\u{9b}d"), "a\u{fffd}[2Jb c\u{fffd}d");
+        let json = indented(&Value::from("x\u{9b}y\u{1b}"));
+        assert_eq!(json, "\"x\\u009by\\u001b\"");
+        let back: Value = serde_json::from_str(&json).unwrap();
+        assert_eq!(back, "x\u{9b}y\u{1b}");
+    }
+
+    #[test]
+    fn times_and_sizes() {
+        assert_eq!(
+            [age(0), age(61_000), age(7_200_000), age(200_000_000)],
+            ["0s", "1m", "2h", "2d"]
+        );
+        assert_eq!(
+            [duration(212), duration(3_400), duration(720_000)],
+            ["212 ms", "3.4 s", "12 min"]
+        );
+        assert_eq!([bytes(5), bytes(2 << 20)], ["5 bytes", "2.0 MiB"]);
+        assert_eq!(moment(u64::MAX), "");
+        assert_eq!(clock(1_500).len(), "00:00:01.500".len());
+    }
+}

@@ -1,0 +1,114 @@
+//! Reading server-sent events, as the HTML standard describes them.
+
+use serde_json::Value;
+
+/// An event longer than this ends the stream: no server of ours sends one.
+const MAX_EVENT_BYTES: usize = 64 << 20;
+
+/// One event.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Message {
+    pub id: Option<String>,
+    pub data: String,
+}
+
+impl Message {
+    /// Its data as JSON; what is none becomes text.
+    pub fn value(&self) -> Value {
+        serde_json::from_str(&self.data).unwrap_or_else(|_| Value::from(self.data.as_str()))
+    }
+}
+
+/// The event became longer than anybody would send.
+#[derive(Debug)]
+pub struct TooLong;
+
+/// Puts events together out of whatever pieces arrive.
+#[derive(Debug, Default)]
+pub struct Parser {
+    line: Vec<u8>,
+    /// The last byte was a carriage return, so a line feed now belongs to it.
+    after_return: bool,
+    message: Message,
+    has_data: bool,
+}
+
+impl Parser {
+    /// Takes a piece and gives the events that it completed.
+    pub fn push(&mut self, piece: &[u8]) -> Result<Vec<Message>, TooLong> {
+        let mut done = Vec::new();
+        for &byte in piece {
+            let follows_return = std::mem::replace(&mut self.after_return, byte == b'\r');
+            match byte {
+                b'\n' if follows_return => {}
+                b'\n' | b'\r' => done.extend(self.end_of_line()),
+                _ => self.line.push(byte),
+            }
+        }
+        if self.line.len() + self.message.data.len() > MAX_EVENT_BYTES {
+            return Err(TooLong);
+        }
+        Ok(done)
+    }
+
+    fn end_of_line(&mut self) -> Option<Message> {
+        let line = std::mem::take(&mut self.line);
+        if line.is_empty() {
+            let message = std::mem::take(&mut self.message);
+            return std::mem::take(&mut self.has_data).then_some(message);
+        }
+        let line = String::from_utf8_lossy(&line);
+        let (field, value) = line.split_once(':').unwrap_or((&line, ""));
+        let value = value.strip_prefix(' ').unwrap_or(value);
+        match field {
+            "data" => {
+                if self.has_data {
+                    self.message.data.push('\n');
+                }
+                self.message.data.push_str(value);
+                self.has_data = true;
+            }
+            // The number goes into a header later, so only a number is one.
+            "id" if value.bytes().all(|b| b.is_ascii_digit()) && value.len() <= 20 => {
+                self.message.id = Some(value.to_owned()).filter(|id| !id.is_empty());
+            }
+            // The name of the event is in its data too; comments are signs of life.
+            _ => {}
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    const STREAM: &str = ": hello\r\n\r\nid: 7\nevent: tool.call.started\ndata: {\"a\":1}\n\n\
+        data: one\ndata:two\n\nid: 8\r\ndata: x\r\n\r\n: alive\n\nid: a\u{1b}\ndata\n\ndata: cut";
+
+    #[test]
+    fn events_come_out_whole_however_they_arrive() {
+        let bytes = STREAM.as_bytes();
+        for size in [1, 2, 3, 7, bytes.len()] {
+            let mut parser = Parser::default();
+            let mut all = Vec::new();
+            for piece in bytes.chunks(size) {
+                all.extend(parser.push(piece).unwrap());
+            }
+            let seen: Vec<(Option<&str>, &str)> =
+                all.iter().map(|m| (m.id.as_deref(), m.data.as_str())).collect();
+            let wanted =
+                [(Some("7"), "{\"a\":1}"), (None, "one\ntwo"), (Some("8"), "x"), (None, "")];
+            assert_eq!(seen, wanted, "in pieces of {size}");
+        }
+    }
+
+    #[test]
+    fn odd_bytes_do_no_harm() {
+        let mut parser = Parser::default();
+        let all = parser.push(b"data: \xff\xfe\nid: 99999999999999999999999\n\n").unwrap();
+        assert_eq!(all[0].id, None);
+        assert!(all[0].value().is_string());
+    }
+}

@@ -1,0 +1,98 @@
+//! The command line as it is typed.
+
+#![allow(clippy::unwrap_used)]
+
+mod wire;
+
+use clap::CommandFactory;
+
+use super::*;
+
+pub fn context(json: bool) -> Context {
+    let global =
+        Global { config: None, server: None, key: None, project: None, json, no_color: true };
+    Context { global, output: Output::new(json, true), server_typed: false }
+}
+
+fn typed(line: &str) -> Result<Ready, i32> {
+    let words = std::iter::once("toolcrib").chain(line.split_whitespace());
+    parse(words.map(Into::into).collect(), false, false).map_err(|error| error.exit_code())
+}
+
+#[test]
+fn the_definition_is_sound() {
+    Cli::command().debug_assert();
+}
+
+#[test]
+fn alone_it_serves() {
+    assert!(matches!(typed("").unwrap().command, Command::Serve(_)));
+    let ready = typed("--config x.toml").unwrap();
+    assert!(matches!(ready.command, Command::Serve(_)));
+    assert_eq!(ready.context.global.config.unwrap().to_str(), Some("x.toml"));
+}
+
+#[test]
+fn every_command_reads_and_has_examples() {
+    for line in [
+        "serve --listen 127.0.0.1:0 --data-dir /tmp/x",
+        "tools",
+        "tools ls",
+        "tools weather.query --json",
+        "call a.b k=v --args {} --timeout 5s --retry 2 --run r --idempotency-key k --client c",
+        "calls --status failed --since 1h --limit 5",
+        "calls ls --tool a.b --cursor p1",
+        "calls get tc_1 --wait",
+        "calls get tc_1 --wait 5s",
+        "calls cancel tc_1 --reason x",
+        "calls events tc_1",
+        "watch --run r",
+        "keys create --agent a --role provider --allow * --project p --data-dir /tmp/x",
+        "keys --data-dir /tmp/x ls",
+        "keys revoke key_1",
+        "allow --agent a weather.* b",
+        "deny --agent * file.*",
+        "rules",
+        "rules rm --agent a weather.*",
+        "audit --limit 5",
+        "doctor --network",
+        "bench --quick --out x.json",
+        "bench-floor --listen 127.0.0.1:0 --dir /tmp/x",
+        "bench-fill --data-dir /tmp/x --count 10",
+        "--server http://x:1 --key k --no-color tools",
+    ] {
+        assert!(typed(line).is_ok(), "{line}");
+    }
+    for command in Cli::command().get_subcommands().filter(|command| !command.is_hide_set()) {
+        let after = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+        assert!(after.contains("Examples:"), "{} has no examples", command.get_name());
+    }
+}
+
+#[test]
+fn wrong_lines_are_usage_errors() {
+    for line in [
+        "nonsense",
+        "call",
+        "calls get",
+        "keys create",
+        "allow weather.*",
+        "allow --agent a",
+        "call a --wait 5s --no-wait",
+        "call a --timeout soon",
+        "audit --limit 0",
+        "keys create --agent a --role king",
+        "--json call",
+    ] {
+        assert_eq!(typed(line).err(), Some(2), "{line}");
+    }
+    assert_eq!(typed("--help").err(), Some(0));
+    assert_eq!(typed("--version").err(), Some(0));
+}
+
+#[test]
+fn whether_a_server_was_typed_is_known() {
+    assert!(typed("keys ls --server http://x").unwrap().context.server_typed);
+    assert!(typed("--server http://x keys ls").unwrap().context.server_typed);
+    assert!(!typed("keys ls").unwrap().context.server_typed);
+}

@@ -1,0 +1,164 @@
+//! The commands against a server that answers as a test wants it to: broken, away, and back.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use axum::Router;
+use axum::http::{HeaderMap, StatusCode, header};
+use axum::response::IntoResponse;
+use axum::routing::{get, post};
+use serde_json::{Value, json};
+use tokio::net::TcpListener;
+use tokio::task::JoinHandle;
+
+use super::context;
+use crate::cli::client::{Ask, Client};
+use crate::cli::failure::exit;
+use crate::cli::{Context, call, watch};
+
+/// A server that ends when this is dropped.
+struct StandIn {
+    address: String,
+    task: JoinHandle<()>,
+}
+
+impl StandIn {
+    async fn start(router: Router) -> Self {
+        Self::start_at("127.0.0.1:0", router).await
+    }
+
+    async fn start_at(address: &str, router: Router) -> Self {
+        let listener = TcpListener::bind(address).await.unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let task = tokio::spawn(async move {
+            let _ = axum::serve(listener, router).await;
+        });
+        Self { address, task }
+    }
+
+    /// Ends it; when this returns, nobody listens there any more.
+    async fn stop(mut self) {
+        self.task.abort();
+        let _ = (&mut self.task).await;
+    }
+
+    fn client(&self) -> Client {
+        Client::new(&self.address, Some("tck_test"), Some("acme")).unwrap()
+    }
+
+    fn context(&self) -> Context {
+        let mut context = context(true);
+        context.global.server = Some(self.address.clone());
+        context
+    }
+}
+
+impl Drop for StandIn {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+#[tokio::test]
+async fn who_we_are_is_said_and_answers_are_read() {
+    let show = |headers: HeaderMap| async move {
+        let said = |name| headers.get(name).and_then(|v| v.to_str().ok()).map(str::to_owned);
+        axum::Json(json!({"key": said("authorization"), "project": said("x-toolcrib-project")}))
+    };
+    let server = StandIn::start(Router::new().route("/v1/tools", get(show))).await;
+    let answer = server.client().ask(Ask::get(&["v1", "tools"])).await.unwrap();
+    assert_eq!(answer, json!({"key": "Bearer tck_test", "project": "acme"}));
+}
+
+#[tokio::test]
+async fn what_is_not_ours_is_told_as_that() {
+    let html = || async { ([(header::CONTENT_TYPE, "text/html")], "<h1>\u{1b}nginx</h1>") };
+    let moved = || async { (StatusCode::FOUND, [(header::LOCATION, "http://elsewhere/")]) };
+    let router = Router::new()
+        .route("/v1/tools", get(html))
+        .route("/v1/moved", get(moved))
+        .route("/v1/refused", get(|| async { StatusCode::FORBIDDEN }));
+    let server = StandIn::start(router).await;
+    let ask = |last| {
+        let client = server.client();
+        async move { client.ask(Ask::get(&["v1", last])).await.unwrap_err() }
+    };
+    let failure = ask("tools").await;
+    assert_eq!((failure.exit, failure.code.as_str()), (exit::FAILURE, "NOT_JSON"));
+    assert!(failure.message.contains("text/html") && !failure.message.contains('\u{1b}'));
+    assert!(ask("moved").await.message.contains("status 302"), "a key does not follow");
+    assert_eq!(ask("refused").await.exit, exit::AUTH);
+    let failure = server.client().stream(&["v1", "tools"], None).await.unwrap_err();
+    assert_eq!(failure.code, "NOT_JSON");
+}
+
+#[tokio::test]
+async fn nobody_there_is_unreachable() {
+    let server = StandIn::start(Router::new()).await;
+    let client = server.client();
+    server.stop().await;
+    let failure = client.ask(Ask::get(&["v1", "tools"])).await.unwrap_err();
+    assert_eq!(failure.exit, exit::UNREACHABLE);
+    assert!(failure.hint.unwrap().contains("toolcrib serve"));
+}
+
+fn state(status: &str) -> Value {
+    json!({"tool_call_id": "tc_1", "tool_name": "a.b", "status": status, "result": 42})
+}
+
+#[tokio::test]
+async fn a_call_is_waited_for_across_a_restart() {
+    let running = StandIn::start(
+        Router::new().route("/v1/tool_calls/{id}", get(|| async { axum::Json(state("RUNNING")) })),
+    )
+    .await;
+    let (address, client) = (running.address.clone(), running.client());
+    let spinner = indicatif::ProgressBar::hidden();
+    let until = Instant::now() + Duration::from_secs(20);
+    let waiting = call::await_outcome(&client, &spinner, state("PENDING"), until);
+    let restart = async {
+        running.stop().await;
+        let ended = get(|| async { axum::Json(state("SUCCEEDED")) });
+        StandIn::start_at(&address, Router::new().route("/v1/tool_calls/{id}", ended)).await
+    };
+    let (call, _server) = tokio::join!(waiting, restart);
+    assert_eq!(call.unwrap()["result"], 42);
+}
+
+#[tokio::test]
+async fn a_wait_that_is_over_gives_the_call_as_it_is() {
+    let client = Client::new("127.0.0.1:1", None, None).unwrap();
+    let spinner = indicatif::ProgressBar::hidden();
+    let call = call::await_outcome(&client, &spinner, state("RUNNING"), Instant::now()).await;
+    assert_eq!(call.unwrap()["status"], "RUNNING");
+}
+
+#[tokio::test]
+async fn a_lost_stream_goes_on_where_it_was() {
+    static OPENED: AtomicUsize = AtomicUsize::new(0);
+    let events = |headers: HeaderMap| async move {
+        let last = headers.get("last-event-id").and_then(|v| v.to_str().ok()).map(str::to_owned);
+        let body = match (OPENED.fetch_add(1, Ordering::Relaxed), last.as_deref()) {
+            (0, None) => "id: 7\ndata: {\"type\":\"tool.call.started\"}\n\nid: 8\ndata: {\"cut",
+            (1, Some("7")) => "id: 8\ndata: {\"type\":\"tool.call.finished\"}\n\n",
+            _ => return StatusCode::IM_A_TEAPOT.into_response(),
+        };
+        ([(header::CONTENT_TYPE, "text/event-stream")], body).into_response()
+    };
+    let router = Router::new().route("/v1/tool_calls/{id}/events", get(events));
+    let server = StandIn::start(router).await;
+    watch::call_events(&server.context(), "tc_1").await.unwrap();
+    assert_eq!(OPENED.load(Ordering::Relaxed), 2);
+}
+
+#[tokio::test]
+async fn a_denied_call_has_its_own_exit_code() {
+    let denied = || async {
+        let body = json!({"error": {"code": "PERMISSION_DENIED", "message": "no rule"}});
+        (StatusCode::FORBIDDEN, axum::Json(body))
+    };
+    let router = Router::new().route("/v1/tools/{name}/invoke", post(denied));
+    let server = StandIn::start(router).await;
+    let ask = Ask::post(&["v1", "tools", "a/b", "invoke"], json!({})).calls_tool();
+    assert_eq!(server.client().ask(ask).await.unwrap_err().exit, exit::DENIED);
+}

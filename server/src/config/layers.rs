@@ -1,0 +1,409 @@
+//! Reading the layers: the file and the environment, each checked by itself against the schema of
+//! [`Config`], so that a problem can say where its value came from; then laid over each other.
+
+use std::ffi::OsString;
+use std::path::Path;
+use std::sync::OnceLock;
+
+use ::config::{FileFormat, Source, Value as Given, ValueKind};
+use schemars::generate::SchemaSettings;
+use serde_json::{Map, Value};
+
+use super::Config;
+
+const PREFIX: &str = "TOOLCRIB_";
+
+/// Variables with our prefix that are for the command line, for tests and for the benchmark.
+const NOT_SETTINGS: [&str; 5] =
+    ["TOOLCRIB_SERVER", "TOOLCRIB_KEY", "TOOLCRIB_CONFIG", "TOOLCRIB_LOG", "TOOLCRIB_QUIET"];
+
+/// The last two are what Kubernetes sets by itself beside a service of the name `toolcrib`.
+const NOT_SETTINGS_BEGIN: [&str; 4] =
+    ["TOOLCRIB_TEST_", "TOOLCRIB_BENCH_", "TOOLCRIB_SERVICE_", "TOOLCRIB_PORT"];
+
+/// Why the configuration cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    #[error("cannot read the configuration file {file}: {source}")]
+    Unreadable { file: String, source: std::io::Error },
+    #[error("{file} is not valid TOML: {cause}")]
+    NotToml { file: String, cause: String },
+    #[error("{origin}: there is no setting {key}{}", did_you_mean(.nearest.as_deref()))]
+    UnknownKey { key: String, origin: String, nearest: Option<String> },
+    #[error("{origin}: {key} must be {expected}, and is {given}")]
+    WrongType { key: String, origin: String, expected: String, given: String },
+    #[error("the environment variable {variable} is not valid UTF-8")]
+    NotText { variable: String },
+    #[error("{key}: {problem}")]
+    Invalid { key: String, problem: String },
+}
+
+impl ConfigError {
+    pub(super) fn invalid(key: &str, problem: impl Into<String>) -> Self {
+        Self::Invalid { key: key.to_owned(), problem: problem.into() }
+    }
+
+    /// What to do about it.
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::Unreadable { .. } => "check the path given with --config or TOOLCRIB_CONFIG",
+            Self::NotToml { .. } => "correct the line named above",
+            Self::UnknownKey { .. } => "correct or remove it; toolcrib doctor checks again",
+            Self::WrongType { .. } | Self::Invalid { .. } | Self::NotText { .. } => {
+                "correct the value; toolcrib doctor checks again"
+            }
+        }
+    }
+}
+
+fn did_you_mean(nearest: Option<&str>) -> String {
+    nearest.map(|key| format!("; did you mean {key}?")).unwrap_or_default()
+}
+
+/// The configuration out of the file (if there is one), the environment and the defaults.
+pub(super) fn read(
+    file: Option<&Path>,
+    environment: impl Iterator<Item = (OsString, OsString)>,
+) -> Result<Config, ConfigError> {
+    let mut all = match file {
+        Some(path) => from_file(path)?,
+        None => Map::new(),
+    };
+    let mut variables: Vec<_> = environment.filter_map(setting).collect();
+    // In order, so that the same environment always gives the same first error.
+    variables.sort();
+    for (name, value) in variables {
+        let Some(text) = value.to_str() else {
+            return Err(ConfigError::NotText { variable: name });
+        };
+        // `TOOLCRIB_LISTEN=` is how a variable is switched off in many a compose file.
+        if !text.is_empty() {
+            lay_over(&mut all, from_variable(&name, text)?);
+        }
+    }
+    let config: Config = serde_json::from_value(Value::Object(all))
+        .map_err(|error| ConfigError::invalid("configuration", error.to_string()))?;
+    Ok(Config { file: file.map(Path::to_owned), ..config })
+}
+
+/// The variable, when it is one of ours and a setting.
+fn setting((name, value): (OsString, OsString)) -> Option<(String, OsString)> {
+    let name = name.into_string().ok()?;
+    let ours = name.starts_with(PREFIX)
+        && !NOT_SETTINGS.contains(&name.as_str())
+        && !NOT_SETTINGS_BEGIN.iter().any(|begin| name.starts_with(begin));
+    ours.then_some((name, value))
+}
+
+fn from_file(path: &Path) -> Result<Map<String, Value>, ConfigError> {
+    let file = path.display().to_string();
+    let text = std::fs::read_to_string(path)
+        .map_err(|source| ConfigError::Unreadable { file: file.clone(), source })?;
+    let parsed = ::config::File::from_str(&text, FileFormat::Toml).collect();
+    let parsed = parsed.map_err(|error| {
+        let cause = match error {
+            ::config::ConfigError::FileParse { cause, .. } => cause.to_string(),
+            other => other.to_string(),
+        };
+        ConfigError::NotToml { file: file.clone(), cause: cause.trim().to_owned() }
+    })?;
+    let tree: Map<String, Value> =
+        parsed.into_iter().map(|(key, value)| (key, plain(value))).collect();
+    let tree = Value::Object(tree);
+    Place { origin: &file, path: Vec::new(), variable: false }.check(schema(), &tree)?;
+    match tree {
+        Value::Object(tree) => Ok(tree),
+        _ => Ok(Map::new()),
+    }
+}
+
+/// `TOOLCRIB_A__B=v` as the tree `{a: {b: v}}`, with `v` read as what the setting wants.
+fn from_variable(name: &str, text: &str) -> Result<Map<String, Value>, ConfigError> {
+    let path: Vec<String> = name
+        .strip_prefix(PREFIX)
+        .unwrap_or(name)
+        .split("__")
+        .map(str::to_ascii_lowercase)
+        .collect();
+    let mut place = Place { origin: "environment", path: Vec::new(), variable: true };
+    let mut here = schema();
+    for part in &path {
+        place.path.push(part.clone());
+        here = member(here, part).ok_or_else(|| place.unknown(schema()))?;
+    }
+    let value = read_text(here, text);
+    place.check(here, &value)?;
+    let nested = path.into_iter().rev().fold(value, |inner, part| {
+        let mut outer = Map::new();
+        outer.insert(part, inner);
+        Value::Object(outer)
+    });
+    match nested {
+        Value::Object(tree) => Ok(tree),
+        _ => Ok(Map::new()),
+    }
+}
+
+/// Text from the environment as the type that is wanted; what cannot be read stays text, and the
+/// check says so.
+fn read_text(schema: &Value, text: &str) -> Value {
+    let as_text = || Value::String(text.to_owned());
+    match kind(schema) {
+        "boolean" => match text.to_ascii_lowercase().as_str() {
+            "true" | "1" | "yes" | "on" => Value::Bool(true),
+            "false" | "0" | "no" | "off" => Value::Bool(false),
+            _ => as_text(),
+        },
+        "integer" | "number" | "object" => {
+            serde_json::from_str(text.trim()).unwrap_or_else(|_| as_text())
+        }
+        "array" if text.trim_start().starts_with('[') => {
+            serde_json::from_str(text).unwrap_or_else(|_| as_text())
+        }
+        "array" => text.split(',').map(|item| Value::from(item.trim())).collect(),
+        _ => as_text(),
+    }
+}
+
+/// Lays one tree over another: tables are joined, everything else is replaced.
+fn lay_over(base: &mut Map<String, Value>, over: Map<String, Value>) {
+    for (key, value) in over {
+        match (base.get_mut(&key), value) {
+            (Some(Value::Object(below)), Value::Object(above)) => lay_over(below, above),
+            (_, value) => {
+                base.insert(key, value);
+            }
+        }
+    }
+}
+
+fn plain(given: Given) -> Value {
+    match given.kind {
+        ValueKind::Nil => Value::Null,
+        ValueKind::Boolean(value) => value.into(),
+        ValueKind::I64(value) => value.into(),
+        ValueKind::U64(value) => value.into(),
+        ValueKind::I128(value) => value.to_string().into(),
+        ValueKind::U128(value) => value.to_string().into(),
+        ValueKind::Float(value) => value.into(),
+        ValueKind::String(value) => value.into(),
+        ValueKind::Array(items) => items.into_iter().map(plain).collect(),
+        ValueKind::Table(table) => {
+            Value::Object(table.into_iter().map(|(key, value)| (key, plain(value))).collect())
+        }
+    }
+}
+
+/// The schema of [`Config`], made once, without references.
+pub(super) fn schema() -> &'static Value {
+    static SCHEMA: OnceLock<Value> = OnceLock::new();
+    SCHEMA.get_or_init(|| {
+        let settings = SchemaSettings::draft2020_12().with(|settings| {
+            settings.inline_subschemas = true;
+        });
+        settings.into_generator().into_root_schema_for::<Config>().to_value()
+    })
+}
+
+/// What an optional setting is when it is there.
+fn present(schema: &Value) -> &Value {
+    let parts = schema.get("anyOf").and_then(Value::as_array);
+    let not_null = |part: &&Value| part.get("type").is_none_or(|kind| kind != "null");
+    parts.and_then(|parts| parts.iter().find(not_null)).unwrap_or(schema)
+}
+
+/// The type that is wanted, or "" where anything goes.
+fn kind(schema: &Value) -> &str {
+    match present(schema).get("type") {
+        Some(Value::String(kind)) => kind,
+        Some(Value::Array(kinds)) => {
+            kinds.iter().filter_map(Value::as_str).find(|kind| *kind != "null").unwrap_or("")
+        }
+        _ => "",
+    }
+}
+
+/// The schema of a table's member; none where there is no such setting.
+fn member<'s>(schema: &'s Value, name: &str) -> Option<&'s Value> {
+    let schema = present(schema);
+    if let Some(member) = schema.get("properties").and_then(|properties| properties.get(name)) {
+        return Some(member);
+    }
+    schema.get("additionalProperties").filter(|others| others.is_object())
+}
+
+/// Where in which layer something stands.
+struct Place<'o> {
+    origin: &'o str,
+    path: Vec<String>,
+    variable: bool,
+}
+
+impl Place<'_> {
+    fn check(&mut self, schema: &Value, value: &Value) -> Result<(), ConfigError> {
+        let wanted = kind(schema);
+        let fits = match wanted {
+            "string" => value.is_string() && self.is_word(schema, value),
+            "boolean" => value.is_boolean(),
+            "integer" => fits_integer(schema, value),
+            "number" => value.is_number(),
+            "array" => value.is_array(),
+            "object" => value.is_object(),
+            _ => self.is_word(schema, value),
+        };
+        if !fits {
+            return Err(ConfigError::WrongType {
+                key: self.key(&self.path),
+                origin: self.origin.to_owned(),
+                expected: expected(schema),
+                given: shown(value),
+            });
+        }
+        match value {
+            Value::Object(table) if wanted == "object" => self.check_table(schema, table),
+            Value::Array(items) => {
+                let Some(each) = present(schema).get("items") else { return Ok(()) };
+                for (n, item) in items.iter().enumerate() {
+                    self.path.push(n.to_string());
+                    self.check(each, item)?;
+                    self.path.pop();
+                }
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn check_table(
+        &mut self,
+        schema: &Value,
+        table: &Map<String, Value>,
+    ) -> Result<(), ConfigError> {
+        for (name, value) in table {
+            self.path.push(name.clone());
+            let member = member(schema, name).ok_or_else(|| self.unknown(self::schema()))?;
+            self.check(member, value)?;
+            self.path.pop();
+        }
+        Ok(())
+    }
+
+    /// Where only certain words are permitted: whether it is one of them.
+    fn is_word(&self, schema: &Value, value: &Value) -> bool {
+        match present(schema).get("enum").and_then(Value::as_array) {
+            Some(words) => words.contains(value),
+            None => true,
+        }
+    }
+
+    /// The key as its layer writes it: `policy.max_parallel` or `TOOLCRIB_POLICY__MAX_PARALLEL`.
+    fn key(&self, path: &[String]) -> String {
+        if self.variable {
+            return format!("{PREFIX}{}", path.join("__").to_ascii_uppercase());
+        }
+        let bare = |part: &str| {
+            !part.is_empty()
+                && part.chars().all(|c| c.is_ascii_alphanumeric() || c == '_' || c == '-')
+        };
+        let quoted = |part: &String| if bare(part) { part.clone() } else { format!("{part:?}") };
+        path.iter().map(quoted).collect::<Vec<_>>().join(".")
+    }
+
+    fn unknown(&self, root: &Value) -> ConfigError {
+        ConfigError::UnknownKey {
+            key: self.key(&self.path),
+            origin: self.origin.to_owned(),
+            nearest: nearest(root, &self.path).map(|path| self.key(&path)),
+        }
+    }
+}
+
+fn fits_integer(schema: &Value, value: &Value) -> bool {
+    let Some(number) = value.as_u64() else { return false };
+    match present(schema).get("format").and_then(Value::as_str) {
+        Some("uint32") => u32::try_from(number).is_ok(),
+        _ => true,
+    }
+}
+
+fn expected(schema: &Value) -> String {
+    if let Some(words) = present(schema).get("enum").and_then(Value::as_array) {
+        let words: Vec<String> = words.iter().map(ToString::to_string).collect();
+        return format!("one of {}", words.join(", "));
+    }
+    match kind(schema) {
+        "string" => "text".to_owned(),
+        "boolean" => "true or false".to_owned(),
+        "integer" if present(schema).get("format").is_some_and(|format| format == "uint32") => {
+            format!("a whole number from 0 to {}", u32::MAX)
+        }
+        "integer" => "a whole number, 0 or more".to_owned(),
+        "number" => "a number".to_owned(),
+        "array" => "a list".to_owned(),
+        _ => "a table".to_owned(),
+    }
+}
+
+fn shown(value: &Value) -> String {
+    match value {
+        Value::String(text) if text.chars().count() > 60 => "a long text".to_owned(),
+        Value::String(_) => format!("the text {value}"),
+        Value::Number(_) => format!("the number {value}"),
+        Value::Array(_) => "a list".to_owned(),
+        Value::Object(_) => "a table".to_owned(),
+        _ => value.to_string(),
+    }
+}
+
+/// The known key that was probably meant: one beside it that is written alike, or else one
+/// anywhere else with the same last part.
+fn nearest(root: &Value, path: &[String]) -> Option<Vec<String>> {
+    let (last, parents) = path.split_last()?;
+    let mut beside = root;
+    for part in parents {
+        beside = member(beside, part).or_else(|| present(beside).get("items"))?;
+    }
+    let names = present(beside).get("properties").and_then(Value::as_object)?.keys();
+    let alike = names
+        .map(|name| (distance(last, name), name))
+        .min()
+        .filter(|(distance, name)| *distance <= 2.max(name.len() / 3));
+    if let Some((_, name)) = alike {
+        return Some(parents.iter().chain([name]).cloned().collect());
+    }
+    let mut all = Vec::new();
+    collect(root, &mut Vec::new(), &mut all);
+    all.into_iter().find(|known| known.last() == Some(last))
+}
+
+fn collect(schema: &Value, path: &mut Vec<String>, all: &mut Vec<Vec<String>>) {
+    let Some(properties) = present(schema).get("properties").and_then(Value::as_object) else {
+        return;
+    };
+    for (name, member) in properties {
+        path.push(name.clone());
+        all.push(path.clone());
+        collect(member, path, all);
+        path.pop();
+    }
+}
+
+/// How many letters must be changed, added, left out or swapped with their neighbour.
+fn distance(one: &str, two: &str) -> usize {
+    let (one, two): (Vec<char>, Vec<char>) = (one.chars().collect(), two.chars().collect());
+    let width = two.len() + 1;
+    let mut rows: Vec<usize> = (0..width).collect();
+    for (i, a) in one.iter().enumerate() {
+        let above = rows.len() - width;
+        rows.push(i + 1);
+        for (j, b) in two.iter().enumerate() {
+            let same = rows[above + j] + usize::from(a != b);
+            let mut best = same.min(rows[above + j + 1] + 1).min(rows[rows.len() - 1] + 1);
+            if i > 0 && j > 0 && *a == two[j - 1] && one[i - 1] == *b {
+                best = best.min(rows[above - width + j - 1] + 1);
+            }
+            rows.push(best);
+        }
+    }
+    rows.last().copied().unwrap_or_default()
+}

@@ -1,0 +1,177 @@
+//! What a setting may be. Each problem names its key.
+
+use std::net::SocketAddr;
+
+use toolcrib::policy::check_pattern;
+use toolcrib::retry::PolicyPatch;
+use toolcrib::tool::check_name;
+
+use super::{Config, ConfigError};
+
+/// The longest time any setting may name: a day in milliseconds.
+const DAY_MS: u64 = 86_400_000;
+
+const LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
+
+impl Config {
+    /// Checks what types alone cannot say.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        self.check_listen()?;
+        self.store_path()?;
+        if self.data_dir.as_os_str().is_empty() {
+            return Err(ConfigError::invalid("data_dir", "must name a directory"));
+        }
+        self.check_log_level()?;
+        for pattern in &self.auth.default_allow {
+            check_pattern(pattern)
+                .map_err(|why| ConfigError::invalid("auth.default_allow", why))?;
+        }
+        self.check_policies()?;
+        self.check_numbers()?;
+        let days = self.retention.finished_calls_days;
+        if !(0.0..=36_500.0).contains(&days) {
+            let why = "must be from 0 (keep for ever) to 36500";
+            return Err(ConfigError::invalid("retention.finished_calls_days", why));
+        }
+        self.check_builtin()
+    }
+
+    fn check_listen(&self) -> Result<(), ConfigError> {
+        let listen = self.listen.as_str();
+        let by_name = || {
+            let (host, port) = listen.rsplit_once(':')?;
+            let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '.';
+            let named = !host.is_empty() && host.chars().all(plain);
+            port.parse::<u16>().ok().filter(|_| named)
+        };
+        if listen.parse::<SocketAddr>().is_ok() || by_name().is_some() {
+            return Ok(());
+        }
+        let why = format!("{listen:?} is not an address and a port such as 127.0.0.1:8080");
+        Err(ConfigError::invalid("listen", why))
+    }
+
+    fn check_log_level(&self) -> Result<(), ConfigError> {
+        let level = self.log.level.as_str();
+        // A single word that is no level would be taken for the name of a module, and everything
+        // else would fall silent.
+        let word = !level.contains(['=', ',']);
+        let known = LEVELS.contains(&level.to_ascii_lowercase().as_str());
+        let filter = || tracing_subscriber::EnvFilter::builder().parse(level).is_ok();
+        if if word { known } else { filter() } {
+            return Ok(());
+        }
+        let why = format!(
+            "{level:?} is neither a level ({}) nor a filter such as info,toolcrib=debug",
+            LEVELS.join(", ")
+        );
+        Err(ConfigError::invalid("log.level", why))
+    }
+
+    fn check_policies(&self) -> Result<(), ConfigError> {
+        let global = PolicyPatch {
+            max_parallel: Some(self.policy.max_parallel),
+            default_timeout_ms: Some(self.policy.default_timeout_ms),
+            max_retries: Some(self.policy.max_retries),
+            backoff: Some(self.policy.backoff.clone()),
+        };
+        check_policy("policy", &global)?;
+        for (name, project) in &self.projects {
+            check_policy(&format!("projects.{name}.policy"), &project.policy)?;
+        }
+        for (name, tool) in &self.tools {
+            let key = format!("tools.\"{name}\"");
+            check_name(name).map_err(|why| ConfigError::invalid(&key, why.to_string()))?;
+            check_policy(&format!("{key}.policy"), &tool.policy)?;
+            for alternate in &tool.fallback {
+                let key = format!("{key}.fallback");
+                check_name(&alternate.tool)
+                    .map_err(|why| ConfigError::invalid(&key, why.to_string()))?;
+                if alternate.tool == *name {
+                    return Err(ConfigError::invalid(&key, "a tool cannot stand in for itself"));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn check_numbers(&self) -> Result<(), ConfigError> {
+        let limits = &self.limits;
+        let times = [
+            ("limits.max_wait_ms", limits.max_wait_ms),
+            ("limits.request_header_timeout_ms", limits.request_header_timeout_ms),
+            ("ingress.heartbeat_ms", self.ingress.heartbeat_ms),
+            ("ingress.dead_after_ms", self.ingress.dead_after_ms),
+            ("builtin.database.timeout_ms", self.builtin.database.timeout_ms),
+            ("builtin.weather.timeout_ms", self.builtin.weather.timeout_ms),
+        ];
+        for (key, time) in times {
+            if !(1..=DAY_MS).contains(&time) {
+                return Err(ConfigError::invalid(key, format!("must be from 1 to {DAY_MS}")));
+            }
+        }
+        if self.shutdown.drain_ms > DAY_MS {
+            let why = format!("must be from 0 to {DAY_MS}");
+            return Err(ConfigError::invalid("shutdown.drain_ms", why));
+        }
+        let counts = [
+            ("limits.max_args_bytes", limits.max_args_bytes),
+            ("limits.max_result_bytes", limits.max_result_bytes),
+            ("limits.max_open_calls", limits.max_open_calls),
+            ("limits.max_open_calls_per_project", limits.max_open_calls_per_project),
+            ("limits.max_tools_per_registration", limits.max_tools_per_registration),
+            ("limits.max_tools_per_project", limits.max_tools_per_project),
+            ("limits.max_body_bytes", limits.max_body_bytes),
+            ("limits.max_connections", limits.max_connections),
+            ("ingress.window", self.ingress.window as usize),
+            ("builtin.database.max_rows", self.builtin.database.max_rows),
+            ("builtin.database.max_bytes", self.builtin.database.max_bytes),
+        ];
+        for (key, count) in counts {
+            if count == 0 {
+                return Err(ConfigError::invalid(key, "must be at least 1"));
+            }
+        }
+        if self.ingress.dead_after_ms <= self.ingress.heartbeat_ms {
+            let why = "must be longer than ingress.heartbeat_ms, or every connection looks dead";
+            return Err(ConfigError::invalid("ingress.dead_after_ms", why));
+        }
+        Ok(())
+    }
+
+    fn check_builtin(&self) -> Result<(), ConfigError> {
+        let weather = &self.builtin.weather;
+        let urls = [
+            ("builtin.weather.geocoding_url", &weather.geocoding_url),
+            ("builtin.weather.forecast_url", &weather.forecast_url),
+        ];
+        for (key, url) in urls {
+            if !url.starts_with("http://") && !url.starts_with("https://") {
+                return Err(ConfigError::invalid(key, "must begin with http:// or https://"));
+            }
+        }
+        let schemes = ["postgres://", "postgresql://", "sqlite:"];
+        match &self.builtin.database.url {
+            // Without a scheme it is the path of a SQLite file.
+            Some(url)
+                if url.contains("://") && !schemes.iter().any(|scheme| url.starts_with(scheme)) =>
+            {
+                // The value may hold a password and is not repeated.
+                let why = "must begin with postgres:// or sqlite:";
+                Err(ConfigError::invalid("builtin.database.url", why))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+fn check_policy(key: &str, policy: &PolicyPatch) -> Result<(), ConfigError> {
+    match policy.problem() {
+        // The problem begins with the field's name, which completes the key.
+        Some(problem) => match problem.split_once(' ') {
+            Some((field, why)) => Err(ConfigError::invalid(&format!("{key}.{field}"), why)),
+            None => Err(ConfigError::invalid(key, problem)),
+        },
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,4 @@
+//! The ways in. A door turns its wire into a caller and a question to the engine, and the answer
+//! back; it knows neither the store nor the sources.
+
+pub mod http;

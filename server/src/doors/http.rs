@@ -1,0 +1,145 @@
+//! HTTP: agents (`/v1`), tool providers (`/internal`), health, metrics, and the API's own pages.
+
+mod answer;
+mod docs;
+mod health;
+mod internal;
+mod question;
+mod v1;
+mod wire;
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::extract::{DefaultBodyLimit, Request};
+use axum::http::{HeaderValue, StatusCode};
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+use metrics_exporter_prometheus::PrometheusHandle;
+use toolcrib::Engine;
+use toolcrib::fault::{Code, Fault};
+use tower_http::catch_panic::CatchPanicLayer;
+use utoipa::OpenApi;
+use utoipa_axum::router::OpenApiRouter;
+
+pub use answer::Problem;
+use answer::problem;
+use docs::Security;
+
+/// What the door needs to know.
+#[derive(Clone)]
+pub struct Door {
+    pub engine: Engine,
+    pub settings: Arc<Settings>,
+    pub metrics: Option<PrometheusHandle>,
+}
+
+/// The door's own limits.
+#[derive(Debug, Clone)]
+pub struct Settings {
+    pub max_body_bytes: usize,
+    pub heartbeat_ms: u64,
+    pub dead_after_ms: u64,
+    /// Requests a client is given at once unless it says otherwise.
+    pub window: usize,
+    /// What a new agent's key may call unless told otherwise.
+    pub default_allow: Vec<String>,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            max_body_bytes: 2 << 20,
+            heartbeat_ms: 15_000,
+            dead_after_ms: 45_000,
+            window: 16,
+            default_allow: Vec::new(),
+        }
+    }
+}
+
+#[derive(OpenApi)]
+#[openapi(
+    info(
+        title = "Toolcrib",
+        description = "The tool crib for AI agents: agents ask for tools by name, every call is a \
+                       durable ticket, and whoever can do the work gets it.",
+        license(name = "Apache-2.0", identifier = "Apache-2.0")
+    ),
+    tags(
+        (name = "agents", description = "Calling tools"),
+        (name = "providers", description = "Offering tools and executing calls"),
+        (name = "operators", description = "Keys, rules, health")
+    ),
+    modifiers(&Security)
+)]
+struct Api;
+
+fn routes() -> OpenApiRouter<Door> {
+    OpenApiRouter::with_openapi(Api::openapi())
+        .merge(v1::routes())
+        .merge(internal::routes())
+        .merge(health::routes())
+}
+
+/// The OpenAPI document, as JSON text.
+pub fn openapi_json() -> String {
+    let document = routes().split_for_parts().1;
+    let mut text = document.to_pretty_json().unwrap_or_default();
+    text.push('\n');
+    text
+}
+
+/// The whole door.
+pub fn router(door: Door) -> Router {
+    let (router, document) = routes().split_for_parts();
+    router
+        .with_state(door)
+        .merge(docs::pages(document))
+        .fallback(unknown_path)
+        .method_not_allowed_fallback(wrong_method)
+        // Bodies are read and limited by `question::Body`, which answers in our own words.
+        .layer(DefaultBodyLimit::disable())
+        .layer(CatchPanicLayer::custom(panicked))
+        .layer(axum::middleware::from_fn(stamp))
+}
+
+async fn unknown_path(request: Request) -> Response {
+    let path: String = request.uri().path().chars().take(200).collect();
+    let message = format!("there is nothing at {path}; /docs shows what there is");
+    problem(&Fault::new(Code::NotFound, message), None)
+}
+
+async fn wrong_method(request: Request) -> Response {
+    let path: String = request.uri().path().chars().take(200).collect();
+    let message = format!("{path} does not answer {}", request.method());
+    let mut answer = problem(&Fault::new(Code::BadRequest, message), None);
+    *answer.status_mut() = StatusCode::METHOD_NOT_ALLOWED;
+    answer
+}
+
+/// A panic in a door is one request's misfortune; the log has it.
+fn panicked(panic: Box<dyn std::any::Any + Send + 'static>) -> Response {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
+    tracing::error!(panic = text, "a request panicked");
+    problem(&Fault::new(Code::Internal, "internal error"), None).into_response()
+}
+
+/// Every answer carries the request's id (the caller's own, if it sent one) and the version.
+async fn stamp(request: Request, next: Next) -> Response {
+    const REQUEST_ID: &str = "x-request-id";
+    let given = request.headers().get(REQUEST_ID).filter(|id| id.len() <= 128).cloned();
+    let id = given.unwrap_or_else(|| {
+        let fresh = format!("req_{}", ulid::Ulid::generate());
+        HeaderValue::from_str(&fresh).unwrap_or(HeaderValue::from_static("req"))
+    });
+    let mut answer = next.run(request).await;
+    if answer.status().is_server_error() {
+        tracing::warn!(request_id = ?id, status = answer.status().as_u16(), "answered");
+    }
+    let headers = answer.headers_mut();
+    headers.insert(REQUEST_ID, id);
+    headers.insert("toolcrib-version", HeaderValue::from_static(env!("CARGO_PKG_VERSION")));
+    answer
+}

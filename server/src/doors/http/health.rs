@@ -1,0 +1,84 @@
+//! Alive, ready, and counted. No key is asked for; nothing here tells of a call.
+
+use axum::extract::{Query, State};
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use serde::Deserialize;
+use utoipa::IntoParams;
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use super::Door;
+
+pub(super) fn routes() -> OpenApiRouter<Door> {
+    OpenApiRouter::new()
+        .routes(routes!(healthz))
+        .routes(routes!(livez))
+        .routes(routes!(readyz))
+        .routes(routes!(metrics))
+}
+
+/// The process answers.
+#[utoipa::path(get, path = "/healthz", tag = "operators",
+    responses((status = 200, body = String)))]
+async fn healthz() -> &'static str {
+    "ok"
+}
+
+/// The process answers.
+#[utoipa::path(get, path = "/livez", tag = "operators", responses((status = 200, body = String)))]
+async fn livez() -> &'static str {
+    "ok"
+}
+
+/// How much to say.
+#[derive(Deserialize, IntoParams)]
+struct Verbose {
+    /// Given at all: one line per part.
+    verbose: Option<String>,
+}
+
+/// The store answers and everything found open at the start is in hand again.
+#[utoipa::path(get, path = "/readyz", tag = "operators", params(Verbose),
+    responses((status = 200, body = String), (status = 503, body = String)))]
+async fn readyz(State(door): State<Door>, Query(verbose): Query<Verbose>) -> Response {
+    let store = door.engine.check_store().await;
+    let parts = [
+        ("store", store.err().map(|error| error.to_string())),
+        ("recovery", (!door.engine.recovered()).then(|| "open calls are being taken up".into())),
+    ];
+    let ready = parts.iter().all(|(_, trouble)| trouble.is_none());
+    let status = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    let mut text = String::new();
+    if verbose.verbose.is_some() {
+        for (part, trouble) in &parts {
+            match trouble {
+                None => text.push_str(&format!("[+]{part} ok\n")),
+                Some(trouble) => text.push_str(&format!("[-]{part} failed: {trouble}\n")),
+            }
+        }
+    }
+    text.push_str(if ready { "ready" } else { "not ready" });
+    (status, text).into_response()
+}
+
+/// Prometheus metrics.
+#[utoipa::path(get, path = "/metrics", tag = "operators",
+    responses((status = 200, body = String)))]
+async fn metrics(State(door): State<Door>) -> Response {
+    let Some(handle) = &door.metrics else {
+        return (StatusCode::NOT_FOUND, "metrics are not collected").into_response();
+    };
+    let engine = &door.engine;
+    metrics::gauge!("toolcrib_tool_calls_open").set(engine.open_calls() as f64);
+    metrics::gauge!("toolcrib_tool_calls_waiting").set(engine.waiting_calls() as f64);
+    metrics::gauge!("toolcrib_clients_connected").set(engine.client_connections() as f64);
+    let age_ms = engine.oldest_open_call_age_ms();
+    metrics::gauge!("toolcrib_oldest_open_call_age_seconds").set(age_ms as f64 / 1_000.0);
+    if let Ok(bytes) = engine.store_size_bytes().await {
+        metrics::gauge!("toolcrib_store_size_bytes").set(bytes as f64);
+    }
+    handle.run_upkeep();
+    let content_type = [(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")];
+    (content_type, handle.render()).into_response()
+}

@@ -1,0 +1,24 @@
+//! HTTP internal: for programs that offer tools and execute calls.
+
+mod ingress;
+mod register;
+mod submit;
+
+use axum::routing::get;
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use super::Door;
+
+pub(super) fn routes() -> OpenApiRouter<Door> {
+    OpenApiRouter::new()
+        .routes(routes!(register::register))
+        .routes(routes!(register::withdraw))
+        .routes(routes!(submit::submit))
+        .routes(routes!(submit::ack))
+        .routes(routes!(submit::progress))
+        .routes(routes!(ingress::poll::poll))
+        .routes(routes!(ingress::sse::sse))
+        // A WebSocket is not something OpenAPI can describe; docs/protocol/ingress.md does.
+        .route("/internal/ingress/ws", get(ingress::ws::ws))
+}

@@ -1,0 +1,91 @@
+//! Long poll: one question, one answer. What is handed over is taken (RUNNING) before the answer
+//! is sent, unless the client says that it acknowledges each request itself.
+
+use axum::Json;
+use axum::extract::State;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use toolcrib::desk::{Line, Memory, Message};
+use toolcrib::engine::Connecting;
+use toolcrib::fault::{Code, Error};
+use utoipa::{IntoParams, ToSchema};
+
+use super::super::super::Door;
+use super::super::super::answer::{Problem, Refused};
+use super::super::super::question::{Asked, Who};
+use super::{request_body, window};
+
+/// How to poll.
+#[derive(Deserialize, IntoParams)]
+pub(in super::super) struct Polling {
+    client_id: String,
+    /// Wait this long for work; 0 unless said.
+    #[serde(default)]
+    wait_ms: u64,
+    /// At most so many requests; 1 unless said.
+    max: Option<usize>,
+    /// `auto` (unless said): what is handed over is taken. `explicit`: POST …/ack takes it, and
+    /// what was not acknowledged within 30 s is handed over again.
+    ack: Option<String>,
+}
+
+/// Work.
+#[derive(Serialize, ToSchema)]
+pub(in super::super) struct PolledBody {
+    /// `tool_request` objects, as on the WebSocket.
+    #[schema(value_type = Vec<Object>)]
+    requests: Vec<Value>,
+}
+
+/// Asks for work, and waits for it.
+#[utoipa::path(get, path = "/internal/ingress/poll", tag = "providers", params(Polling),
+    responses((status = 200, body = PolledBody), (status = 403, body = Problem),
+        (status = 404, body = Problem)))]
+pub(in super::super) async fn poll(
+    State(door): State<Door>,
+    Who(caller): Who,
+    Asked(polling): Asked<Polling>,
+) -> Result<Json<PolledBody>, Refused> {
+    let explicit = match polling.ack.as_deref() {
+        None | Some("auto") => false,
+        Some("explicit") => true,
+        Some(_) => {
+            let message = "ack must be auto or explicit";
+            return Err(Error::refused(Code::ValidationError, message).into());
+        }
+    };
+    let engine = &door.engine;
+    let max = window(polling.max, 1);
+    let connecting = Connecting {
+        client_id: polling.client_id.clone(),
+        window: max,
+        memory: Memory::Forgets,
+        line: Line::Poll,
+    };
+    let mut session = engine.connect(&caller, connecting)?;
+    let wait_ms = polling.wait_ms.min(engine.limits().max_wait_ms);
+    let wait = std::time::Duration::from_millis(wait_ms);
+    let first = tokio::time::timeout(wait, session.next()).await.ok().flatten();
+    let mut messages: Vec<Message> = first.into_iter().collect();
+    while let Some(message) = session.ready() {
+        messages.push(message);
+    }
+    let mut requests = Vec::new();
+    for message in messages {
+        let Message::Request(request) = message else { continue };
+        if !explicit {
+            let attempt = Some(request.attempt);
+            let taken = engine.take(&caller, &request.call_id, &polling.client_id, attempt).await;
+            match taken {
+                Ok(_) => {}
+                // It ended meanwhile: there is nothing to hand over.
+                Err(error) if error.code() == Code::Conflict => continue,
+                // The rest goes back in line when the session is dropped.
+                Err(error) if requests.is_empty() => return Err(error.into()),
+                Err(_) => break,
+            }
+        }
+        requests.push(request_body(engine, &request));
+    }
+    Ok(Json(PolledBody { requests }))
+}

@@ -1,0 +1,62 @@
+//! SSE: requests and cancellations as they come. Acknowledging, progress and results go by POST.
+
+use std::convert::Infallible;
+use std::time::Duration;
+
+use axum::extract::State;
+use axum::response::IntoResponse;
+use axum::response::sse::{Event, KeepAlive, Sse};
+use futures::stream;
+use serde::Deserialize;
+use toolcrib::desk::{Line, Memory, Message};
+use toolcrib::engine::Connecting;
+use utoipa::IntoParams;
+
+use super::super::super::Door;
+use super::super::super::answer::{Problem, Refused};
+use super::super::super::question::{Asked, Who};
+use super::{message_body, window};
+
+/// How to listen.
+#[derive(Deserialize, IntoParams)]
+pub(in super::super) struct Listening {
+    client_id: String,
+    /// How many requests to be given at once.
+    max_in_flight: Option<usize>,
+    /// The client keeps a record of what it did and can answer from it.
+    #[serde(default)]
+    resume: bool,
+}
+
+/// Hears of work as it comes.
+#[utoipa::path(get, path = "/internal/ingress/sse", tag = "providers", params(Listening),
+    responses(
+        (status = 200, description = "Server-sent events tool_request and tool_cancel",
+            content_type = "text/event-stream"),
+        (status = 403, body = Problem), (status = 404, body = Problem)))]
+pub(in super::super) async fn sse(
+    State(door): State<Door>,
+    Who(caller): Who,
+    Asked(listening): Asked<Listening>,
+) -> Result<impl IntoResponse, Refused> {
+    let connecting = Connecting {
+        client_id: listening.client_id,
+        window: window(listening.max_in_flight, door.settings.window),
+        memory: if listening.resume { Memory::Remembers } else { Memory::Forgets },
+        line: Line::Open,
+    };
+    let session = door.engine.connect(&caller, connecting)?;
+    let engine = door.engine.clone();
+    // Dropping the stream drops the session: what was not acknowledged goes back in line.
+    let messages = stream::unfold((session, engine), async |(mut session, engine)| {
+        let message = session.next().await?;
+        let name = match &message {
+            Message::Request(_) => "tool_request",
+            Message::Cancel { .. } => "tool_cancel",
+        };
+        let event = Event::default().event(name).data(message_body(&engine, &message).to_string());
+        Some((Ok::<_, Infallible>(event), (session, engine)))
+    });
+    let every = Duration::from_millis(door.settings.heartbeat_ms);
+    Ok(Sse::new(messages).keep_alive(KeepAlive::new().interval(every)))
+}

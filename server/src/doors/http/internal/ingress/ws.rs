@@ -1,0 +1,283 @@
+//! WebSocket: the whole conversation with a client on one connection.
+//!
+//! The client says `hello` first. Each message about a call is handled in its own task, so a slow
+//! commit does not hold up the connection; messages about the same call are handled in the order
+//! they came. A connection that shows no sign of life is closed.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::extract::State;
+use axum::extract::ws::{Message as Frame, WebSocket, WebSocketUpgrade};
+use axum::response::Response;
+use serde::Deserialize;
+use serde_json::{Value, json};
+use tokio::sync::{Semaphore, mpsc};
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+use toolcrib::desk::{Line, Memory, Session};
+use toolcrib::engine::Connecting;
+use toolcrib::fault::{Code, Error, Fault};
+use toolcrib::{CallId, Caller, Engine};
+
+use super::super::super::Door;
+use super::super::super::answer::Refused;
+use super::super::super::question::{Who, parse};
+use super::super::super::wire::FaultBody;
+use super::super::register::{OfferBody, RegisterBody};
+use super::super::submit::{ProgressBody, SubmitBody};
+use super::{message_body, window};
+
+/// Messages of one client that are handled at a time; more are not read until these are done.
+const AT_ONCE: usize = 64;
+
+/// The first message.
+#[derive(Deserialize)]
+struct Hello {
+    client_id: String,
+    /// Registered first, if given.
+    tools: Option<Vec<OfferBody>>,
+    max_in_flight: Option<usize>,
+    /// The client keeps a record of what it did and can answer from it.
+    #[serde(default)]
+    resume: bool,
+}
+
+/// What every message has.
+#[derive(Deserialize)]
+struct Header {
+    #[serde(rename = "type")]
+    kind: String,
+    tool_call_id: Option<String>,
+    attempt: Option<u32>,
+}
+
+pub(in super::super) async fn ws(
+    State(door): State<Door>,
+    Who(caller): Who,
+    upgrade: WebSocketUpgrade,
+) -> Result<Response, Refused> {
+    toolcrib_provider(&caller)?;
+    let limit = door.settings.max_body_bytes.max(door.engine.limits().max_result_bytes + 4_096);
+    let upgrade = upgrade.max_message_size(limit).max_frame_size(limit);
+    Ok(upgrade.on_upgrade(move |socket| converse(door, caller, socket)))
+}
+
+fn toolcrib_provider(caller: &Caller) -> Result<(), Error> {
+    if caller.may_provide() {
+        return Ok(());
+    }
+    let message = format!("a key with the role {} cannot execute calls", caller.role.as_str());
+    Err(Error::refused(Code::PermissionDenied, message))
+}
+
+async fn converse(door: Door, caller: Caller, mut socket: WebSocket) {
+    let patience = Duration::from_millis(door.settings.dead_after_ms);
+    let greeted = tokio::time::timeout(patience, greet(&door, &caller, &mut socket)).await;
+    let (client_id, session) = match greeted {
+        Ok(Ok(greeted)) => greeted,
+        Ok(Err(Some(error))) => {
+            let _ = socket.send(text(&error_body(None, &error))).await;
+            let _ = socket.send(Frame::Close(None)).await;
+            return;
+        }
+        // Gone, or silent: there is nobody to tell.
+        Ok(Err(None)) | Err(_) => return,
+    };
+    let conversation = Conversation {
+        engine: door.engine.clone(),
+        caller,
+        client_id,
+        heartbeat: Duration::from_millis(door.settings.heartbeat_ms),
+        patience,
+    };
+    conversation.run(socket, session).await;
+}
+
+/// Waits for `hello`; `Err(None)` when the client went away.
+async fn greet(
+    door: &Door,
+    caller: &Caller,
+    socket: &mut WebSocket,
+) -> Result<(String, Session), Option<Error>> {
+    let first = loop {
+        match socket.recv().await {
+            Some(Ok(Frame::Text(text))) => break text,
+            Some(Ok(Frame::Ping(_) | Frame::Pong(_))) => {}
+            _ => return Err(None),
+        }
+    };
+    let unreadable = |why: String| Some(Error::refused(Code::BadRequest, why));
+    let header: Header = serde_json::from_str(&first)
+        .map_err(|error| unreadable(format!("the message cannot be read: {error}")))?;
+    if header.kind != "hello" {
+        return Err(unreadable("the first message must be hello".to_owned()));
+    }
+    let hello: Hello = serde_json::from_str(&first)
+        .map_err(|error| unreadable(format!("hello cannot be read: {error}")))?;
+    if let Some(tools) = hello.tools {
+        let body = RegisterBody::of(hello.client_id.clone(), tools);
+        door.engine.register(caller, body.registration(&caller.project)).await.map_err(Some)?;
+    }
+    let connecting = Connecting {
+        client_id: hello.client_id.clone(),
+        window: window(hello.max_in_flight, door.settings.window),
+        memory: if hello.resume { Memory::Remembers } else { Memory::Forgets },
+        line: Line::Open,
+    };
+    let session = door.engine.connect(caller, connecting).map_err(Some)?;
+    let answer = json!({
+        "type": "hello_ack",
+        "client_id": hello.client_id,
+        "heartbeat_ms": door.settings.heartbeat_ms,
+        "dead_after_ms": door.settings.dead_after_ms,
+    });
+    socket.send(text(&answer)).await.map_err(|_| None)?;
+    Ok((hello.client_id, session))
+}
+
+struct Conversation {
+    engine: Engine,
+    caller: Caller,
+    client_id: String,
+    heartbeat: Duration,
+    patience: Duration,
+}
+
+impl Conversation {
+    async fn run(self, mut socket: WebSocket, mut session: Session) {
+        let (answers, mut outbox) = mpsc::channel::<Value>(AT_ONCE);
+        let places = Arc::new(Semaphore::new(AT_ONCE));
+        let mut last_on_call: HashMap<CallId, JoinHandle<()>> = HashMap::new();
+        let mut heartbeat = tokio::time::interval(self.heartbeat);
+        let mut heard = Instant::now();
+        let this = Arc::new(self);
+        loop {
+            tokio::select! {
+                message = session.next() => {
+                    let Some(message) = message else { break };
+                    let body = message_body(&this.engine, &message);
+                    if !this.send(&mut socket, text(&body)).await { break }
+                }
+                Some(answer) = outbox.recv() => {
+                    if !this.send(&mut socket, text(&answer)).await { break }
+                }
+                _ = heartbeat.tick() => {
+                    let silent = heard.elapsed() > this.patience;
+                    let alive = this.send(&mut socket, Frame::Ping(Vec::new().into()));
+                    if silent || !alive.await { break }
+                    last_on_call.retain(|_, task| !task.is_finished());
+                }
+                frame = socket.recv() => {
+                    let Some(Ok(frame)) = frame else { break };
+                    heard = Instant::now();
+                    let Frame::Text(said) = frame else {
+                        if matches!(frame, Frame::Close(_)) { break }
+                        continue;
+                    };
+                    let Ok(place) = places.clone().acquire_owned().await else { break };
+                    let header = parse_header(&said);
+                    let id = header.as_ref().ok().and_then(|header| header.id());
+                    let before = id.as_ref().and_then(|id| last_on_call.remove(id));
+                    let (this, answers) = (this.clone(), answers.clone());
+                    let task = tokio::spawn(async move {
+                        if let Some(before) = before {
+                            let _ = before.await;
+                        }
+                        if let Some(answer) = this.answer(header, said.as_bytes()).await {
+                            let _ = answers.send(answer).await;
+                        }
+                        drop(place);
+                    });
+                    if let Some(id) = id {
+                        last_on_call.insert(id, task);
+                    }
+                }
+            }
+        }
+    }
+
+    /// A client that does not read is cut off; what it had not acknowledged goes to others.
+    async fn send(&self, socket: &mut WebSocket, frame: Frame) -> bool {
+        matches!(tokio::time::timeout(self.patience, socket.send(frame)).await, Ok(Ok(())))
+    }
+
+    /// Does what a message says; answers with what to say back.
+    async fn answer(&self, header: Result<Header, Error>, said: &[u8]) -> Option<Value> {
+        let header = match header {
+            Ok(header) => header,
+            Err(error) => return Some(error_body(None, &error)),
+        };
+        if header.kind == "ping" {
+            return Some(json!({ "type": "pong" }));
+        }
+        if header.kind == "pong" {
+            return None;
+        }
+        match self.handle(&header, said).await {
+            Ok(answer) => answer,
+            Err(error) => Some(error_body(header.tool_call_id.as_deref(), &error)),
+        }
+    }
+
+    async fn handle(&self, header: &Header, said: &[u8]) -> Result<Option<Value>, Error> {
+        let id = header.id().ok_or_else(|| {
+            let named = header.tool_call_id.as_deref().unwrap_or("nothing");
+            Error::refused(Code::NotFound, format!("there is no call \"{named}\""))
+        })?;
+        match header.kind.as_str() {
+            "tool_ack" => {
+                self.engine.take(&self.caller, &id, &self.client_id, header.attempt).await?;
+                Ok(None)
+            }
+            "tool_progress" => {
+                let body: ProgressBody = read(said)?;
+                let (_, attempt, progress) = body.split();
+                let by = Some(self.client_id.as_str());
+                self.engine.progress(&self.caller, &id, by, attempt, progress).await?;
+                Ok(None)
+            }
+            "tool_result" => {
+                let body: SubmitBody = read(said)?;
+                let report = body.said_by(&self.client_id).report()?;
+                let call = self.engine.report(&self.caller, &id, report).await?;
+                let status = call.status.as_str();
+                Ok(Some(json!({ "type": "result_ack", "tool_call_id": id, "status": status })))
+            }
+            other => {
+                let message = format!("there is no message of the type \"{other}\"");
+                Err(Error::refused(Code::BadRequest, message))
+            }
+        }
+    }
+}
+
+impl Header {
+    fn id(&self) -> Option<CallId> {
+        self.tool_call_id.as_ref()?.parse().ok()
+    }
+}
+
+fn parse_header(said: &str) -> Result<Header, Error> {
+    read(said.as_bytes())
+}
+
+fn read<T: serde::de::DeserializeOwned>(said: &[u8]) -> Result<T, Error> {
+    parse(said).map_err(Refused::into_error)
+}
+
+fn error_body(id: Option<&str>, error: &Error) -> Value {
+    let fault = match error {
+        Error::Refused { fault, .. } => fault.clone(),
+        Error::Internal(source) => {
+            tracing::error!(error = %source, "internal error");
+            Fault::new(Code::Internal, "internal error; see the server's log")
+        }
+    };
+    json!({ "type": "error", "tool_call_id": id, "error": FaultBody::from(&fault) })
+}
+
+fn text(body: &Value) -> Frame {
+    Frame::Text(body.to_string().into())
+}

@@ -1,0 +1,143 @@
+//! Reporting on a call: taken, progress, result.
+
+use axum::Json;
+use axum::extract::State;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use toolcrib::Progress;
+use toolcrib::engine::Report;
+use toolcrib::fault::{Code, Error, Fault};
+use utoipa::ToSchema;
+
+use super::super::Door;
+use super::super::answer::{Problem, Refused};
+use super::super::question::{Body, CallPath, Who};
+use super::super::wire::reported_fault;
+
+/// How a call went.
+#[derive(Deserialize, ToSchema)]
+pub(super) struct SubmitBody {
+    /// `SUCCEEDED` or `FAILED`.
+    status: String,
+    #[serde(default)]
+    #[schema(value_type = Option<Object>)]
+    result: Option<toolcrib::Json>,
+    /// A text, or `{message, code?, detail?, retryable?, happened?}`.
+    #[serde(default)]
+    #[schema(value_type = Option<Object>)]
+    error: Option<Value>,
+    /// Who says so; must own the call.
+    client_id: Option<String>,
+    /// Which attempt; the one that is out unless said.
+    attempt: Option<u32>,
+}
+
+impl SubmitBody {
+    pub(super) fn report(self) -> Result<Report, Error> {
+        let result = match self.status.to_uppercase().as_str() {
+            "SUCCEEDED" => Ok(self.result.unwrap_or_else(toolcrib::Json::null)),
+            "FAILED" => Err(reported_fault(self.error.as_ref())),
+            _ => {
+                let message = "status must be SUCCEEDED or FAILED";
+                return Err(Fault::new(Code::ValidationError, message).into());
+            }
+        };
+        Ok(Report { attempt: self.attempt, client_id: self.client_id, result })
+    }
+
+    pub(super) fn said_by(self, client_id: &str) -> Self {
+        Self { client_id: Some(client_id.to_owned()), ..self }
+    }
+}
+
+/// What the call is now.
+#[derive(Serialize, ToSchema)]
+pub(super) struct SubmittedBody {
+    ok: bool,
+    tool_call_id: String,
+    /// The call's status: the one submitted, or PENDING when it will be tried again.
+    status: &'static str,
+}
+
+/// Submits how a call went. The same again gets the same answer; another gets 409.
+#[utoipa::path(post, path = "/internal/tool_calls/{tool_call_id}/submit", tag = "providers",
+    params(("tool_call_id" = String, Path, description = "The ticket")),
+    request_body = SubmitBody,
+    responses((status = 200, body = SubmittedBody), (status = 403, body = Problem),
+        (status = 404, body = Problem), (status = 409, body = Problem)))]
+pub(super) async fn submit(
+    State(door): State<Door>,
+    Who(caller): Who,
+    CallPath(id): CallPath,
+    Body(body): Body<SubmitBody>,
+) -> Result<Json<SubmittedBody>, Refused> {
+    let call = door.engine.report(&caller, &id, body.report()?).await?;
+    let (tool_call_id, status) = (id.to_string(), call.status.as_str());
+    Ok(Json(SubmittedBody { ok: true, tool_call_id, status }))
+}
+
+/// Who has taken it.
+#[derive(Deserialize, ToSchema)]
+pub(super) struct AckBody {
+    client_id: String,
+    attempt: Option<u32>,
+}
+
+/// Takes a call: it is RUNNING from here on, and with this client.
+#[utoipa::path(post, path = "/internal/tool_calls/{tool_call_id}/ack", tag = "providers",
+    params(("tool_call_id" = String, Path, description = "The ticket")),
+    request_body = AckBody,
+    responses((status = 200, body = SubmittedBody), (status = 403, body = Problem),
+        (status = 404, body = Problem), (status = 409, body = Problem)))]
+pub(super) async fn ack(
+    State(door): State<Door>,
+    Who(caller): Who,
+    CallPath(id): CallPath,
+    Body(body): Body<AckBody>,
+) -> Result<Json<SubmittedBody>, Refused> {
+    let call = door.engine.take(&caller, &id, &body.client_id, body.attempt).await?;
+    let (tool_call_id, status) = (id.to_string(), call.status.as_str());
+    Ok(Json(SubmittedBody { ok: true, tool_call_id, status }))
+}
+
+/// How far a call is.
+#[derive(Deserialize, ToSchema)]
+pub(super) struct ProgressBody {
+    client_id: Option<String>,
+    attempt: Option<u32>,
+    /// 0 to 100.
+    percent: Option<f64>,
+    message: Option<String>,
+    #[schema(value_type = Option<Object>)]
+    data: Option<Value>,
+}
+
+impl ProgressBody {
+    pub(super) fn split(self) -> (Option<String>, Option<u32>, Progress) {
+        let Self { client_id, attempt, percent, message, data } = self;
+        (client_id, attempt, Progress { percent, message, data })
+    }
+}
+
+/// Taken note of.
+#[derive(Serialize, ToSchema)]
+pub(super) struct NotedBody {
+    ok: bool,
+}
+
+/// Says how far a call is; shown on its event stream.
+#[utoipa::path(post, path = "/internal/tool_calls/{tool_call_id}/progress", tag = "providers",
+    params(("tool_call_id" = String, Path, description = "The ticket")),
+    request_body = ProgressBody,
+    responses((status = 200, body = NotedBody), (status = 403, body = Problem),
+        (status = 404, body = Problem), (status = 409, body = Problem)))]
+pub(super) async fn progress(
+    State(door): State<Door>,
+    Who(caller): Who,
+    CallPath(id): CallPath,
+    Body(body): Body<ProgressBody>,
+) -> Result<Json<NotedBody>, Refused> {
+    let (client_id, attempt, progress) = body.split();
+    door.engine.progress(&caller, &id, client_id.as_deref(), attempt, progress).await?;
+    Ok(Json(NotedBody { ok: true }))
+}

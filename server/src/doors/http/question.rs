@@ -1,0 +1,120 @@
+//! Reading requests: who asks, the body, ids in the path. What cannot be read is answered with
+//! the place of the fault.
+
+use axum::RequestPartsExt;
+use axum::body::Bytes;
+use axum::extract::rejection::{PathRejection, QueryRejection};
+use axum::extract::{FromRequest, FromRequestParts, Path, Query, Request};
+use axum::http::request::Parts;
+use futures::StreamExt;
+use serde::de::DeserializeOwned;
+use toolcrib::fault::{Code, Error};
+use toolcrib::json::{NotJson, check_depth};
+use toolcrib::{CallId, Caller};
+
+use super::Door;
+use super::answer::Refused;
+use crate::auth;
+
+/// Who asks.
+pub(super) struct Who(pub(super) Caller);
+
+impl FromRequestParts<Door> for Who {
+    type Rejection = Refused;
+
+    async fn from_request_parts(parts: &mut Parts, door: &Door) -> Result<Self, Refused> {
+        Ok(Self(auth::caller(&door.engine, &parts.headers)?))
+    }
+}
+
+/// A JSON body.
+pub(super) struct Body<T>(pub(super) T);
+
+impl<T: DeserializeOwned> FromRequest<Door> for Body<T> {
+    type Rejection = Refused;
+
+    async fn from_request(request: Request, door: &Door) -> Result<Self, Refused> {
+        let bytes = read(request, door.settings.max_body_bytes).await?;
+        // An empty body reads as an empty object: every field may have its default.
+        let bytes = if bytes.is_empty() { Bytes::from_static(b"{}") } else { bytes };
+        Ok(Self(parse(&bytes)?))
+    }
+}
+
+/// A JSON document that fits `T`, or where it does not.
+pub(super) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Refused> {
+    let unreadable = |error: NotJson| {
+        Error::refused(Code::BadRequest, format!("the body cannot be read: {error}"))
+    };
+    check_depth(bytes).map_err(unreadable)?;
+    Ok(serde_json::from_slice(bytes).map_err(|error| unreadable(error.into()))?)
+}
+
+/// The whole body, or 413 before more than the limit was kept.
+async fn read(request: Request, limit: usize) -> Result<Bytes, Refused> {
+    let too_large = || {
+        Error::refused(
+            Code::PayloadTooLarge,
+            format!("the body is over the limit of {limit} bytes"),
+        )
+    };
+    let length = request.headers().get(axum::http::header::CONTENT_LENGTH);
+    let length = length.and_then(|value| value.to_str().ok()?.parse::<usize>().ok());
+    if length.is_some_and(|length| length > limit) {
+        return Err(too_large().into());
+    }
+    let mut chunks = request.into_body().into_data_stream();
+    let mut body = Vec::with_capacity(length.unwrap_or(0));
+    while let Some(chunk) = chunks.next().await {
+        let chunk =
+            chunk.map_err(|_| Error::refused(Code::BadRequest, "the body ended before its end"))?;
+        if body.len() + chunk.len() > limit {
+            return Err(too_large().into());
+        }
+        body.extend_from_slice(&chunk);
+    }
+    Ok(body.into())
+}
+
+/// A call's id from the path. What is not an id names no call.
+pub(super) struct CallPath(pub(super) CallId);
+
+impl FromRequestParts<Door> for CallPath {
+    type Rejection = Refused;
+
+    async fn from_request_parts(parts: &mut Parts, _door: &Door) -> Result<Self, Refused> {
+        let path: Result<Path<String>, PathRejection> = parts.extract().await;
+        let text = path.map(|Path(text)| text).unwrap_or_default();
+        let shown: String = text.chars().take(80).collect();
+        let unknown = |_| Error::refused(Code::NotFound, format!("there is no call \"{shown}\""));
+        Ok(Self(text.parse().map_err(unknown)?))
+    }
+}
+
+/// A name from the path.
+pub(super) struct NamePath(pub(super) String);
+
+impl FromRequestParts<Door> for NamePath {
+    type Rejection = Refused;
+
+    async fn from_request_parts(parts: &mut Parts, _door: &Door) -> Result<Self, Refused> {
+        let path: Result<Path<String>, PathRejection> = parts.extract().await;
+        let unreadable = |_| Error::refused(Code::BadRequest, "the path is not UTF-8");
+        Ok(Self(path.map_err(unreadable)?.0))
+    }
+}
+
+/// Query parameters, with a refusal in our own words.
+pub(super) struct Asked<T>(pub(super) T);
+
+impl<T: DeserializeOwned + 'static> FromRequestParts<Door> for Asked<T> {
+    type Rejection = Refused;
+
+    async fn from_request_parts(parts: &mut Parts, _door: &Door) -> Result<Self, Refused> {
+        let query: Result<Query<T>, QueryRejection> = parts.extract().await;
+        query.map(|Query(asked)| Self(asked)).map_err(|error| {
+            Error::refused(Code::BadRequest, format!("a query parameter: {}", error.body_text()))
+                .into()
+        })
+    }
+}

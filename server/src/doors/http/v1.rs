@@ -1,0 +1,29 @@
+//! HTTP v1: for agents, and for who operates the crib.
+
+mod admin;
+mod calls;
+mod events;
+mod tools;
+
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use super::Door;
+
+pub(super) fn routes() -> OpenApiRouter<Door> {
+    OpenApiRouter::new()
+        .routes(routes!(tools::list))
+        .routes(routes!(tools::show))
+        .routes(routes!(tools::invoke))
+        .routes(routes!(calls::list))
+        .routes(routes!(calls::show))
+        .routes(routes!(calls::cancel))
+        .routes(routes!(events::of_call))
+        .routes(routes!(events::of_run))
+        .routes(routes!(events::of_project))
+        .routes(routes!(admin::list_keys, admin::create_key))
+        .routes(routes!(admin::revoke_key))
+        .routes(routes!(admin::list_rules, admin::put_rule, admin::drop_rule))
+        .routes(routes!(admin::audit))
+        .routes(routes!(admin::clients))
+}

@@ -1,0 +1,276 @@
+//! Keys, rules, clients and the audit log: for an admin's key, or the operator at the machine.
+
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+use serde::{Deserialize, Serialize};
+use toolcrib::directory::{AuditEntry, Key};
+use toolcrib::engine::NewKey;
+use toolcrib::fault::{Code, Error};
+use toolcrib::policy::{Rule, Verdict};
+use toolcrib::{Caller, Role};
+use utoipa::{IntoParams, ToSchema};
+
+use super::super::Door;
+use super::super::answer::{Problem, Refused};
+use super::super::question::{Asked, Body, NamePath, Who};
+use crate::auth::new_secret;
+
+/// A key without its secret.
+#[derive(Serialize, ToSchema)]
+pub(super) struct KeyBody {
+    id: String,
+    project: String,
+    agent: String,
+    role: String,
+    /// Unix seconds.
+    created_at: u64,
+    created_at_ms: u64,
+    revoked_at_ms: Option<u64>,
+}
+
+impl From<&Key> for KeyBody {
+    fn from(key: &Key) -> Self {
+        Self {
+            id: key.id.clone(),
+            project: key.project.clone(),
+            agent: key.agent.clone(),
+            role: key.role.as_str().to_owned(),
+            created_at: key.created_ms / 1_000,
+            created_at_ms: key.created_ms,
+            revoked_at_ms: key.revoked_ms,
+        }
+    }
+}
+
+/// All keys.
+#[derive(Serialize, ToSchema)]
+pub(super) struct KeyList {
+    keys: Vec<KeyBody>,
+}
+
+/// Lists the project's keys, without secrets.
+#[utoipa::path(get, path = "/v1/keys", tag = "operators",
+    responses((status = 200, body = KeyList), (status = 403, body = Problem)))]
+pub(super) async fn list_keys(
+    State(door): State<Door>,
+    Who(caller): Who,
+) -> Result<Json<KeyList>, Refused> {
+    let keys = door.engine.keys(&caller)?;
+    Ok(Json(KeyList { keys: keys.iter().map(KeyBody::from).collect() }))
+}
+
+/// A key to make.
+#[derive(Deserialize, ToSchema)]
+pub(super) struct NewKeyBody {
+    agent: String,
+    /// The caller's own unless said.
+    project: Option<String>,
+    /// `agent`, `provider` or `admin`; `agent` unless said.
+    role: Option<String>,
+    /// Patterns of tools the agent may call from the start.
+    allow: Option<Vec<String>>,
+}
+
+/// A new key with its secret.
+#[derive(Serialize, ToSchema)]
+pub(super) struct ShownKeyBody {
+    #[serde(flatten)]
+    shown: KeyBody,
+    /// The secret: shown this once, and not kept.
+    key: String,
+}
+
+/// Makes a key. Its secret is in the answer and nowhere else.
+#[utoipa::path(post, path = "/v1/keys", tag = "operators", request_body = NewKeyBody,
+    responses((status = 201, body = ShownKeyBody), (status = 403, body = Problem),
+        (status = 422, body = Problem)))]
+pub(super) async fn create_key(
+    State(door): State<Door>,
+    Who(caller): Who,
+    Body(body): Body<NewKeyBody>,
+) -> Result<(StatusCode, Json<ShownKeyBody>), Refused> {
+    let role = match body.role.as_deref() {
+        None => Role::Agent,
+        Some(text) => text.parse().map_err(|()| {
+            Error::refused(Code::ValidationError, "role must be agent, provider or admin")
+        })?,
+    };
+    let mut allow = body.allow.unwrap_or_default();
+    if role == Role::Agent {
+        allow.extend(door.settings.default_allow.iter().cloned());
+    }
+    let project = body.project.unwrap_or_else(|| caller.project.clone());
+    let new = NewKey { project, agent: body.agent, role, allow };
+    let shown = door.engine.create_key(&caller, new, new_secret()).await?;
+    let body = ShownKeyBody { shown: KeyBody::from(&shown.key), key: shown.secret };
+    Ok((StatusCode::CREATED, Json(body)))
+}
+
+/// Makes a key useless, at once.
+#[utoipa::path(delete, path = "/v1/keys/{id}", tag = "operators",
+    params(("id" = String, Path, description = "The key's id, key_…")),
+    responses((status = 204), (status = 404, body = Problem)))]
+pub(super) async fn revoke_key(
+    State(door): State<Door>,
+    Who(caller): Who,
+    NamePath(id): NamePath,
+) -> Result<StatusCode, Refused> {
+    door.engine.revoke_key(&caller, &id).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// A line of the whitelist.
+#[derive(Serialize, Deserialize, ToSchema)]
+pub(super) struct RuleBody {
+    /// An agent, or `*`.
+    agent: String,
+    /// `weather.query`, `weather.*`, `*`.
+    pattern: String,
+    /// `allow` or `deny`; deny wins.
+    verdict: String,
+}
+
+/// The project's rules.
+#[derive(Serialize, ToSchema)]
+pub(super) struct RuleList {
+    rules: Vec<RuleBody>,
+}
+
+/// Lists the project's rules.
+#[utoipa::path(get, path = "/v1/rules", tag = "operators",
+    responses((status = 200, body = RuleList), (status = 403, body = Problem)))]
+pub(super) async fn list_rules(
+    State(door): State<Door>,
+    Who(caller): Who,
+) -> Result<Json<RuleList>, Refused> {
+    let rules = door.engine.rules(&caller)?;
+    let body = |rule: &Rule| RuleBody {
+        agent: rule.agent.clone(),
+        pattern: rule.pattern.clone(),
+        verdict: rule.verdict.as_str().to_owned(),
+    };
+    Ok(Json(RuleList { rules: rules.iter().map(body).collect() }))
+}
+
+/// Allows or denies tools to an agent, from the next call on.
+#[utoipa::path(put, path = "/v1/rules", tag = "operators", request_body = RuleBody,
+    responses((status = 200, body = RuleBody), (status = 403, body = Problem),
+        (status = 422, body = Problem)))]
+pub(super) async fn put_rule(
+    State(door): State<Door>,
+    Who(caller): Who,
+    Body(body): Body<RuleBody>,
+) -> Result<Json<RuleBody>, Refused> {
+    let verdict = match body.verdict.as_str() {
+        "allow" => Verdict::Allow,
+        "deny" => Verdict::Deny,
+        _ => {
+            let message = "verdict must be allow or deny";
+            return Err(Error::refused(Code::ValidationError, message).into());
+        }
+    };
+    let (agent, pattern) = (body.agent.clone(), body.pattern.clone());
+    let rule = Rule { project: caller.project.clone(), agent, pattern, verdict };
+    door.engine.set_rule(&caller, rule).await?;
+    Ok(Json(body))
+}
+
+/// Which rule.
+#[derive(Deserialize, IntoParams)]
+pub(super) struct WhichRule {
+    agent: String,
+    pattern: String,
+}
+
+/// Takes a rule back.
+#[utoipa::path(delete, path = "/v1/rules", tag = "operators", params(WhichRule),
+    responses((status = 204), (status = 404, body = Problem)))]
+pub(super) async fn drop_rule(
+    State(door): State<Door>,
+    Who(caller): Who,
+    Asked(which): Asked<WhichRule>,
+) -> Result<StatusCode, Refused> {
+    let project = caller.project.clone();
+    door.engine.remove_rule(&caller, &project, &which.agent, &which.pattern).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// One line of the audit log.
+#[derive(Serialize, ToSchema)]
+pub(super) struct AuditBody {
+    at_ms: u64,
+    agent: String,
+    /// `call.denied`, `key.created`, `key.revoked`, `rule.set` or `rule.removed`.
+    action: String,
+    subject: String,
+    reason: String,
+}
+
+impl From<AuditEntry> for AuditBody {
+    fn from(entry: AuditEntry) -> Self {
+        let AuditEntry { at_ms, agent, action, subject, reason, .. } = entry;
+        Self { at_ms, agent, action, subject, reason }
+    }
+}
+
+/// What was denied and changed, newest first.
+#[derive(Serialize, ToSchema)]
+pub(super) struct AuditList {
+    audit: Vec<AuditBody>,
+}
+
+/// How many.
+#[derive(Deserialize, IntoParams)]
+pub(super) struct HowMany {
+    /// 1 to 1000, 100 unless said.
+    limit: Option<usize>,
+}
+
+/// Shows what was denied and what was changed, newest first.
+#[utoipa::path(get, path = "/v1/audit", tag = "operators", params(HowMany),
+    responses((status = 200, body = AuditList), (status = 403, body = Problem)))]
+pub(super) async fn audit(
+    State(door): State<Door>,
+    Who(caller): Who,
+    Asked(how_many): Asked<HowMany>,
+) -> Result<Json<AuditList>, Refused> {
+    let limit = how_many.limit.unwrap_or(100).clamp(1, 1_000);
+    let entries = door.engine.audit_log(&caller, limit).await?;
+    Ok(Json(AuditList { audit: entries.into_iter().map(AuditBody::from).collect() }))
+}
+
+/// A client.
+#[derive(Serialize, ToSchema)]
+pub(super) struct ClientBody {
+    client_id: String,
+    connections: usize,
+    /// Requests it has and has not answered.
+    in_hand: usize,
+    tools: Vec<String>,
+    last_seen_ms: u64,
+}
+
+/// The clients seen since the start.
+#[derive(Serialize, ToSchema)]
+pub(super) struct ClientList {
+    clients: Vec<ClientBody>,
+}
+
+/// Shows the clients that are or were connected.
+#[utoipa::path(get, path = "/v1/clients", tag = "operators",
+    responses((status = 200, body = ClientList), (status = 403, body = Problem)))]
+pub(super) async fn clients(
+    State(door): State<Door>,
+    Who(caller): Who,
+) -> Result<Json<ClientList>, Refused> {
+    let caller: Caller = caller;
+    let clients = door.engine.clients(&caller)?.into_iter().map(|view| ClientBody {
+        client_id: view.client_id,
+        connections: view.connections,
+        in_hand: view.in_hand,
+        tools: view.tools,
+        last_seen_ms: view.last_seen_ms,
+    });
+    Ok(Json(ClientList { clients: clients.collect() }))
+}

@@ -1,0 +1,153 @@
+//! Calls: showing, listing, canceling.
+
+use axum::Json;
+use axum::extract::State;
+use axum::http::{HeaderValue, header};
+use axum::response::{IntoResponse, Response};
+use serde::{Deserialize, Serialize};
+use toolcrib::engine::CallQuery;
+use toolcrib::fault::{Code, Error};
+use toolcrib::{Call, Status};
+use utoipa::{IntoParams, ToSchema};
+
+use super::super::Door;
+use super::super::answer::{Problem, Refused};
+use super::super::question::{Asked, Body, CallPath, Who};
+use super::super::wire::CallBody;
+use super::tools::Wait;
+
+/// Shows a call; with `wait_ms`, once it has ended or the time is over.
+#[utoipa::path(get, path = "/v1/tool_calls/{tool_call_id}", tag = "agents",
+    params(("tool_call_id" = String, Path, description = "The ticket"), Wait),
+    responses((status = 200, body = CallBody), (status = 404, body = Problem)))]
+pub(super) async fn show(
+    State(door): State<Door>,
+    Who(caller): Who,
+    CallPath(id): CallPath,
+    Asked(wait): Asked<Wait>,
+) -> Result<Response, Refused> {
+    let call = match wait.wait_ms {
+        None | Some(0) => door.engine.call(&caller, &id).await?,
+        Some(wait_ms) => door.engine.wait(&caller, &id, wait_ms).await?,
+    };
+    Ok(shown(&call))
+}
+
+fn shown(call: &Call) -> Response {
+    let mut answer = Json(CallBody::from(call)).into_response();
+    if !call.status.is_terminal() {
+        // A hint for who polls without wait_ms.
+        answer.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+    }
+    answer
+}
+
+/// Which calls to list.
+#[derive(Deserialize, IntoParams)]
+pub(super) struct Listing {
+    /// Only of this run.
+    run_id: Option<String>,
+    /// Only of this tool.
+    tool_name: Option<String>,
+    /// Only in this status.
+    status: Option<String>,
+    /// Only made since then: Unix seconds or milliseconds, or an RFC 3339 time.
+    since: Option<String>,
+    /// At most so many: 1 to 200, 50 unless said.
+    limit: Option<u64>,
+    /// `next_cursor` of the page before.
+    cursor: Option<String>,
+}
+
+/// A page of calls, newest first.
+#[derive(Serialize, ToSchema)]
+pub(super) struct CallList {
+    tool_calls: Vec<CallBody>,
+    /// For the next page; none on the last.
+    next_cursor: Option<String>,
+}
+
+/// Lists the project's calls, newest first.
+#[utoipa::path(get, path = "/v1/tool_calls", tag = "agents", params(Listing),
+    responses((status = 200, body = CallList), (status = 422, body = Problem)))]
+pub(super) async fn list(
+    State(door): State<Door>,
+    Who(caller): Who,
+    Asked(listing): Asked<Listing>,
+) -> Result<Json<CallList>, Refused> {
+    let page = door.engine.calls(&caller, query(listing)?).await?;
+    Ok(Json(CallList {
+        tool_calls: page.calls.iter().map(CallBody::from).collect(),
+        next_cursor: page.before.map(|id| id.to_string()),
+    }))
+}
+
+fn query(listing: Listing) -> Result<CallQuery, Error> {
+    let invalid = |message: String| Error::refused(Code::ValidationError, message);
+    let status = match listing.status.as_deref() {
+        None | Some("") => None,
+        Some(text) => Some(text.to_uppercase().parse::<Status>().map_err(|()| {
+            let known: Vec<&str> = Status::ALL.iter().map(|status| status.as_str()).collect();
+            invalid(format!("status must be one of {}", known.join(", ")))
+        })?),
+    };
+    let since_ms = match listing.since.as_deref() {
+        None | Some("") => None,
+        Some(text) => Some(time(text).ok_or_else(|| {
+            invalid("since must be Unix seconds or milliseconds, or an RFC 3339 time".into())
+        })?),
+    };
+    let before = match listing.cursor.as_deref() {
+        None | Some("") => None,
+        Some(text) => {
+            let unknown = |_| invalid("cursor is not one that was given out".into());
+            Some(text.parse().map_err(unknown)?)
+        }
+    };
+    let limit = listing.limit.unwrap_or(50);
+    if !(1..=200).contains(&limit) {
+        return Err(invalid("limit must be from 1 to 200".into()));
+    }
+    Ok(CallQuery {
+        run_id: listing.run_id,
+        tool_name: listing.tool_name,
+        status,
+        since_ms,
+        before,
+        limit: limit as usize,
+    })
+}
+
+/// Unix milliseconds of a time as people and programs write it.
+fn time(text: &str) -> Option<u64> {
+    // Seconds stay below this until the year 5138; milliseconds have been above it since 1973.
+    const SECONDS_BELOW: u64 = 100_000_000_000;
+    if let Ok(number) = text.parse::<u64>() {
+        return Some(if number < SECONDS_BELOW { number * 1_000 } else { number });
+    }
+    let time: jiff::Timestamp = text.parse().ok()?;
+    u64::try_from(time.as_millisecond()).ok()
+}
+
+/// Why it is not wanted any more.
+#[derive(Deserialize, ToSchema)]
+pub(super) struct CancelBody {
+    reason: Option<String>,
+}
+
+/// Cancels a call: whoever executes it is told. Canceling twice is the same as once.
+#[utoipa::path(post, path = "/v1/tool_calls/{tool_call_id}/cancel", tag = "agents",
+    params(("tool_call_id" = String, Path, description = "The ticket")),
+    request_body = CancelBody,
+    responses((status = 200, body = CallBody), (status = 404, body = Problem),
+        (status = 409, description = "It has ended otherwise", body = Problem)))]
+pub(super) async fn cancel(
+    State(door): State<Door>,
+    Who(caller): Who,
+    CallPath(id): CallPath,
+    Body(body): Body<CancelBody>,
+) -> Result<Json<CallBody>, Refused> {
+    let reason = body.reason.map(|reason| reason.chars().take(500).collect());
+    let call = door.engine.cancel(&caller, &id, reason).await?;
+    Ok(Json(CallBody::from(call.as_ref())))
+}

@@ -1,0 +1,247 @@
+//! The forms of HTTP v1, and how the engine's types become them. The names and casing of the
+//! first fields of each are fixed; more may be added, none renamed.
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use toolcrib::call::{Call, Hold, Outcome};
+use toolcrib::engine::CatalogEntry;
+use toolcrib::event::Event;
+use toolcrib::fault::{Code, Fault};
+use toolcrib::json::Json;
+use utoipa::ToSchema;
+
+/// How a call or a request went wrong.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+pub(super) struct FaultBody {
+    /// From the table in docs/errors.md.
+    pub(super) code: String,
+    pub(super) message: String,
+    /// Structured facts: problems with pointers, nearest names, what it already is.
+    #[schema(value_type = Option<Object>)]
+    pub(super) detail: Option<Value>,
+    /// Whether the same again can succeed.
+    pub(super) retryable: bool,
+}
+
+impl From<&Fault> for FaultBody {
+    fn from(fault: &Fault) -> Self {
+        Self {
+            code: fault.code.as_str().to_owned(),
+            message: fault.message.clone(),
+            detail: fault.detail.clone(),
+            retryable: fault.retryable,
+        }
+    }
+}
+
+/// A tool.
+#[derive(Debug, Serialize, ToSchema)]
+pub(super) struct ToolBody {
+    name: String,
+    /// `server` or `client`.
+    source: String,
+    /// JSON Schema of the arguments.
+    #[schema(value_type = Object)]
+    schema: Json,
+    timeout_ms: u64,
+    description: String,
+    /// Who executes it: `builtin`, `client`, `utp`, `mcp` or `http`.
+    executor: String,
+    /// `read`, `idempotent` or `irreversible`.
+    effect: String,
+    /// `low`, `medium`, `high` or `critical`.
+    risk: String,
+    #[schema(value_type = Option<Object>)]
+    output_schema: Option<Json>,
+    #[schema(value_type = Option<Object>)]
+    metadata: Option<Json>,
+    /// A fingerprint of the definition.
+    version: String,
+}
+
+impl From<&CatalogEntry> for ToolBody {
+    fn from(entry: &CatalogEntry) -> Self {
+        let tool = &entry.definition;
+        Self {
+            name: tool.name.clone(),
+            source: tool.executor.source().to_owned(),
+            schema: tool.input_schema.clone(),
+            timeout_ms: tool.timeout_ms,
+            description: tool.description.clone(),
+            executor: tool.executor.as_str().to_owned(),
+            effect: tool.effect.as_str().to_owned(),
+            risk: tool.risk.as_str().to_owned(),
+            output_schema: tool.output_schema.clone(),
+            metadata: tool.metadata.clone(),
+            version: entry.version.clone(),
+        }
+    }
+}
+
+/// A call, with its outcome once it has one.
+#[derive(Debug, Serialize, ToSchema)]
+pub(super) struct CallBody {
+    #[schema(value_type = String)]
+    tool_call_id: String,
+    run_id: String,
+    tool_name: String,
+    /// `server` or `client`.
+    source: &'static str,
+    /// `PENDING`, `RUNNING`, `SUCCEEDED`, `FAILED`, `TIMEOUT` or `CANCELED`.
+    status: &'static str,
+    #[schema(value_type = Object)]
+    args: Json,
+    #[schema(value_type = Option<Object>)]
+    result: Option<Json>,
+    error: Option<FaultBody>,
+    /// Unix seconds.
+    created_at: u64,
+    /// Unix seconds.
+    completed_at: Option<u64>,
+    created_at_ms: u64,
+    started_at_ms: Option<u64>,
+    completed_at_ms: Option<u64>,
+    /// When it ends as TIMEOUT.
+    deadline_at_ms: u64,
+    /// While PENDING: `queue`, `retry` or `parked`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    hold: Option<HoldBody>,
+    /// The attempt under way, or the last one.
+    attempt: u32,
+    /// `builtin`, `client`, `utp`, `mcp` or `http`.
+    executor: &'static str,
+    effect: &'static str,
+    /// The tool that really ran: another than `tool_name` after a fallback.
+    ran_tool: String,
+    agent: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    call_id: Option<String>,
+    /// The client it is pinned to.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    client_id: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    user_id: Option<String>,
+    /// The client that took it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    taken_by: Option<String>,
+    outcome: Option<OutcomeBody>,
+}
+
+/// Why a PENDING call waits.
+#[derive(Debug, Serialize, ToSchema)]
+pub(super) struct HoldBody {
+    reason: &'static str,
+    /// When its next attempt is due.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    until_ms: Option<u64>,
+}
+
+/// How a call ended.
+#[derive(Debug, Serialize, ToSchema)]
+pub(super) struct OutcomeBody {
+    ok: bool,
+    #[schema(value_type = Option<Object>)]
+    data: Option<Json>,
+    error: Option<FaultBody>,
+    metrics: MetricsBody,
+}
+
+/// What it took.
+#[derive(Debug, Serialize, ToSchema)]
+pub(super) struct MetricsBody {
+    latency_ms: u64,
+    retries: u32,
+    queue_ms: u64,
+    attempts: u32,
+}
+
+impl From<&Outcome> for OutcomeBody {
+    fn from(outcome: &Outcome) -> Self {
+        Self {
+            ok: outcome.ok,
+            data: outcome.data.clone(),
+            error: outcome.error.as_ref().map(FaultBody::from),
+            metrics: MetricsBody {
+                latency_ms: outcome.metrics.latency_ms,
+                retries: outcome.metrics.retries,
+                queue_ms: outcome.metrics.queue_ms,
+                attempts: outcome.metrics.attempts,
+            },
+        }
+    }
+}
+
+impl From<&Call> for CallBody {
+    fn from(call: &Call) -> Self {
+        let outcome = call.outcome.as_ref();
+        Self {
+            tool_call_id: call.id.to_string(),
+            run_id: call.run_id.clone(),
+            tool_name: call.tool_name.clone(),
+            source: call.target.executor.source(),
+            status: call.status.as_str(),
+            args: call.target.args.clone(),
+            result: outcome.and_then(|outcome| outcome.data.clone()),
+            error: outcome.and_then(|outcome| outcome.error.as_ref()).map(FaultBody::from),
+            created_at: call.created_ms / 1_000,
+            completed_at: call.completed_ms.map(|ms| ms / 1_000),
+            created_at_ms: call.created_ms,
+            started_at_ms: call.started_ms,
+            completed_at_ms: call.completed_ms,
+            deadline_at_ms: call.deadline_ms,
+            hold: call.hold.map(|hold| HoldBody {
+                reason: hold.as_str(),
+                until_ms: match hold {
+                    Hold::Retry { at_ms } => Some(at_ms),
+                    _ => None,
+                },
+            }),
+            attempt: call.attempt,
+            executor: call.target.executor.as_str(),
+            effect: call.target.effect.as_str(),
+            ran_tool: call.target.tool.clone(),
+            agent: call.asked.agent.clone(),
+            call_id: call.asked.call_id.clone(),
+            client_id: call.asked.client_id.clone(),
+            user_id: call.asked.user_id.clone(),
+            taken_by: call.taken_by.clone(),
+            outcome: outcome.map(OutcomeBody::from),
+        }
+    }
+}
+
+/// An event as the data of an SSE message.
+pub(super) fn event_text(event: &Event) -> String {
+    let mut body = Map::new();
+    body.insert("number".into(), event.number.into());
+    body.insert("type".into(), event.record.kind.as_str().into());
+    body.insert("tool_call_id".into(), event.call_id.to_string().into());
+    body.insert("at_ms".into(), event.record.at_ms.into());
+    body.insert("attempt".into(), event.record.attempt.into());
+    body.extend(event.record.data.clone());
+    Value::Object(body).to_string()
+}
+
+/// A failure as a provider reports it: a text, or an object with at least a message.
+pub(super) fn reported_fault(error: Option<&Value>) -> Fault {
+    let text = |name: &str| error.and_then(|e| e.get(name)).and_then(Value::as_str);
+    let message = match error {
+        None | Some(Value::Null) => "the tool failed and did not say why".to_owned(),
+        Some(Value::String(message)) => message.clone(),
+        Some(other) => text("message").map_or_else(|| other.to_string(), str::to_owned),
+    };
+    let message = message.chars().take(8_000).collect::<String>();
+    let code = text("code").and_then(Code::parse).unwrap_or(Code::RuntimeError);
+    let mut fault = Fault::new(code, message);
+    if let Some(retryable) = error.and_then(|e| e.get("retryable")).and_then(Value::as_bool) {
+        fault = fault.retryable(retryable);
+    }
+    // Only the provider can know that nothing was done; then even an irreversible tool may retry.
+    if error.and_then(|e| e.get("happened")).and_then(Value::as_bool) == Some(false) {
+        fault = fault.not_happened();
+    }
+    match error.and_then(|e| e.get("detail")).filter(|detail| !detail.is_null()) {
+        Some(detail) => fault.with_detail(detail.clone()),
+        None => fault,
+    }
+}

@@ -1,0 +1,14 @@
+//! Toolcrib's server: sources, doors, configuration and the command line around the engine.
+//!
+//! `assemble` constructs and connects everything; `serve` runs it. Doors know the engine and their
+//! own wire forms and nothing else; sources know their protocol and nothing else.
+
+pub mod assemble;
+pub mod auth;
+pub mod bench_fill;
+pub mod cli;
+pub mod config;
+pub mod doors;
+pub mod serve;
+pub mod sources;
+pub mod telemetry;

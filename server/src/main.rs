@@ -1,0 +1,26 @@
+//! The binary `toolcrib`: reads the command line, makes the runtime, runs the command.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let ready = match toolcrib_server::cli::read(std::env::args_os().collect()) {
+        Ok(ready) => ready,
+        Err(code) => return code.into(),
+    };
+    let mut builder = if ready.serves() {
+        tokio::runtime::Builder::new_multi_thread()
+    } else {
+        tokio::runtime::Builder::new_current_thread()
+    };
+    let runtime = match builder.enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            eprintln!("error: the runtime cannot be started: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    let code = runtime.block_on(toolcrib_server::cli::run(ready));
+    // A blocking read that nobody waits for any more must not keep the process.
+    runtime.shutdown_background();
+    code.into()
+}

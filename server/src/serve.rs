@@ -1,0 +1,192 @@
+//! Running the server: listening, the first screen, and stopping in order.
+//!
+//! Connections are limited in number and in how long they may take to say what they want, so a
+//! thousand silent ones cost a little memory and nothing else. On SIGTERM or Ctrl-C the server
+//! takes no more calls, lets what runs finish within a limit, and leaves the rest to the next
+//! start, which settles it.
+
+use std::convert::Infallible;
+use std::io::IsTerminal;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use axum::Router;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use toolcrib::{Caller, Engine};
+use tower::Service;
+
+use crate::config::Config;
+use crate::{assemble, telemetry};
+
+/// How long connections may take to finish after the calls have.
+const HANG_UP: Duration = Duration::from_secs(2);
+
+/// Runs the server until it is told to stop.
+pub async fn run(config: Config) -> anyhow::Result<()> {
+    let began = Instant::now();
+    telemetry::start_logging(&config.log.level, config.log.format);
+    let listener = bind(&config.listen).await?;
+    let address = listener.local_addr().context("the listener has no address")?;
+    let engine = assemble::engine(&config).await?;
+    refuse_open_door(&engine, address)?;
+    let router = crate::doors::http::router(assemble::door(&config, engine.clone()));
+    first_screen(&config, &engine, address, began.elapsed());
+    let stopping = CancellationToken::new();
+    let limits = Limits {
+        connections: config.limits.max_connections,
+        header: Duration::from_millis(config.limits.request_header_timeout_ms),
+    };
+    let connections = TaskTracker::new();
+    tokio::select! {
+        () = accept(&listener, router, &limits, &connections, &stopping) => {}
+        () = told_to_stop() => {}
+    }
+    tracing::info!("stopping: no more calls are taken, what runs may finish");
+    engine.shut_down(Duration::from_millis(config.shutdown.drain_ms)).await;
+    stopping.cancel();
+    connections.close();
+    let _ = tokio::time::timeout(HANG_UP, connections.wait()).await;
+    Ok(())
+}
+
+async fn bind(address: &str) -> anyhow::Result<TcpListener> {
+    TcpListener::bind(address).await.map_err(|error| {
+        let hint = match error.kind() {
+            std::io::ErrorKind::AddrInUse => {
+                "something listens there already; choose another with --listen 127.0.0.1:8081, or \
+                 ask toolcrib doctor"
+            }
+            std::io::ErrorKind::PermissionDenied => "ports below 1024 need more rights",
+            _ => "give an address such as 127.0.0.1:8080",
+        };
+        anyhow::anyhow!("cannot listen on {address}: {error}; {hint}")
+    })
+}
+
+/// Without keys, whoever reaches the server may do everything: so only loopback may reach it.
+fn refuse_open_door(engine: &Engine, address: SocketAddr) -> anyhow::Result<()> {
+    if address.ip().is_loopback() || engine.has_keys() {
+        return Ok(());
+    }
+    bail!(
+        "{address} is not a loopback address and there are no keys, so anybody could call your \
+         tools. Make a key first:\n\n    toolcrib keys create --agent operator --role admin\n\n\
+         or listen on 127.0.0.1"
+    )
+}
+
+fn first_screen(config: &Config, engine: &Engine, address: SocketAddr, took: Duration) {
+    let base = format!("http://{address}");
+    let tools = engine.tools(&Caller::local("default"));
+    let names: Vec<&str> = tools.iter().map(|tool| tool.definition.name.as_str()).collect();
+    tracing::info!(%address, data_dir = %config.data_dir.display(), tools = names.len(), "ready");
+    if !std::io::stdout().is_terminal() && std::env::var_os("TOOLCRIB_QUIET").is_some() {
+        return;
+    }
+    let keys = if engine.has_keys() { "needed (toolcrib keys)" } else { "none: loopback only" };
+    let file = crate::config::Config::file_in_use(None);
+    let settings = file.map_or("defaults".to_owned(), |path| path.display().to_string());
+    println!(
+        "\n  toolcrib {} ready in {} ms\n\n  \
+         API       {base}/v1\n  \
+         Docs      {base}/docs\n  \
+         Data      {}\n  \
+         Settings  {settings}\n  \
+         Keys      {keys}\n  \
+         Tools     {} built in: {}\n\n  \
+         Try       toolcrib call calculation.eval expression='2*21'\n  \
+         or        curl -s '{base}/v1/tools/calculation.eval/invoke?wait_ms=5000' \\\n  \
+         {:>10}-d '{{\"run_id\":\"run_001\",\"args\":{{\"expression\":\"2*21\"}}}}'\n",
+        env!("CARGO_PKG_VERSION"),
+        took.as_millis(),
+        config.data_dir.display(),
+        names.len(),
+        names.join("  "),
+        "",
+    );
+}
+
+struct Limits {
+    connections: usize,
+    header: Duration,
+}
+
+async fn accept(
+    listener: &TcpListener,
+    router: Router,
+    limits: &Limits,
+    connections: &TaskTracker,
+    stopping: &CancellationToken,
+) {
+    let places = Arc::new(Semaphore::new(limits.connections));
+    loop {
+        // Beyond the limit, connections wait in the system's own queue until one ends.
+        let Ok(place) = places.clone().acquire_owned().await else { return };
+        let stream = match listener.accept().await {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                // Out of file descriptors, most likely: it passes when connections end.
+                tracing::warn!(%error, "a connection could not be accepted");
+                tokio::time::sleep(Duration::from_millis(50)).await;
+                continue;
+            }
+        };
+        let (router, stopping, header) = (router.clone(), stopping.clone(), limits.header);
+        connections.spawn(async move {
+            serve_connection(stream, router, header, stopping).await;
+            drop(place);
+        });
+    }
+}
+
+async fn serve_connection(
+    stream: TcpStream,
+    router: Router,
+    header: Duration,
+    stopping: CancellationToken,
+) {
+    // Answers are small and whole: holding them back for more would only delay them.
+    let _ = stream.set_nodelay(true);
+    let service = hyper::service::service_fn(
+        move |request: hyper::Request<hyper::body::Incoming>| {
+            let mut router = router.clone();
+            async move { Ok::<_, Infallible>(router.call(request.map(axum::body::Body::new)).await?) }
+        },
+    );
+    let connection = hyper::server::conn::http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(header)
+        .serve_connection(TokioIo::new(stream), service)
+        .with_upgrades();
+    let mut connection = std::pin::pin!(connection);
+    tokio::select! {
+        _ = connection.as_mut() => {}
+        () = stopping.cancelled() => {
+            connection.as_mut().graceful_shutdown();
+            let _ = connection.await;
+        }
+    }
+}
+
+/// Returns on SIGTERM or Ctrl-C.
+async fn told_to_stop() {
+    let interrupted = tokio::signal::ctrl_c();
+    let terminated = async {
+        match tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate()) {
+            Ok(mut signal) => {
+                signal.recv().await;
+            }
+            Err(_) => std::future::pending().await,
+        }
+    };
+    tokio::select! {
+        _ = interrupted => {}
+        () = terminated => {}
+    }
+}

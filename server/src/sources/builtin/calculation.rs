@@ -1,0 +1,102 @@
+//! `calculation.eval`: exact arithmetic and logic for models, which are bad at both.
+//!
+//! It never runs code: an expression has numbers, operators and a fixed table of functions, and
+//! nothing can be named that is not in the table. It is read once, from left to right, with its
+//! length and depth capped first, so no text can take longer than microseconds or grow the stack.
+//! Whole numbers stay exact (64 bits) until a division or function makes them fractions; what does
+//! not fit is an error and never a rounded answer.
+
+mod functions;
+mod parse;
+#[cfg(test)]
+mod tests;
+mod value;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::Number;
+use toolcrib::{Code, Effect, Fault, FnTool, Risk};
+
+use value::Value;
+
+/// The longest expression, in bytes.
+pub const MAX_LENGTH: usize = 4096;
+
+const DESCRIPTION: &str = "Calculates an expression exactly: + - * / // (floor) % (modulo, sign of \
+the divisor) ^ or ** (power), ( ), comparisons == != < <= > >=, logic && || ! (or: and or not), \
+5! (factorial), true false pi e tau. Functions: sqrt cbrt abs sign floor ceil round(x) \
+round(x, digits) trunc exp ln log(x)=ln log(x, base) log10 log2 sin cos tan asin acos atan \
+atan2(y, x) sinh cosh tanh asinh acosh atanh degrees radians pow(x, y) mod(x, y) min max sum avg \
+hypot gcd lcm fact comb(n, k) if(condition, a, b). Angles are in radians. Powers group from the \
+right (2^3^2 = 512) and bind before a minus sign (-2^2 = -4). Whole numbers are exact up to \
+9223372036854775807; beyond that write a decimal point to calculate approximately. Write 2*pi, \
+not 2pi, and 1000, not 1,000.";
+
+/// What to calculate.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Args {
+    /// The expression, for example `2*21`, `sqrt(3^2 + 4^2)`, `round(199 * 1.19, 2)` or
+    /// `17 % 5 == 2 && 3 < 4`. At most 4096 bytes.
+    #[schemars(length(min = 1, max = 4096))]
+    pub expression: String,
+}
+
+/// What it came to.
+#[derive(Debug, PartialEq, Serialize, JsonSchema)]
+pub struct Answer {
+    /// A number (without a fraction where the value is whole) or true or false.
+    pub result: Outcome,
+    /// The same as text.
+    pub text: String,
+}
+
+/// A number or a truth value.
+#[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
+#[serde(untagged)]
+pub enum Outcome {
+    /// A number.
+    Number(Number),
+    /// A truth value.
+    Truth(bool),
+}
+
+/// The tool.
+pub fn tool() -> FnTool {
+    FnTool::new(
+        "calculation.eval",
+        DESCRIPTION,
+        |args: Args| async move { evaluate(&args.expression) },
+    )
+    .effect(Effect::Read)
+    .risk(Risk::Low)
+    .timeout_ms(3_000)
+}
+
+/// Calculates an expression.
+pub fn evaluate(expression: &str) -> Result<Answer, Fault> {
+    let value = parse::run(expression).map_err(|problem| {
+        let shown: String = expression.chars().take(60).collect();
+        let more = if shown.len() < expression.len() { "…" } else { "" };
+        Fault::new(Code::ValidationError, format!("cannot calculate \"{shown}{more}\": {problem}"))
+            .not_happened()
+    })?;
+    Ok(answer(value))
+}
+
+fn answer(value: Value) -> Answer {
+    let result = match value {
+        Value::Truth(truth) => Outcome::Truth(truth),
+        Value::Int(whole) => Outcome::Number(whole.into()),
+        Value::Float(number) => match value::whole(number) {
+            Some(whole) => Outcome::Number(whole.into()),
+            // Only finite numbers get here; zero stands for a value that cannot be.
+            None => Outcome::Number(Number::from_f64(number).unwrap_or_else(|| 0.into())),
+        },
+    };
+    let text = match &result {
+        Outcome::Number(number) => number.to_string(),
+        Outcome::Truth(truth) => truth.to_string(),
+    };
+    Answer { result, text }
+}

@@ -1,0 +1,250 @@
+//! The functions and constants an expression may name. Pure; never panics.
+
+use super::value::{self, Op, Value, apply, finite, fitted, float, int};
+
+/// Every name that can be called; `if` is the parser's, which must not calculate both branches.
+#[rustfmt::skip]
+const NAMES: &[&str] = &[
+    "abs", "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "avg", "cbrt", "ceil",
+    "comb", "cos", "cosh", "degrees", "exp", "fact", "factorial", "floor", "gcd", "hypot", "if",
+    "lcm", "ln", "log", "log10", "log2", "max", "mean", "min", "mod", "pow", "radians", "round",
+    "sign", "sin", "sinh", "sqrt", "sum", "tan", "tanh", "trunc",
+];
+
+/// Whether this can be called.
+pub fn exists(name: &str) -> bool {
+    NAMES.contains(&name)
+}
+
+/// The value of a constant.
+pub fn constant(name: &str) -> Option<Value> {
+    match name {
+        "pi" | "π" => Some(Value::Float(std::f64::consts::PI)),
+        "tau" => Some(Value::Float(std::f64::consts::TAU)),
+        "e" => Some(Value::Float(std::f64::consts::E)),
+        "true" => Some(Value::Truth(true)),
+        "false" => Some(Value::Truth(false)),
+        _ => None,
+    }
+}
+
+/// What is said of a name that is neither.
+pub fn unknown(name: &str) -> String {
+    let shown: String = name.chars().take(40).collect();
+    format!(
+        "there is no \"{shown}\" here: the constants are pi, e, tau, true and false, the functions \
+         are {}",
+        NAMES.join(", ")
+    )
+}
+
+/// Calls a function.
+pub fn call(name: &str, args: &[Value]) -> Result<Value, String> {
+    match args {
+        [] => Err(format!("{name} needs at least one value, as in {name}(2)")),
+        [only] => one(name, *only),
+        [first, second] => two(name, *first, *second),
+        many => list(name, many),
+    }
+}
+
+fn count(name: &str, wanted: &str) -> String {
+    format!("{name} takes {wanted}")
+}
+
+fn one(name: &str, value: Value) -> Result<Value, String> {
+    if let "min" | "max" | "sum" | "avg" | "mean" | "hypot" | "gcd" | "lcm" = name {
+        return list(name, &[value]);
+    }
+    if let "abs" | "sign" | "floor" | "ceil" | "round" | "trunc" | "fact" | "factorial" = name {
+        return steps(name, value);
+    }
+    let x = float(value)?;
+    let shown = format!("{name}({value})");
+    let number = match name {
+        "sqrt" => x.sqrt(),
+        "cbrt" => x.cbrt(),
+        "exp" => x.exp(),
+        "ln" | "log" | "log10" | "log2" if x <= 0.0 => {
+            return Err(format!("{shown} is not a number: logarithms need values over 0"));
+        }
+        "ln" | "log" => x.ln(),
+        "log10" => x.log10(),
+        "log2" => x.log2(),
+        "sin" => x.sin(),
+        "cos" => x.cos(),
+        "tan" => x.tan(),
+        "asin" => x.asin(),
+        "acos" => x.acos(),
+        "atan" => x.atan(),
+        "sinh" => x.sinh(),
+        "cosh" => x.cosh(),
+        "tanh" => x.tanh(),
+        "asinh" => x.asinh(),
+        "acosh" => x.acosh(),
+        "atanh" => x.atanh(),
+        "degrees" => x.to_degrees(),
+        "radians" => x.to_radians(),
+        "atan2" | "pow" | "mod" | "comb" => return Err(count(name, "two values")),
+        _ => return Err(unknown(name)),
+    };
+    finite(number, shown)
+}
+
+/// What keeps a whole number whole, or makes one.
+fn steps(name: &str, value: Value) -> Result<Value, String> {
+    let shown = format!("{name}({value})");
+    if let "fact" | "factorial" = name {
+        return factorial(int(value, "a factorial")?);
+    }
+    if let Value::Int(whole) = value {
+        return match name {
+            "abs" => fitted(whole.checked_abs(), shown),
+            "sign" => Ok(Value::Int(whole.signum())),
+            _ => Ok(value),
+        };
+    }
+    let x = float(value)?;
+    let number = match name {
+        "abs" => return Ok(Value::Float(x.abs())),
+        "sign" if x == 0.0 => 0.0,
+        "sign" => x.signum(),
+        "floor" => x.floor(),
+        "ceil" => x.ceil(),
+        "trunc" => x.trunc(),
+        _ => x.round(),
+    };
+    Ok(value::whole(number).map_or(Value::Float(number), Value::Int))
+}
+
+/// n!
+pub fn factorial(n: i64) -> Result<Value, String> {
+    if n < 0 {
+        return Err(format!("{n}! is not defined: a factorial needs a whole number from 0 to 20"));
+    }
+    if n > 20 {
+        return Err(format!("{n}! does not fit a whole number: a factorial goes up to 20!"));
+    }
+    Ok(Value::Int((1..=n).product()))
+}
+
+fn two(name: &str, first: Value, second: Value) -> Result<Value, String> {
+    let shown = format!("{name}({first}, {second})");
+    match name {
+        "pow" => apply(Op::Power, first, second),
+        "mod" => apply(Op::Modulo, first, second),
+        "atan2" => finite(float(first)?.atan2(float(second)?), shown),
+        "log" => {
+            let (x, base) = (float(first)?, float(second)?);
+            if x <= 0.0 || base <= 0.0 || base == 1.0 {
+                return Err(format!(
+                    "{shown} is not a number: logarithms need a value over 0 and a base over 0 \
+                     that is not 1"
+                ));
+            }
+            finite(logarithm(x, base), shown)
+        }
+        "round" => round(first, int(second, "round's second value")?),
+        "comb" => combinations(int(first, "comb")?, int(second, "comb")?),
+        _ => list(name, &[first, second]),
+    }
+}
+
+/// Exact where the standard library has an exact one.
+fn logarithm(x: f64, base: f64) -> f64 {
+    if base == 2.0 {
+        x.log2()
+    } else if base == 10.0 {
+        x.log10()
+    } else {
+        x.ln() / base.ln()
+    }
+}
+
+fn round(value: Value, digits: i64) -> Result<Value, String> {
+    if !(0..=15).contains(&digits) {
+        return Err(format!("round keeps 0 to 15 digits, not {digits}"));
+    }
+    let Value::Float(x) = value else { return steps("round", value) };
+    // Through its decimal text, as multiplying by a power of ten would itself round.
+    let text = format!("{x:.*}", usize::try_from(digits).unwrap_or(0));
+    finite(text.parse().unwrap_or(x), "round")
+}
+
+fn combinations(n: i64, k: i64) -> Result<Value, String> {
+    let shown = format!("comb({n}, {k})");
+    if n < 0 || k < 0 {
+        return Err(format!("{shown} is not defined: both values must be 0 or more"));
+    }
+    if k > n {
+        return Ok(Value::Int(0));
+    }
+    let mut total: i128 = 1;
+    for step in 1..=i128::from(k.min(n - k)) {
+        total = total * (i128::from(n) - step + 1) / step;
+        // Checked at each step, so that neither the product nor the loop can run away.
+        if total > i128::from(i64::MAX) {
+            return fitted(None, shown);
+        }
+    }
+    fitted(i64::try_from(total).ok(), shown)
+}
+
+fn list(name: &str, values: &[Value]) -> Result<Value, String> {
+    let fold = |op: fn(Value, Value) -> Result<Value, String>| {
+        let (first, rest) = values.split_first().ok_or_else(|| count(name, "values"))?;
+        float(*first)?;
+        rest.iter().try_fold(*first, |so_far, value| op(so_far, *value))
+    };
+    let plus = |a, b| apply(Op::Add, a, b);
+    match name {
+        "min" => fold(|a, b| Ok(if apply(Op::Less, b, a)? == Value::Truth(true) { b } else { a })),
+        "max" => {
+            fold(|a, b| Ok(if apply(Op::Greater, b, a)? == Value::Truth(true) { b } else { a }))
+        }
+        "sum" => fold(plus),
+        "avg" | "mean" => {
+            let total = fold(plus)?;
+            apply(Op::Divide, total, Value::Int(i64::try_from(values.len()).unwrap_or(1)))
+        }
+        "hypot" => {
+            let fold =
+                values.iter().try_fold(0.0_f64, |far, x| Ok::<_, String>(far.hypot(float(*x)?)));
+            finite(fold?, "hypot")
+        }
+        "gcd" => whole_fold(name, values, |a, b| Some(gcd(a, b))),
+        "lcm" => whole_fold(name, values, |a, b| {
+            if a == 0 || b == 0 { Some(0) } else { (a / gcd(a, b)).checked_mul(b) }
+        }),
+        "round" | "log" => Err(count(name, "one or two values")),
+        "pow" | "mod" | "atan2" | "comb" => Err(count(name, "two values")),
+        _ if exists(name) => Err(count(name, "one value")),
+        _ => Err(unknown(name)),
+    }
+}
+
+fn whole_fold(
+    name: &str,
+    values: &[Value],
+    op: fn(u64, u64) -> Option<u64>,
+) -> Result<Value, String> {
+    let mut so_far = None;
+    for value in values {
+        let next = int(*value, name)?.unsigned_abs();
+        so_far = match so_far {
+            None => Some(next),
+            Some(before) => match op(before, next) {
+                Some(both) => Some(both),
+                None => return fitted(None, name),
+            },
+        };
+    }
+    fitted(so_far.and_then(|number| i64::try_from(number).ok()), name)
+}
+
+fn gcd(mut a: u64, mut b: u64) -> u64 {
+    while b != 0 {
+        (a, b) = (b, a % b);
+    }
+    a
+}

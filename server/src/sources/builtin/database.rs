@@ -1,0 +1,287 @@
+//! `database.query`: one read-only SQL statement against the configured database.
+//!
+//! That it only reads is the database's doing: a read-only connection (SQLite) or a read-only
+//! transaction of a restricted role that is always rolled back (PostgreSQL). Nothing here looks at
+//! the text of a statement to decide what it may do. Time, rows and bytes are bounded, and what was
+//! cut says so. With no database configured it reads a sample database of its own making.
+
+mod postgres;
+mod sample;
+mod sqlite;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use toolcrib::{Code, Effect, Fault, FnTool, Risk, ToolContext};
+
+use super::{DatabaseSettings, Unusable};
+
+/// The longest statement, in bytes.
+const MAX_SQL: usize = 100_000;
+/// How many queries run at once; more wait. Bounds memory, threads and connections.
+const MAX_PARALLEL: usize = 4;
+
+/// A statement to run.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Args {
+    /// One SQL statement that reads: SELECT, WITH … SELECT or VALUES. Nothing can be written, and
+    /// a second statement after a semicolon is refused.
+    #[schemars(length(min = 1, max = 100_000))]
+    pub sql: String,
+    /// Values for the statement's parameters, in order: ?1, ?2 … in SQLite, $1, $2 … in
+    /// PostgreSQL. Use them instead of writing values into the text.
+    #[serde(default)]
+    pub params: Vec<Value>,
+}
+
+/// What it returned.
+#[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
+pub struct Answer {
+    /// The names of the columns, in order.
+    pub columns: Vec<String>,
+    /// The rows; each has one value per column, in the columns' order. Binary values are text
+    /// like \x00ff; exact decimals, dates and times are text.
+    pub rows: Vec<Vec<Value>>,
+    /// How many rows are here.
+    pub row_count: usize,
+    /// Whether there were more rows than are here.
+    pub truncated: bool,
+    /// What was left out, and how to get it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub note: Option<String>,
+}
+
+/// What one query may cost.
+#[derive(Debug, Clone, Copy)]
+struct Limits {
+    max_rows: usize,
+    max_bytes: usize,
+    timeout: Duration,
+}
+
+enum Database {
+    Sqlite(sqlite::Sqlite),
+    Postgres(Box<postgres::Postgres>),
+}
+
+/// Where a URL points.
+#[derive(Debug, PartialEq)]
+enum Target {
+    Sqlite(PathBuf),
+    Postgres(String),
+}
+
+/// The tool; makes the sample database if that is what it will read and it is missing.
+pub fn tool(data_dir: &Path, settings: DatabaseSettings) -> Result<FnTool, Unusable> {
+    let timeout_ms = settings.timeout_ms.max(1);
+    let limits = Limits {
+        max_rows: settings.max_rows.max(1),
+        max_bytes: settings.max_bytes.max(1),
+        // A little less than the call has, so that the answer says what was stopped and why.
+        timeout: Duration::from_millis((timeout_ms - timeout_ms / 20).max(1)),
+    };
+    let (database, description) = match settings.url.as_deref().map(target).transpose()? {
+        None => {
+            let path = sample::ensure(data_dir).map_err(Unusable)?;
+            (Database::Sqlite(sqlite::Sqlite::new(path, limits)), sample_description())
+        }
+        Some(Target::Sqlite(path)) => {
+            (Database::Sqlite(sqlite::Sqlite::new(path, limits)), sqlite_description())
+        }
+        Some(Target::Postgres(url)) => {
+            let postgres = postgres::Postgres::new(&url, limits, settings.allow_superuser)?;
+            (Database::Postgres(Box::new(postgres)), postgres_description())
+        }
+    };
+    let database = Arc::new(database);
+    let description = format!(
+        "{description} Answers at most {} rows and {} bytes; use LIMIT, WHERE and aggregates.",
+        limits.max_rows, limits.max_bytes
+    );
+    let function = move |args: Args, context: ToolContext| {
+        let database = Arc::clone(&database);
+        async move { query(&database, args, context).await }
+    };
+    Ok(FnTool::with_context("database.query", &description, function)
+        .effect(Effect::Read)
+        .risk(Risk::Medium)
+        .timeout_ms(timeout_ms))
+}
+
+async fn query(database: &Database, args: Args, context: ToolContext) -> Result<Answer, Fault> {
+    if args.sql.len() > MAX_SQL {
+        let length = args.sql.len();
+        return Err(refused(format!("sql is {length} bytes long and at most {MAX_SQL} are run")));
+    }
+    // Databases end a text there, and what is never read cannot be refused either.
+    if args.sql.contains('\0') {
+        return Err(refused("sql has a zero byte in it: remove it"));
+    }
+    // Letting go of the query's future is what stops the query, whoever does it.
+    tokio::select! {
+        answer = async {
+            match database {
+                Database::Sqlite(sqlite) => sqlite.query(args).await,
+                Database::Postgres(postgres) => postgres.query(args).await,
+            }
+        } => answer,
+        () = context.canceled.cancelled() => {
+            Err(Fault::new(Code::Canceled, "the query was canceled").not_happened())
+        }
+    }
+}
+
+/// Where a configured URL points: never shown whole, as it may have a password in it.
+fn target(url: &str) -> Result<Target, Unusable> {
+    if url.starts_with("postgres://") || url.starts_with("postgresql://") {
+        return Ok(Target::Postgres(url.to_owned()));
+    }
+    let path = url.strip_prefix("sqlite:").map(|rest| rest.strip_prefix("//").unwrap_or(rest));
+    match (path, url.split_once("://")) {
+        (Some(path), _) if !path.is_empty() => Ok(Target::Sqlite(path.into())),
+        (None, None) if !url.trim().is_empty() => Ok(Target::Sqlite(url.into())),
+        (None, Some((scheme, _))) => Err(Unusable(format!(
+            "builtin.database.url: \"{scheme}://\" is not supported: use a SQLite file's path or \
+             postgres://user:password@host/name"
+        ))),
+        _ => Err(Unusable(
+            "builtin.database.url is empty: name a SQLite file or postgres://…, or leave it out"
+                .into(),
+        )),
+    }
+}
+
+fn sample_description() -> String {
+    format!(
+        "Runs one read-only SQL statement (SQLite dialect) against the SAMPLE database of this \
+         server, a made-up shop: {}. An operator configures a real one with \
+         TOOLCRIB_BUILTIN__DATABASE__URL (a SQLite file or postgres://…).",
+        sample::TABLES
+    )
+}
+
+fn sqlite_description() -> String {
+    "Runs one read-only SQL statement (SQLite dialect). To see the tables: SELECT name, sql FROM \
+     sqlite_master WHERE type = 'table'."
+        .into()
+}
+
+fn postgres_description() -> String {
+    "Runs one read-only SQL statement (PostgreSQL dialect). To see the tables: SELECT \
+     table_schema, table_name, column_name, data_type FROM information_schema.columns WHERE \
+     table_schema NOT IN ('pg_catalog', 'information_schema')."
+        .into()
+}
+
+/// The statement is at fault; the message is for whoever wrote it.
+fn refused(message: impl Into<String>) -> Fault {
+    Fault::new(Code::ValidationError, message).not_happened()
+}
+
+/// The statement took too long and was stopped.
+fn stopped(limits: &Limits) -> Fault {
+    let ms = limits.timeout.as_millis();
+    let message = format!(
+        "the query was stopped after {ms} ms: narrow it with WHERE and LIMIT, or an operator can \
+         raise builtin.database.timeout_ms"
+    );
+    Fault::new(Code::Timeout, message).not_happened()
+}
+
+fn text_of_bytes(bytes: &[u8]) -> Value {
+    Value::String(format!("\\x{}", toolcrib::tool::hex(bytes)))
+}
+
+/// A float as JSON; what JSON has no number for is text.
+fn number(number: f64) -> Value {
+    serde_json::Number::from_f64(number)
+        .map_or_else(|| Value::String(number.to_string()), Value::Number)
+}
+
+/// The rows so far, and whether there is room for more.
+struct Collected {
+    columns: Vec<String>,
+    rows: Vec<Vec<Value>>,
+    bytes: usize,
+    limits: Limits,
+    note: Option<String>,
+}
+
+impl Collected {
+    fn new(columns: Vec<String>, limits: Limits) -> Self {
+        Self { columns, rows: Vec::new(), bytes: 0, limits, note: None }
+    }
+
+    /// Takes a row, or says that there is no room for it.
+    fn push(&mut self, row: Vec<Value>) -> bool {
+        if self.rows.len() >= self.limits.max_rows {
+            self.note = Some(format!(
+                "there are more rows than the first {} here: add LIMIT and OFFSET, a narrower \
+                 WHERE, or aggregate",
+                self.rows.len()
+            ));
+            return false;
+        }
+        self.bytes += serde_json::to_string(&row).map_or(0, |text| text.len() + 1);
+        if self.bytes > self.limits.max_bytes {
+            self.too_large();
+            return false;
+        }
+        self.rows.push(row);
+        true
+    }
+
+    fn too_large(&mut self) {
+        self.note = Some(format!(
+            "row {} and all after it are left out, as the answer would be over {} bytes: select \
+             fewer or shorter columns, for example substr(column, 1, 200)",
+            self.rows.len() + 1,
+            self.limits.max_bytes
+        ));
+    }
+
+    fn answer(self) -> Answer {
+        Answer {
+            row_count: self.rows.len(),
+            truncated: self.note.is_some(),
+            columns: self.columns,
+            rows: self.rows,
+            note: self.note,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn urls() {
+        let sqlite = |path: &str| Ok(Target::Sqlite(path.into()));
+        assert_eq!(target("shop.db"), sqlite("shop.db"));
+        assert_eq!(target("/var/lib/shop.db"), sqlite("/var/lib/shop.db"));
+        assert_eq!(target("sqlite:shop.db"), sqlite("shop.db"));
+        assert_eq!(target("sqlite:///var/shop.db"), sqlite("/var/shop.db"));
+        assert!(matches!(target("postgres://u:p@h/d"), Ok(Target::Postgres(_))));
+        assert!(matches!(target("postgresql://u:p@h/d"), Ok(Target::Postgres(_))));
+        for bad in ["mysql://u:secret@h/d", "", "  ", "sqlite:"] {
+            let problem = target(bad).unwrap_err().to_string();
+            assert!(problem.contains("builtin.database.url"), "{problem}");
+            assert!(!problem.contains("secret"), "{problem}");
+        }
+    }
+
+    #[test]
+    fn a_password_is_not_shown() {
+        let settings = DatabaseSettings {
+            url: Some("postgres://u:secret@h/d".into()),
+            ..DatabaseSettings::default()
+        };
+        assert!(!format!("{settings:?}").contains("secret"));
+    }
+}

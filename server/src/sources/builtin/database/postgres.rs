@@ -1,0 +1,326 @@
+//! Reads a PostgreSQL database.
+//!
+//! A query gets a connection of its own and runs in a read-only transaction that is always rolled
+//! back, through the extended protocol, where the server itself takes one statement only. Because a
+//! role with access to the server's files or programs is not held by any of that, such a role is
+//! refused. Rows come in small portions and the bytes taken from the socket are counted, so no
+//! result, however large, is ever in memory. The connection is not encrypted: use it on a network
+//! you trust, or through a tunnel.
+
+mod socket;
+#[cfg(test)]
+mod tests;
+mod values;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use tokio::sync::Semaphore;
+use tokio::task::AbortHandle;
+use tokio::time::timeout;
+use tokio_postgres::config::SslMode;
+use tokio_postgres::types::ToSql;
+use tokio_postgres::{CancelToken, Client, Config, Error, NoTls, Statement, Transaction};
+use toolcrib::{Code, Fault};
+
+use super::{Answer, Args, Collected, Limits, MAX_PARALLEL, Unusable, refused, stopped};
+use socket::{Address, Counted};
+use values::{Cell, Param};
+
+/// How many rows are asked for at a time.
+const PORTION: usize = 50;
+/// What a connection may take besides the rows: its greeting, catalog lookups, rows in flight.
+const OVERHEAD: usize = 1 << 20;
+/// How much longer a row can be on the wire than as JSON: a small number has 12 bytes there.
+const WIRE: usize = 8;
+/// How long to try to connect.
+const CONNECT: Duration = Duration::from_secs(3);
+
+/// Which roles, among those the session can become, a read-only transaction does not hold: they
+/// reach files, programs, or what no rollback takes back.
+const REACHING: &str = "SELECT rolname::text FROM pg_catalog.pg_roles WHERE (rolsuper OR \
+rolreplication OR rolname IN ('pg_read_server_files', 'pg_write_server_files', \
+'pg_execute_server_program')) AND pg_catalog.pg_has_role(session_user, oid, 'MEMBER') ORDER BY 1";
+
+/// A PostgreSQL database.
+pub struct Postgres {
+    config: Config,
+    addresses: Vec<Address>,
+    limits: Limits,
+    allow_superuser: bool,
+    places: Semaphore,
+}
+
+/// One connection, with what stops whatever runs on it.
+struct Session {
+    client: Client,
+    /// Set when the server sent more than was wanted.
+    over: Arc<AtomicBool>,
+    guard: Guard,
+}
+
+/// Ends the connection and, while a statement may be running, tells the server to stop it.
+struct Guard {
+    token: CancelToken,
+    address: Address,
+    connection: AbortHandle,
+    running: bool,
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        self.connection.abort();
+        if !self.running {
+            return;
+        }
+        let (token, address) = (self.token.clone(), self.address.clone());
+        // A server does not notice by itself that nobody waits for a long query.
+        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
+        runtime.spawn(timeout(CONNECT, async move {
+            let Ok(socket) = address.connect().await else { return };
+            if let Err(error) = token.cancel_query_raw(socket, NoTls).await {
+                tracing::warn!(%error, "a PostgreSQL query could not be stopped");
+            }
+        }));
+    }
+}
+
+impl Postgres {
+    /// The database at this URL; first connected to by the first query.
+    pub fn new(url: &str, limits: Limits, allow_superuser: bool) -> Result<Self, Unusable> {
+        let unusable = |why: &str| Unusable(format!("builtin.database.url: {why}"));
+        // The parser's own message could repeat a part of the URL, and with it the password.
+        let mut config: Config = url.parse().map_err(|_| {
+            unusable("not a PostgreSQL URL: write postgres://user:password@host:5432/name")
+        })?;
+        if !matches!(config.get_ssl_mode(), SslMode::Disable | SslMode::Prefer) {
+            return Err(unusable(
+                "sslmode=require is not supported: connect through a tunnel, or leave it out on a \
+                 network you trust",
+            ));
+        }
+        let addresses = socket::addresses(&config);
+        if addresses.is_empty() {
+            return Err(unusable("it names no host"));
+        }
+        if config.get_application_name().is_none() {
+            config.application_name("toolcrib");
+        }
+        let places = Semaphore::new(MAX_PARALLEL);
+        Ok(Self { config, addresses, limits, allow_superuser, places })
+    }
+
+    /// Runs one statement. Dropping the future stops it.
+    pub async fn query(&self, args: Args) -> Result<Answer, Fault> {
+        let all = async {
+            let _place = self.places.acquire().await;
+            let mut session = self.connect().await?;
+            let result = self.run(&mut session, &args).await;
+            // It is over, so there is nothing to stop; unless the server is still sending.
+            session.guard.running = session.over.load(Ordering::Relaxed);
+            result
+        };
+        timeout(self.limits.timeout, all).await.unwrap_or_else(|_| Err(stopped(&self.limits)))
+    }
+
+    async fn connect(&self) -> Result<Session, Fault> {
+        let unreachable = |why: &dyn std::fmt::Display| {
+            Fault::unreachable(format!("the PostgreSQL database cannot be reached: {why}"))
+        };
+        let connecting = async {
+            let (socket, address) =
+                socket::first(&self.addresses).await.map_err(|e| unreachable(&e))?;
+            let over = Arc::new(AtomicBool::new(false));
+            let most = self.limits.max_bytes.saturating_mul(WIRE).saturating_add(OVERHEAD);
+            let socket = Counted::new(socket, most, Arc::clone(&over));
+            let (client, connection) =
+                self.config.connect_raw(socket, NoTls).await.map_err(|error| {
+                    let fault = unreachable(&said(&error));
+                    // Wrong credentials or names stay wrong.
+                    fault.retryable(!class(&error).is_some_and(|c| matches!(c, "28" | "3D")))
+                })?;
+            let task = tokio::spawn(async move {
+                if let Err(error) = connection.await {
+                    tracing::debug!(%error, "a PostgreSQL connection ended");
+                }
+            });
+            let token = client.cancel_token();
+            let guard = Guard { token, address, connection: task.abort_handle(), running: true };
+            Ok(Session { client, over, guard })
+        };
+        let late = || Err(unreachable(&format!("no answer within {} ms", CONNECT.as_millis())));
+        timeout(CONNECT, connecting).await.unwrap_or_else(|_| late())
+    }
+
+    async fn run(&self, session: &mut Session, args: &Args) -> Result<Answer, Fault> {
+        let start = session.client.build_transaction().read_only(true).start();
+        let transaction = start.await.map_err(|error| self.fault(&error))?;
+        let over = Arc::clone(&session.over);
+        let result = self.read(&transaction, args, &over).await;
+        // Nothing can have been written; if it could, it is undone here.
+        let _ = transaction.rollback().await;
+        result
+    }
+
+    async fn read(
+        &self,
+        transaction: &Transaction<'_>,
+        args: &Args,
+        over: &AtomicBool,
+    ) -> Result<Answer, Fault> {
+        let failed = |error: Error| self.fault(&error);
+        let ms = self.limits.timeout.as_millis();
+        let settings = format!(
+            "SET LOCAL statement_timeout = {ms}; SET LOCAL lock_timeout = {ms}; \
+             SET LOCAL idle_in_transaction_session_timeout = {}; \
+             SET LOCAL max_parallel_workers_per_gather = 0",
+            ms + 1_000
+        );
+        transaction.batch_execute(&settings).await.map_err(failed)?;
+        if !self.allow_superuser {
+            self.check_role(transaction).await?;
+        }
+        let statement = transaction.prepare(&args.sql).await.map_err(failed)?;
+        let columns = statement.columns();
+        if columns.is_empty() {
+            return Err(refused("the statement returns no rows: write a SELECT"));
+        }
+        let params = Param::all(statement.params(), &args.params).map_err(refused)?;
+        let params: Vec<&(dyn ToSql + Sync)> =
+            params.iter().map(|param| param as &(dyn ToSql + Sync)).collect();
+        let names = columns.iter().map(|column| column.name().to_owned()).collect();
+        let mut collected = Collected::new(names, self.limits);
+        let shown = self.shown(transaction, &args.sql, statement).await?;
+        let portal = transaction.bind(&shown, &params).await.map_err(failed)?;
+        loop {
+            let portion = PORTION.min(self.limits.max_rows + 1 - collected.rows.len());
+            let asked = i32::try_from(portion).unwrap_or(1);
+            let rows = match transaction.query_portal(&portal, asked).await {
+                Ok(rows) => rows,
+                Err(_) if over.load(Ordering::Relaxed) => {
+                    collected.too_large();
+                    return Ok(collected.answer());
+                }
+                Err(error) => return Err(failed(error)),
+            };
+            let last = rows.len() < portion;
+            for row in rows {
+                let cell = |at| row.try_get::<_, Cell>(at).map(|cell| cell.0);
+                let values = (0..row.len()).map(cell).collect::<Result<Vec<_>, _>>();
+                if !collected.push(values.map_err(failed)?) {
+                    return Ok(collected.answer());
+                }
+            }
+            if last {
+                return Ok(collected.answer());
+            }
+        }
+    }
+
+    /// Refuses a role that the read-only transaction would not hold.
+    async fn check_role(&self, transaction: &Transaction<'_>) -> Result<(), Fault> {
+        let rows = transaction.query(REACHING, &[]).await.map_err(|error| self.fault(&error))?;
+        let names: Vec<String> = rows.iter().filter_map(|row| row.try_get(0).ok()).collect();
+        if names.is_empty() {
+            return Ok(());
+        }
+        let message = format!(
+            "the configured PostgreSQL role is not restricted (it is or can become: {}), so it \
+             could reach the database server's files and programs: an operator must configure a \
+             role that can only SELECT in builtin.database.url, or set \
+             builtin.database.allow_superuser",
+            names.join(", ")
+        );
+        Err(Fault::new(Code::PermissionDenied, message).not_happened())
+    }
+
+    /// The statement to run: the one given, or, where it has columns of types that have no obvious
+    /// JSON, one around it in which the server itself turns those into JSON.
+    async fn shown(
+        &self,
+        transaction: &Transaction<'_>,
+        sql: &str,
+        statement: Statement,
+    ) -> Result<Statement, Fault> {
+        let columns = statement.columns();
+        if columns.iter().all(|column| values::is_plain(column.type_())) {
+            return Ok(statement);
+        }
+        let inner = sql.trim_end_matches(|c: char| c.is_whitespace() || c == ';');
+        let aliases: Vec<_> = (0..columns.len()).map(|n| format!("c{n}")).collect();
+        let outer: Vec<_> = columns
+            .iter()
+            .zip(&aliases)
+            .map(|(column, alias)| values::expression(column.type_(), alias))
+            .collect();
+        let wrapped =
+            format!("SELECT {} FROM (\n{inner}\n) AS q ({})", outer.join(", "), aliases.join(", "));
+        let types = statement.params();
+        transaction.prepare_typed(&wrapped, types).await.map_err(|error| {
+            let plain = |n: &usize| !values::is_plain(columns[*n].type_());
+            let name = |n: usize| format!("{} ({})", columns[n].name(), columns[n].type_());
+            let names: Vec<_> = (0..columns.len()).filter(plain).map(name).collect();
+            let fault = self.fault(&error);
+            let advice = format!(
+                "{}; the columns {} can only be shown from a SELECT without text after it: write \
+                 one, or cast them to text",
+                fault.message,
+                names.join(", ")
+            );
+            Fault { message: advice, ..fault }
+        })
+    }
+
+    /// What went wrong with a statement.
+    fn fault(&self, error: &Error) -> Fault {
+        let message = said(error);
+        match class(error) {
+            _ if error.code().is_some_and(|code| code.code() == "57014") => stopped(&self.limits),
+            // Lost, out of resources, shutting down, broken: the server's, not the statement's.
+            None | Some("08" | "53" | "57" | "58" | "F0" | "XX") if !unreadable(error) => {
+                Fault::unreachable(format!("the PostgreSQL database failed: {message}"))
+            }
+            _ => refused(format!("PostgreSQL refused the statement: {message}")),
+        }
+    }
+}
+
+/// A value could not be sent or read: about the statement, though the server did not say it.
+fn unreadable(error: &Error) -> bool {
+    use std::error::Error as _;
+    error.as_db_error().is_none()
+        && error.source().is_some_and(|cause| cause.is::<values::Unread>())
+}
+
+/// The first two letters of the server's code: what kind of error it is.
+fn class(error: &Error) -> Option<&str> {
+    error.code().and_then(|code| code.code().get(..2))
+}
+
+/// What the server said, in one line.
+fn said(error: &Error) -> String {
+    use std::fmt::Write;
+    let Some(db) = error.as_db_error() else { return whole(error) };
+    let mut text = format!("{} ({})", db.message(), db.code().code());
+    if let Some(detail) = db.detail() {
+        let _ = write!(text, "; {detail}");
+    }
+    if let Some(hint) = db.hint() {
+        let _ = write!(text, "; hint: {hint}");
+    }
+    if let Some(tokio_postgres::error::ErrorPosition::Original(at)) = db.position() {
+        let _ = write!(text, "; at character {at}");
+    }
+    text
+}
+
+fn whole(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
+}

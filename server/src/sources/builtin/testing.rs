@@ -1,0 +1,40 @@
+//! What the tests of the built-in tools share: running a tool the way the engine does.
+
+use std::sync::Arc;
+
+use serde_json::Value;
+use toolcrib::function::Functions;
+use toolcrib::source::{Attempt, Source, Started};
+use toolcrib::{Effect, Fault, Json, Tool};
+
+/// One attempt at a tool.
+pub fn attempt(tool: &str, args: &Value) -> Attempt {
+    Attempt {
+        call_id: "tc_01JZ0000000000000000000000".parse().unwrap(),
+        project: "default".into(),
+        run_id: "run".into(),
+        agent: "agent".into(),
+        number: 1,
+        tool: tool.into(),
+        effect: Effect::Read,
+        args: Json::of_value(args),
+        deadline_ms: u64::MAX,
+        client_id: None,
+        taken_by: None,
+        again: false,
+    }
+}
+
+/// The source of one tool.
+pub fn source(tool: impl Tool) -> Arc<Functions> {
+    Arc::new(Functions::new([Arc::new(tool) as Arc<dyn Tool>]))
+}
+
+/// Runs the only tool of a source.
+pub async fn run(source: &Functions, args: &Value) -> Result<Value, Fault> {
+    let name = source.list()[0].name.clone();
+    match source.start(attempt(&name, args), Arc::new(|_| {})).await {
+        Started::Done(result) => result.map(|json| json.value()),
+        Started::Parked => panic!("a built-in tool parked"),
+    }
+}

@@ -1,0 +1,142 @@
+//! `weather.query`: the weather now, at a place named in plain words, from Open-Meteo.
+//!
+//! Two questions over HTTP: where is the place, and what is the weather there. When either is not
+//! answered, the call fails and says who did not answer: there is no cached, guessed or made-up
+//! weather. The HTTP client is made by the first call, as loading certificates takes a while.
+
+mod conditions;
+mod openmeteo;
+mod place;
+#[cfg(test)]
+mod tests;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use toolcrib::{Code, Effect, Fault, FnTool, Risk};
+
+use super::{Unusable, WeatherSettings};
+use openmeteo::{Found, OpenMeteo};
+use place::Wanted;
+
+const DESCRIPTION: &str = "Tells the current weather at a place named in plain words, for example \
+\"Beijing\", \"weather in Paris, France\" or \"北京天气\": sky, temperature in °C, humidity, wind. \
+Current conditions only, no forecast. Add the country or state where a name is ambiguous.";
+
+/// Where to look.
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Args {
+    /// The place, alone or in a sentence: "Beijing", "weather in Paris, France", "天气 上海".
+    #[schemars(length(min = 1, max = 500))]
+    pub query: String,
+}
+
+/// The weather now.
+#[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
+pub struct Answer {
+    /// The sky in words, for example "Sunny", "Overcast" or "Light rain".
+    pub weather: String,
+    /// The temperature of the air 2 m above ground, in °C.
+    pub temperature: f64,
+    /// What the temperature feels like, in °C.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub feels_like: Option<f64>,
+    /// The relative humidity, in percent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub humidity: Option<f64>,
+    /// The wind 10 m above ground, in km/h.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub wind_speed_kmh: Option<f64>,
+    /// The place that was found; check that it is the one that was meant.
+    pub place: String,
+    /// The state, province or region it is in.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub region: Option<String>,
+    /// The country it is in.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub country: Option<String>,
+    pub latitude: f64,
+    pub longitude: f64,
+    /// When this was so, in the place's local time.
+    pub observed_at: String,
+    /// The place's time zone.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub timezone: Option<String>,
+    pub units: Units,
+    /// What the answer does not cover.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub note: Option<String>,
+}
+
+/// The units of the numbers.
+#[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
+pub struct Units {
+    pub temperature: String,
+    pub humidity: String,
+    pub wind_speed: String,
+}
+
+/// The tool.
+pub fn tool(settings: WeatherSettings) -> Result<FnTool, Unusable> {
+    let timeout_ms = settings.timeout_ms.max(1);
+    // A little less than the call has, so that the answer says who did not answer.
+    let budget = Duration::from_millis((timeout_ms - timeout_ms / 10).max(1));
+    let service = Arc::new(OpenMeteo::new(&settings.geocoding_url, &settings.forecast_url)?);
+    let function = move |args: Args| {
+        let service = Arc::clone(&service);
+        async move { query(&service, &args.query, Instant::now() + budget).await }
+    };
+    Ok(FnTool::new("weather.query", DESCRIPTION, function)
+        .effect(Effect::Read)
+        .risk(Risk::Low)
+        .timeout_ms(timeout_ms))
+}
+
+async fn query(service: &OpenMeteo, query: &str, deadline: Instant) -> Result<Answer, Fault> {
+    let wanted = place::wanted(query).ok_or_else(|| {
+        refused("no place is named in the query: name one, for example \"weather in Beijing\"")
+    })?;
+    let found = find(service, &wanted, deadline).await?;
+    let mut answer = service.current(found, deadline).await?;
+    if wanted.another_time {
+        answer.note = Some("this is the weather now: other times cannot be asked for".into());
+    }
+    Ok(answer)
+}
+
+/// Finds the place: first under its whole name, then under a part of it.
+async fn find(service: &OpenMeteo, wanted: &Wanted, deadline: Instant) -> Result<Found, Fault> {
+    let mut whole = service.search(&wanted.name, 1, deadline).await?.into_iter().next();
+    let part = wanted.part();
+    let fits = |found: &Found| match &part {
+        Some(part) if part.sure => found.is_in(&part.within),
+        _ => true,
+    };
+    if let Some(found) = whole.take_if(|found| fits(found)) {
+        return Ok(found);
+    }
+    if let Some(part) = &part {
+        let mut places = service.search(&part.name, 10, deadline).await?;
+        if let Some(n) = places.iter().position(|found| found.is_in(&part.within)) {
+            return Ok(places.swap_remove(n));
+        }
+        // "Paris, Somewhere": the name is sure, where it is was only a hint. Without a comma
+        // nothing says where the name ends, so there the rest must fit.
+        if part.sure && !places.is_empty() {
+            return Ok(places.swap_remove(0));
+        }
+    }
+    whole.ok_or_else(|| {
+        refused(format!(
+            "no place \"{}\" is known: check the spelling, or name a larger place nearby",
+            wanted.name
+        ))
+    })
+}
+
+fn refused(message: impl Into<String>) -> Fault {
+    Fault::new(Code::ValidationError, message).not_happened()
+}

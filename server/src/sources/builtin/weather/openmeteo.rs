@@ -1,0 +1,237 @@
+//! Asks Open-Meteo, or whoever answers as it does.
+//!
+//! Every answer is bounded in size and time and read into exact types: what does not fit is "cannot
+//! be read", never half an answer.
+
+use std::time::{Duration, Instant};
+
+use reqwest::{Client, StatusCode, Url};
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use tokio::sync::OnceCell;
+use toolcrib::Fault;
+
+use super::super::Unusable;
+use super::place::{self, plain};
+use super::{Answer, Units, conditions};
+
+const MAX_BODY: usize = 1 << 20;
+const CURRENT: &str = "temperature_2m,relative_humidity_2m,apparent_temperature,weather_code,\
+wind_speed_10m,is_day";
+
+/// The two services.
+pub struct OpenMeteo {
+    geocoding: Url,
+    forecast: Url,
+    client: OnceCell<Client>,
+}
+
+/// A place that was found.
+#[derive(Debug, Clone, Deserialize)]
+pub struct Found {
+    name: String,
+    latitude: f64,
+    longitude: f64,
+    country: Option<String>,
+    country_code: Option<String>,
+    admin1: Option<String>,
+    admin2: Option<String>,
+}
+
+impl Found {
+    /// Whether it is in all of these: countries, regions, or their short names.
+    pub fn is_in(&self, within: &[String]) -> bool {
+        let names = [&self.country, &self.country_code, &self.admin1, &self.admin2];
+        let names: Vec<String> = names.into_iter().flatten().map(|name| plain(name)).collect();
+        within.iter().all(|wanted| {
+            let spellings = [plain(wanted), plain(place::long_name(wanted))];
+            spellings.iter().any(|wanted| names.contains(wanted))
+        })
+    }
+}
+
+#[derive(Deserialize)]
+struct Search {
+    #[serde(default)]
+    results: Vec<Found>,
+}
+
+#[derive(Deserialize)]
+struct Forecast {
+    timezone: Option<String>,
+    current_units: CurrentUnits,
+    current: Current,
+}
+
+#[derive(Deserialize)]
+struct CurrentUnits {
+    temperature_2m: String,
+    relative_humidity_2m: Option<String>,
+    wind_speed_10m: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct Current {
+    time: String,
+    temperature_2m: f64,
+    relative_humidity_2m: Option<f64>,
+    apparent_temperature: Option<f64>,
+    weather_code: u8,
+    wind_speed_10m: Option<f64>,
+    is_day: Option<u8>,
+}
+
+/// How Open-Meteo says no.
+#[derive(Deserialize)]
+struct Refusal {
+    reason: String,
+}
+
+impl OpenMeteo {
+    /// The services at these addresses; nothing is asked yet.
+    pub fn new(geocoding: &str, forecast: &str) -> Result<Self, Unusable> {
+        let url = |setting: &str, text: &str| {
+            let url = Url::parse(text).ok().filter(|url| matches!(url.scheme(), "http" | "https"));
+            url.ok_or_else(|| {
+                Unusable(format!("builtin.weather.{setting}: \"{text}\" is not an http(s) address"))
+            })
+        };
+        Ok(Self {
+            geocoding: url("geocoding_url", geocoding)?,
+            forecast: url("forecast_url", forecast)?,
+            client: OnceCell::new(),
+        })
+    }
+
+    /// The places of this name, the best known first.
+    pub async fn search(
+        &self,
+        name: &str,
+        count: u32,
+        deadline: Instant,
+    ) -> Result<Vec<Found>, Fault> {
+        let count = count.to_string();
+        let query = [("name", name), ("count", &count), ("language", "en"), ("format", "json")];
+        let url = address(&self.geocoding, "v1/search", &query);
+        self.get::<Search>(url, deadline).await.map(|search| search.results)
+    }
+
+    /// The weather at a place.
+    pub async fn current(&self, found: Found, deadline: Instant) -> Result<Answer, Fault> {
+        let (latitude, longitude) = (found.latitude.to_string(), found.longitude.to_string());
+        let query = [
+            ("latitude", latitude.as_str()),
+            ("longitude", &longitude),
+            ("current", CURRENT),
+            ("timezone", "auto"),
+        ];
+        let url = address(&self.forecast, "v1/forecast", &query);
+        let host = host(&url);
+        let Forecast { timezone, current_units, current } = self.get(url, deadline).await?;
+        let is_day = current.is_day != Some(0);
+        let Some(weather) = conditions::words(current.weather_code, is_day) else {
+            let code = current.weather_code;
+            return Err(Fault::unreachable(format!("{host} sent an unknown weather code, {code}")));
+        };
+        Ok(Answer {
+            weather: weather.to_owned(),
+            temperature: current.temperature_2m,
+            feels_like: current.apparent_temperature,
+            humidity: current.relative_humidity_2m,
+            wind_speed_kmh: current.wind_speed_10m,
+            place: found.name,
+            region: found.admin1,
+            country: found.country,
+            latitude: found.latitude,
+            longitude: found.longitude,
+            observed_at: current.time,
+            timezone,
+            units: Units {
+                temperature: current_units.temperature_2m,
+                humidity: current_units.relative_humidity_2m.unwrap_or_else(|| "%".into()),
+                wind_speed: current_units.wind_speed_10m.unwrap_or_else(|| "km/h".into()),
+            },
+            note: None,
+        })
+    }
+
+    async fn client(&self) -> Result<&Client, Fault> {
+        let make = || async {
+            let made = tokio::task::spawn_blocking(|| {
+                // Without a proxy: what the environment says is about somebody else's program.
+                Client::builder()
+                    .no_proxy()
+                    .connect_timeout(Duration::from_secs(3))
+                    .pool_max_idle_per_host(2)
+                    .pool_idle_timeout(Duration::from_secs(30))
+                    .redirect(reqwest::redirect::Policy::limited(3))
+                    .user_agent(concat!("toolcrib/", env!("CARGO_PKG_VERSION")))
+                    .build()
+            });
+            let failed = |why: String| Fault::unreachable(format!("no HTTP client: {why}"));
+            made.await
+                .map_err(|error| failed(error.to_string()))?
+                .map_err(|e| failed(e.to_string()))
+        };
+        self.client.get_or_try_init(make).await
+    }
+
+    async fn get<T: DeserializeOwned>(&self, url: Url, deadline: Instant) -> Result<T, Fault> {
+        let host = host(&url);
+        let client = self.client().await?;
+        let left = deadline.saturating_duration_since(Instant::now());
+        let failed = |error: reqwest::Error| {
+            let why = if error.is_timeout() { "no answer in time".into() } else { whole(error) };
+            Fault::unreachable(format!("{host} cannot be reached: {why}"))
+        };
+        let mut response = client.get(url).timeout(left).send().await.map_err(failed)?;
+        let status = response.status();
+        let mut body = Vec::new();
+        while let Some(chunk) = response.chunk().await.map_err(failed)? {
+            body.extend_from_slice(&chunk);
+            if body.len() > MAX_BODY {
+                let message = format!("{host} sent more than {MAX_BODY} bytes");
+                return Err(Fault::unreachable(message).retryable(false));
+            }
+        }
+        if status != StatusCode::OK {
+            return Err(refusal(&host, status, &body));
+        }
+        serde_json::from_slice(&body).map_err(|error| {
+            Fault::unreachable(format!("the answer of {host} cannot be read: {error}"))
+        })
+    }
+}
+
+fn refusal(host: &str, status: StatusCode, body: &[u8]) -> Fault {
+    let reason = serde_json::from_slice::<Refusal>(body).map_or_else(
+        |_| String::new(),
+        |refusal| format!(": {}", refusal.reason.chars().take(200).collect::<String>()),
+    );
+    let passing = status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS;
+    Fault::unreachable(format!("{host} answered {}{reason}", status.as_u16())).retryable(passing)
+}
+
+fn address(base: &Url, path: &str, query: &[(&str, &str)]) -> Url {
+    let mut url = base.clone();
+    url.set_path(&format!("{}/{path}", base.path().trim_end_matches('/')));
+    url.query_pairs_mut().extend_pairs(query);
+    url
+}
+
+/// Whom a fault names: without the query, which is long, and without credentials.
+fn host(url: &Url) -> String {
+    let host = url.host_str().unwrap_or("the weather service");
+    url.port().map_or_else(|| host.to_owned(), |port| format!("{host}:{port}"))
+}
+
+fn whole(error: reqwest::Error) -> String {
+    let error = error.without_url();
+    let mut text = error.to_string();
+    let mut cause = std::error::Error::source(&error);
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
+}

@@ -1,0 +1,336 @@
+//! Finds the name of a place in a question about the weather. Pure.
+//!
+//! The words that questions about the weather are made of are taken off both ends; what is left in
+//! the middle is the place. After the last "in", "for" or "near" in front, everything is the
+//! place's, so that Hot Springs and The Hague keep their names.
+
+/// What a question asks for.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Wanted {
+    /// The place, as it was named.
+    pub name: String,
+    /// Whether it asks about another time than now.
+    pub another_time: bool,
+}
+
+/// A place's name and what it is in.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Part {
+    pub name: String,
+    pub within: Vec<String>,
+    /// Whether the question itself says where the name ends.
+    pub sure: bool,
+}
+
+/// Longer than any place's name.
+const MAX_NAME: usize = 100;
+
+/// What stands right before a place.
+const BEFORE: &[&str] = &["in", "for", "at", "near", "around", "of", "from", "over", "en", "à"];
+
+/// The words of the questions.
+#[rustfmt::skip]
+const QUESTION: &[&str] = &[
+    "weather", "forecast", "temperature", "temperatures", "temp", "climate", "conditions",
+    "condition", "report", "humidity", "wind", "what", "what's", "whats", "what’s", "how", "how's",
+    "hows", "how’s", "is", "it", "it's", "are", "there", "will", "be", "do", "does", "i", "we",
+    "need", "an", "a", "umbrella", "jacket", "coat", "tell", "me", "show", "give", "get", "check",
+    "find", "know", "about", "can", "could", "would", "you", "please", "thanks", "hi", "hey",
+    "hello", "today", "today's", "now", "right", "current", "currently", "tomorrow", "tonight",
+    "tomorrow's", "yesterday", "outside", "raining", "snowing", "degrees", "celsius", "fahrenheit",
+    "feel", "feels", "look", "looks", "looking", "to", "going", "and", "this", "next", "week",
+    "weekend", "morning", "afternoon", "evening", "night", "day", "days", "moment", "here", "my",
+    "location", "city", "should", "wear", "much", "latest", "live", "local", "query", "place",
+    "clima", "tiempo", "météo", "meteo", "wetter", "with", "on", "during", "was", "like",
+];
+
+/// Words of the questions that names begin with, too: The Hague, Hot Springs, Snow Hill.
+#[rustfmt::skip]
+const EITHER: &[&str] = &[
+    "the", "hot", "cold", "warm", "cool", "humid", "windy", "rain", "rainy", "snow", "snowy",
+    "sunny", "cloudy", "wet", "dry",
+];
+
+/// The words of questions in Chinese and Japanese, the longer before those they begin with.
+#[rustfmt::skip]
+const CHINESE: &[&str] = &[
+    "天气预报", "天氣預報", "天气", "天氣", "天気", "气温", "氣溫", "温度", "溫度", "多少度", "几度",
+    "怎么样", "怎麼樣", "怎样", "如何", "查询", "查一下", "请问", "請問", "告诉我", "今天", "今日",
+    "现在", "現在", "明天", "明日", "后天", "後天", "昨天", "目前", "当前", "本周", "下周", "周末",
+    "帮我", "看看", "一下", "冷不冷", "热不热", "下雨", "会不会", "冷吗", "热吗", "吗", "呢", "的",
+    "の", "は", "教えて", "是",
+];
+
+/// Words that ask about another time than now.
+#[rustfmt::skip]
+const ANOTHER_TIME: &[&str] = &[
+    "tomorrow", "yesterday", "next", "week", "weekend", "days", "forecast", "明天", "明日", "后天",
+    "後天", "昨天", "本周", "下周", "周末", "预报", "預報",
+];
+
+/// The place a question names, if it names one.
+pub fn wanted(question: &str) -> Option<Wanted> {
+    let lower = question.to_lowercase();
+    let another_time = ANOTHER_TIME.iter().any(|word| match word.is_ascii() {
+        true => lower.split(|c: char| !c.is_alphanumeric()).any(|part| part == *word),
+        false => lower.contains(word),
+    });
+    let name = match question.chars().any(is_chinese) {
+        true => spaced(&chinese(question)),
+        false => spaced(question),
+    };
+    let fits = !name.is_empty() && name.chars().count() <= MAX_NAME;
+    (fits && name.chars().any(char::is_alphanumeric)).then_some(Wanted { name, another_time })
+}
+
+impl Wanted {
+    /// The place without what it is in: "Paris, France" and "Portland Oregon" have such a part.
+    pub fn part(&self) -> Option<Part> {
+        let mut parts = self.name.split([',', '，']).map(|part| part.trim().to_owned());
+        let name = parts.next().filter(|name| !name.is_empty())?;
+        let within: Vec<String> = parts.filter(|part| !part.is_empty()).collect();
+        if name != self.name {
+            return Some(Part { name, within, sure: true });
+        }
+        let (name, last) = self.name.rsplit_once(' ')?;
+        Some(Part { name: name.trim().to_owned(), within: vec![last.to_owned()], sure: false })
+    }
+}
+
+/// For comparing names: small letters, without marks between them.
+pub fn plain(name: &str) -> String {
+    name.chars().filter(|c| c.is_alphanumeric()).flat_map(char::to_lowercase).collect()
+}
+
+fn is_chinese(c: char) -> bool {
+    matches!(c, '\u{3040}'..='\u{30ff}' | '\u{3400}'..='\u{9fff}')
+}
+
+fn chinese(question: &str) -> String {
+    let mut text = question.to_owned();
+    for word in CHINESE {
+        text = text.replace(word, " ");
+    }
+    let marks = |c: char| c.is_whitespace() || "?？!！。.,，、:：\"“”「」'".contains(c);
+    text.split(marks).filter(|part| !part.is_empty()).collect::<Vec<_>>().join(" ")
+}
+
+fn spaced(question: &str) -> String {
+    let words: Vec<&str> = question.split_whitespace().collect();
+    let (mut from, mut at) = (0, 0);
+    // Over the question's words in front, remembering where the last "in" was.
+    let mut after_before = None;
+    while at < words.len() && is_question(&words, at) {
+        at += 1;
+        if is_among(BEFORE, words[at - 1]) {
+            after_before = Some(at);
+        } else if after_before.is_none() || is_time(&words, at - 1) {
+            from = at;
+        }
+    }
+    if let Some(start) = after_before {
+        from = from.max(start);
+    }
+    let mut to = words.len();
+    while to > from && is_question(&words[..to], to - 1) {
+        to -= 1;
+    }
+    let name = words[from..to].join(" ");
+    let marks = |c: char| !c.is_alphanumeric() && c != '(';
+    let name = name.trim_matches(marks);
+    // "Tokyo's weather"; but "weather in St. John's".
+    let owner = after_before.is_none() && to < words.len();
+    let name = match name.strip_suffix("'s").or(name.strip_suffix("’s")) {
+        Some(short) if owner => short,
+        _ => name,
+    };
+    name.to_owned()
+}
+
+/// Whether a word belongs to the question and not to the place.
+fn is_question(words: &[&str], at: usize) -> bool {
+    let word = bare(words[at]);
+    if word.is_empty() || is_among(QUESTION, words[at]) || is_among(BEFORE, words[at]) {
+        return true;
+    }
+    if word.len() <= 2 && word.bytes().all(|b| b.is_ascii_digit()) {
+        return true;
+    }
+    if !is_among(EITHER, words[at]) {
+        return false;
+    }
+    // "Hot Springs", but "How hot is Paris" and "Is it hot Paris".
+    let capital = |word: &str| word.chars().next().is_some_and(char::is_uppercase);
+    let next = words.get(at + 1);
+    let begins_a_name =
+        next.is_some_and(|next| capital(next) && !is_among(QUESTION, next) && capital(words[at]));
+    !begins_a_name
+}
+
+/// "at the moment", "in the morning", "for the next 3 days", "on 3 May": "at" is not about a place.
+fn is_time(words: &[&str], at: usize) -> bool {
+    let times = [
+        "moment",
+        "morning",
+        "afternoon",
+        "evening",
+        "night",
+        "week",
+        "weekend",
+        "day",
+        "days",
+        "today",
+        "tomorrow",
+        "tonight",
+        "now",
+        "yesterday",
+        "me",
+    ];
+    is_among(&times, words[at])
+}
+
+fn is_among(list: &[&str], word: &str) -> bool {
+    list.contains(&bare(word).as_str())
+}
+
+fn bare(word: &str) -> String {
+    word.trim_matches(|c: char| !c.is_alphanumeric()).to_lowercase()
+}
+
+/// The long name of a country's or state's short one.
+pub fn long_name(name: &str) -> &str {
+    let short = plain(name);
+    LONG.iter().find(|(code, _)| *code == short).map_or(name, |(_, long)| long)
+}
+
+/// What people write and the service does not: its country codes are found without this.
+#[rustfmt::skip]
+const LONG: &[(&str, &str)] = &[
+    ("usa", "United States"), ("america", "United States"), ("uk", "United Kingdom"),
+    ("britain", "United Kingdom"), ("greatbritain", "United Kingdom"),
+    ("uae", "United Arab Emirates"), ("holland", "Netherlands"), ("korea", "South Korea"),
+    ("prc", "China"), ("czechrepublic", "Czechia"),
+    ("al", "Alabama"), ("ak", "Alaska"), ("az", "Arizona"), ("ar", "Arkansas"),
+    ("ca", "California"), ("co", "Colorado"), ("ct", "Connecticut"), ("de", "Delaware"),
+    ("dc", "District of Columbia"), ("fl", "Florida"), ("ga", "Georgia"), ("hi", "Hawaii"),
+    ("id", "Idaho"), ("il", "Illinois"), ("in", "Indiana"), ("ia", "Iowa"), ("ks", "Kansas"),
+    ("ky", "Kentucky"), ("la", "Louisiana"), ("me", "Maine"), ("md", "Maryland"),
+    ("ma", "Massachusetts"), ("mi", "Michigan"), ("mn", "Minnesota"), ("ms", "Mississippi"),
+    ("mo", "Missouri"), ("mt", "Montana"), ("ne", "Nebraska"), ("nv", "Nevada"),
+    ("nh", "New Hampshire"), ("nj", "New Jersey"), ("nm", "New Mexico"), ("ny", "New York"),
+    ("nc", "North Carolina"), ("nd", "North Dakota"), ("oh", "Ohio"), ("ok", "Oklahoma"),
+    ("or", "Oregon"), ("pa", "Pennsylvania"), ("ri", "Rhode Island"), ("sc", "South Carolina"),
+    ("sd", "South Dakota"), ("tn", "Tennessee"), ("tx", "Texas"), ("ut", "Utah"),
+    ("vt", "Vermont"), ("va", "Virginia"), ("wa", "Washington"), ("wv", "West Virginia"),
+    ("wi", "Wisconsin"), ("wy", "Wyoming"), ("on", "Ontario"), ("bc", "British Columbia"),
+    ("qc", "Quebec"), ("ab", "Alberta"), ("nsw", "New South Wales"),
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn name(question: &str) -> String {
+        wanted(question).map_or_else(String::new, |wanted| wanted.name)
+    }
+
+    #[rustfmt::skip]
+    const QUESTIONS: &[(&str, &str)] = &[
+        ("Beijing", "Beijing"),
+        ("beijing", "beijing"),
+        ("weather in Beijing", "Beijing"),
+        ("Beijing weather", "Beijing"),
+        ("Beijing Weather?", "Beijing"),
+        ("Weather: Rome", "Rome"),
+        ("what's the weather like in New York today?", "New York"),
+        ("What is the weather in new york right now", "new york"),
+        ("what’s the weather in London?", "London"),
+        ("How warm is it in São Paulo right now", "São Paulo"),
+        ("weather for Paris, France", "Paris, France"),
+        ("Paris, France weather today", "Paris, France"),
+        ("Is it raining in Seattle, WA?", "Seattle, WA"),
+        ("Will it snow in Denver tomorrow?", "Denver"),
+        ("Do I need an umbrella in London today?", "London"),
+        ("temperature Berlin", "Berlin"),
+        ("current temperature in Berlin please", "Berlin"),
+        ("Tokyo's weather", "Tokyo"),
+        ("How's the weather at the moment in Oslo", "Oslo"),
+        ("How is the weather in Oslo at the moment?", "Oslo"),
+        ("Weather forecast for the next 3 days in Madrid", "Madrid"),
+        ("Weather in Madrid for the next 3 days", "Madrid"),
+        ("Rome forecast for tomorrow", "Rome"),
+        ("forecast for tomorrow in Rome", "Rome"),
+        ("Can you tell me how hot it is in Phoenix, Arizona?", "Phoenix, Arizona"),
+        ("please show me the weather for Rio de Janeiro", "Rio de Janeiro"),
+        ("weather in The Hague", "The Hague"),
+        ("The Hague weather", "The Hague"),
+        ("weather in Hot Springs", "Hot Springs"),
+        ("Hot Springs weather", "Hot Springs"),
+        ("how hot is Paris", "Paris"),
+        ("is it cold in Cold Lake", "Cold Lake"),
+        ("Isle of Man weather", "Isle of Man"),
+        ("weather in the Isle of Man", "the Isle of Man"),
+        ("Weatherford weather", "Weatherford"),
+        ("weather in \"Nice\"", "Nice"),
+        ("weather in Stratford-upon-Avon", "Stratford-upon-Avon"),
+        ("what should I wear in Reykjavík this weekend?", "Reykjavík"),
+        ("  weather   in    Lima  ", "Lima"),
+        ("london,uk", "london,uk"),
+        ("weather in St. John's", "St. John's"),
+        ("today in Lagos", "Lagos"),
+        ("Weather in Washington, D.C.", "Washington, D.C"),
+        ("clima en Madrid", "Madrid"),
+        ("Wetter in München", "München"),
+        ("Погода", "Погода"),
+        ("北京天气", "北京"),
+        ("天气 上海", "上海"),
+        ("今天北京的天气怎么样？", "北京"),
+        ("请问广州现在几度", "广州"),
+        ("深圳明天天气预报", "深圳"),
+        ("東京の天気は", "東京"),
+        ("台北今天下雨吗", "台北"),
+        ("weather in 上海", "上海"),
+        ("", ""),
+        ("weather", ""),
+        ("what's the weather like?", ""),
+        ("how hot is it right now", ""),
+        ("天气", ""),
+        ("今天天气怎么样", ""),
+        ("weather in", ""),
+        ("?!", ""),
+        ("weather here today", ""),
+    ];
+
+    #[test]
+    fn places_are_found_in_questions() {
+        for (question, expected) in QUESTIONS {
+            assert_eq!(name(question), *expected, "{question}");
+        }
+        assert_eq!(name(&format!("weather in {}", "x".repeat(200))), "");
+    }
+
+    #[test]
+    fn other_times_are_noticed() {
+        for other in ["Rome tomorrow", "weather in Rome next week", "北京明天天气"] {
+            assert!(wanted(other).unwrap().another_time, "{other}");
+        }
+        for now in ["Rome", "weather in Rome today", "北京今天天气", "Weekapaug"] {
+            assert!(!wanted(now).unwrap().another_time, "{now}");
+        }
+    }
+
+    #[test]
+    fn a_name_and_what_it_is_in() {
+        let part = |question: &str| wanted(question).and_then(|wanted| wanted.part());
+        let france = part("weather in Paris, France").unwrap();
+        assert_eq!((france.name.as_str(), france.sure), ("Paris", true));
+        assert_eq!(france.within, ["France"]);
+        assert_eq!(part("Springfield, Sangamon, IL").unwrap().within, ["Sangamon", "IL"]);
+        let oregon = part("Portland Oregon").unwrap();
+        assert_eq!((oregon.name.as_str(), oregon.sure), ("Portland", false));
+        assert_eq!(part("Rome"), None);
+        assert_eq!(long_name("TX"), "Texas");
+        assert_eq!(long_name("U.S.A."), "United States");
+        assert_eq!(long_name("France"), "France");
+    }
+}

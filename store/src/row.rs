@@ -1,0 +1,362 @@
+//! How a call becomes a row and a row becomes a call. The engine's types are not made to be
+//! stored; the forms here are, and are read by every later version of this program.
+
+use rusqlite::Row;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use toolcrib::call::{Asked, Call, Hold, Metrics, Outcome, Status, Target};
+use toolcrib::event::{Event, Kind, Record};
+use toolcrib::fault::{Code, Fault, Happened};
+use toolcrib::json::Json;
+use toolcrib::retry::{Backoff, PolicyPatch};
+use toolcrib::store::StoreError;
+use toolcrib::tool::{Alternate, Definition, Effect, Executor, Risk};
+
+/// The columns of `calls` that a call is read from, in this order.
+pub(crate) const CALL_COLUMNS: &str = "place, id, project, run_id, tool_name, executor, status, \
+     hold, created_ms, deadline_ms, started_ms, completed_ms, version, args, result, error, \
+     envelope, state";
+
+#[derive(Serialize, Deserialize)]
+struct Envelope {
+    agent: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    call_id: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    client_id: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    user_id: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    idempotency_key: Option<String>,
+    max_retries: u32,
+    /// Only where it is not the usual one.
+    #[serde(default, skip_serializing_if = "is_usual")]
+    backoff: Backoff,
+}
+
+fn is_usual(backoff: &Backoff) -> bool {
+    *backoff == Backoff::default()
+}
+
+#[derive(Serialize, Deserialize)]
+struct State {
+    attempt: u32,
+    target_attempts: u32,
+    target: StoredTarget,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    alternates: Vec<StoredTarget>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    retry_at_ms: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    taken_by: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    node: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    metrics: Option<StoredMetrics>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct StoredTarget {
+    tool: String,
+    version: String,
+    executor: Executor,
+    effect: Effect,
+    /// Only where they are not the call's own arguments.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    args: Option<Json>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct StoredMetrics {
+    latency_ms: u64,
+    queue_ms: u64,
+    attempts: u32,
+    retries: u32,
+}
+
+#[derive(Serialize, Deserialize)]
+struct StoredFault {
+    code: String,
+    message: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    detail: Option<Value>,
+    retryable: bool,
+    #[serde(default)]
+    not_happened: bool,
+}
+
+/// A call as the writer binds it. Made by the caller's task, so the writer only writes.
+pub(crate) struct CallRow {
+    pub(crate) call: Call,
+    pub(crate) hold: Option<&'static str>,
+    pub(crate) args: Json,
+    pub(crate) result: Option<Json>,
+    pub(crate) error: Option<String>,
+    pub(crate) envelope: String,
+    pub(crate) state: String,
+}
+
+/// A record as the writer binds it.
+pub(crate) struct RecordRow {
+    pub(crate) kind: &'static str,
+    pub(crate) at_ms: i64,
+    pub(crate) attempt: u32,
+    pub(crate) data: String,
+}
+
+fn encode<T: Serialize>(value: &T) -> Result<String, StoreError> {
+    serde_json::to_string(value).map_err(|error| StoreError::Corrupt(error.to_string()))
+}
+
+fn decode<'a, T: Deserialize<'a>>(text: &'a str) -> Result<T, StoreError> {
+    serde_json::from_str(text).map_err(|error| StoreError::Corrupt(error.to_string()))
+}
+
+impl CallRow {
+    /// A call that is stored for the first time: `args` are those it was asked with.
+    pub(crate) fn first(call: Call) -> Result<Self, StoreError> {
+        let envelope = encode(&Envelope {
+            agent: call.asked.agent.clone(),
+            call_id: call.asked.call_id.clone(),
+            client_id: call.asked.client_id.clone(),
+            user_id: call.asked.user_id.clone(),
+            idempotency_key: call.asked.idempotency_key.clone(),
+            max_retries: call.max_retries,
+            backoff: call.backoff.clone(),
+        })?;
+        let mut row = Self::next(call)?;
+        row.envelope = envelope;
+        Ok(row)
+    }
+
+    /// A call that is stored already: its envelope and arguments stay as they are.
+    pub(crate) fn next(call: Call) -> Result<Self, StoreError> {
+        let replaced = call.target.tool != call.tool_name;
+        let outcome = call.outcome.as_ref();
+        let error = outcome.and_then(|outcome| outcome.error.as_ref());
+        let error = error.map(|fault| {
+            encode(&StoredFault {
+                code: fault.code.as_str().to_owned(),
+                message: fault.message.clone(),
+                detail: fault.detail.clone(),
+                retryable: fault.retryable,
+                not_happened: fault.happened == Happened::No,
+            })
+        });
+        let state = State {
+            attempt: call.attempt,
+            target_attempts: call.target_attempts,
+            target: stored_target(&call.target, replaced),
+            alternates: call.alternates.iter().map(|t| stored_target(t, true)).collect(),
+            retry_at_ms: match call.hold {
+                Some(Hold::Retry { at_ms }) => Some(at_ms),
+                _ => None,
+            },
+            taken_by: call.taken_by.clone(),
+            node: call.node.clone(),
+            metrics: outcome.map(|outcome| StoredMetrics {
+                latency_ms: outcome.metrics.latency_ms,
+                queue_ms: outcome.metrics.queue_ms,
+                attempts: outcome.metrics.attempts,
+                retries: outcome.metrics.retries,
+            }),
+        };
+        Ok(Self {
+            hold: call.hold.map(Hold::as_str),
+            args: call.target.args.clone(),
+            result: outcome.and_then(|outcome| outcome.data.clone()),
+            error: error.transpose()?,
+            envelope: String::new(),
+            state: encode(&state)?,
+            call,
+        })
+    }
+}
+
+fn stored_target(target: &Target, with_args: bool) -> StoredTarget {
+    StoredTarget {
+        tool: target.tool.clone(),
+        version: target.version.clone(),
+        executor: target.executor,
+        effect: target.effect,
+        args: with_args.then(|| target.args.clone()),
+    }
+}
+
+fn target_of(stored: StoredTarget, args: &Json) -> Target {
+    Target {
+        tool: stored.tool,
+        version: stored.version,
+        executor: stored.executor,
+        effect: stored.effect,
+        args: stored.args.unwrap_or_else(|| args.clone()),
+    }
+}
+
+/// Reads a call, with its place.
+pub(crate) fn read_call(row: &Row<'_>) -> Result<(u64, Call), StoreError> {
+    let unreadable = |error: rusqlite::Error| StoreError::Corrupt(error.to_string());
+    let text = |n: usize| row.get::<_, String>(n).map_err(unreadable);
+    let number = |n: usize| row.get::<_, i64>(n).map_err(unreadable);
+    let time = |n: usize| row.get::<_, Option<i64>>(n).map_err(unreadable);
+    let maybe = |n: usize| row.get::<_, Option<String>>(n).map_err(unreadable);
+    let parse = |text: &str| decode::<Json>(text);
+    let envelope: Envelope = decode(&text(16)?)?;
+    let state: State = decode(&text(17)?)?;
+    let args = parse(&text(13)?)?;
+    let status_text = text(6)?;
+    let status: Status =
+        status_text.parse().map_err(|()| StoreError::Corrupt(format!("status {status_text}")))?;
+    let hold = match maybe(7)?.as_deref() {
+        Some("queue") => Some(Hold::Queue),
+        Some("parked") => Some(Hold::Parked),
+        Some("retry") => Some(Hold::Retry { at_ms: state.retry_at_ms.unwrap_or_default() }),
+        _ => None,
+    };
+    let data = maybe(14)?.map(|text| parse(&text)).transpose()?;
+    let error = maybe(15)?.map(|text| read_fault(&text)).transpose()?;
+    let metrics = state.metrics.map(|m| Metrics {
+        latency_ms: m.latency_ms,
+        queue_ms: m.queue_ms,
+        attempts: m.attempts,
+        retries: m.retries,
+    });
+    let outcome = status.is_terminal().then(|| Outcome {
+        ok: status == Status::Succeeded,
+        data,
+        error,
+        metrics: metrics.unwrap_or_default(),
+    });
+    let id = text(1)?;
+    let call = Call {
+        id: id.parse().map_err(|_| StoreError::Corrupt(format!("call id {id}")))?,
+        project: text(2)?,
+        run_id: text(3)?,
+        tool_name: text(4)?,
+        asked: Asked {
+            agent: envelope.agent,
+            call_id: envelope.call_id,
+            client_id: envelope.client_id,
+            user_id: envelope.user_id,
+            idempotency_key: envelope.idempotency_key,
+        },
+        target: target_of(state.target, &args),
+        alternates: state.alternates.into_iter().map(|t| target_of(t, &args)).collect(),
+        max_retries: envelope.max_retries,
+        backoff: envelope.backoff,
+        status,
+        hold,
+        attempt: state.attempt,
+        target_attempts: state.target_attempts,
+        taken_by: state.taken_by,
+        node: state.node,
+        created_ms: number(8)? as u64,
+        deadline_ms: number(9)? as u64,
+        started_ms: time(10)?.map(|ms| ms as u64),
+        completed_ms: time(11)?.map(|ms| ms as u64),
+        outcome,
+        version: number(12)? as u64,
+    };
+    Ok((number(0)? as u64, call))
+}
+
+fn read_fault(text: &str) -> Result<Fault, StoreError> {
+    let stored: StoredFault = decode(text)?;
+    let happened = if stored.not_happened { Happened::No } else { Happened::Maybe };
+    Ok(Fault {
+        code: Code::parse(&stored.code).unwrap_or(Code::Internal),
+        message: stored.message,
+        detail: stored.detail,
+        retryable: stored.retryable,
+        happened,
+    })
+}
+
+/// Records, ready to be bound.
+pub(crate) fn record_rows(records: Vec<Record>) -> Result<Vec<RecordRow>, StoreError> {
+    let rows = records.into_iter().map(|record| {
+        Ok(RecordRow {
+            kind: record.kind.as_str(),
+            at_ms: record.at_ms as i64,
+            attempt: record.attempt,
+            data: encode(&record.data)?,
+        })
+    });
+    rows.collect()
+}
+
+/// Reads `number, id, kind, at_ms, attempt, data`.
+pub(crate) fn read_event(row: &Row<'_>) -> Result<Event, StoreError> {
+    let unreadable = |error: rusqlite::Error| StoreError::Corrupt(error.to_string());
+    let (id, kind): (String, String) =
+        (row.get(1).map_err(unreadable)?, row.get(2).map_err(unreadable)?);
+    let data: String = row.get(5).map_err(unreadable)?;
+    let data: Map<String, Value> = decode(&data)?;
+    Ok(Event {
+        number: row.get::<_, i64>(0).map_err(unreadable)? as u64,
+        call_id: id.parse().map_err(|_| StoreError::Corrupt(format!("call id {id}")))?,
+        record: Record {
+            kind: Kind::parse(&kind).ok_or_else(|| StoreError::Corrupt(format!("kind {kind}")))?,
+            at_ms: row.get::<_, i64>(3).map_err(unreadable)? as u64,
+            attempt: row.get(4).map_err(unreadable)?,
+            data,
+        },
+    })
+}
+
+#[derive(Serialize, Deserialize)]
+struct StoredDefinition {
+    description: String,
+    executor: Executor,
+    input_schema: Json,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    output_schema: Option<Json>,
+    timeout_ms: u64,
+    effect: Effect,
+    risk: Risk,
+    #[serde(default)]
+    policy: PolicyPatch,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    fallback: Vec<Alternate>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    metadata: Option<Json>,
+}
+
+/// A tool's definition as text; its project and name are columns.
+pub(crate) fn definition_text(tool: &Definition) -> Result<String, StoreError> {
+    encode(&StoredDefinition {
+        description: tool.description.clone(),
+        executor: tool.executor,
+        input_schema: tool.input_schema.clone(),
+        output_schema: tool.output_schema.clone(),
+        timeout_ms: tool.timeout_ms,
+        effect: tool.effect,
+        risk: tool.risk,
+        policy: tool.policy.clone(),
+        fallback: tool.fallback.clone(),
+        metadata: tool.metadata.clone(),
+    })
+}
+
+/// A tool's definition from its text.
+pub(crate) fn read_definition(
+    project: String,
+    name: String,
+    text: &str,
+) -> Result<Definition, StoreError> {
+    let stored: StoredDefinition = decode(text)?;
+    Ok(Definition {
+        project: Some(project),
+        name,
+        description: stored.description,
+        executor: stored.executor,
+        input_schema: stored.input_schema,
+        output_schema: stored.output_schema,
+        timeout_ms: stored.timeout_ms,
+        effect: stored.effect,
+        risk: stored.risk,
+        policy: stored.policy,
+        fallback: stored.fallback,
+        metadata: stored.metadata,
+    })
+}

@@ -1,0 +1,218 @@
+//! The SQLite store: opening it, and the `Store` port over one writer and a few readers.
+
+mod changes;
+mod directory;
+mod open;
+mod reader;
+mod writer;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use rusqlite::Connection;
+use tokio::sync::oneshot;
+use toolcrib::call::Call;
+use toolcrib::directory::{AuditEntry, Change, Directory};
+use toolcrib::event::{Event, Record};
+use toolcrib::id::CallId;
+use toolcrib::store::{CallFilter, Created, EventScope, NewCall, Open, Saved, Store, StoreError};
+
+use crate::migrate::migrate;
+use crate::row::{CallRow, record_rows};
+use open::OpenCalls;
+use reader::Readers;
+use writer::{Op, Writer};
+
+/// Why a database was not opened.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// Made by a newer version of this program.
+    #[error(
+        "the database has schema version {found}, and this program knows up to {known}: it was \
+         used by a newer toolcrib; start that one, or restore an older copy"
+    )]
+    Newer { found: i64, known: i64 },
+    /// A database, but of something else.
+    #[error("the file is a database of another program; choose another data directory")]
+    NotOurs,
+    /// SQLite could not do it.
+    #[error("the database cannot be opened")]
+    Sqlite(#[from] rusqlite::Error),
+    /// The directory or a thread could not be made.
+    #[error("the database cannot be opened")]
+    Io(#[from] std::io::Error),
+}
+
+/// Tickets in one SQLite file.
+pub struct SqliteStore {
+    writer: Writer,
+    readers: Arc<Readers>,
+    open: OpenCalls,
+    path: PathBuf,
+}
+
+impl SqliteStore {
+    /// Opens a database, makes it if there is none, and brings it to the present version.
+    pub fn open(path: &Path) -> Result<Self, OpenError> {
+        Self::open_with(path, writer::Log::Grown)
+    }
+
+    /// The same without preparing for many commits: for a look at it or a single change.
+    pub fn open_briefly(path: &Path) -> Result<Self, OpenError> {
+        Self::open_with(path, writer::Log::AsItIs)
+    }
+
+    fn open_with(path: &Path, log: writer::Log) -> Result<Self, OpenError> {
+        if let Some(directory) = path.parent() {
+            std::fs::create_dir_all(directory)?;
+        }
+        let mut connection = Connection::open(path)?;
+        connection.busy_timeout(writer::BUSY)?;
+        connection.execute_batch(
+            "PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL; PRAGMA foreign_keys = ON;",
+        )?;
+        migrate(&mut connection)?;
+        let open = OpenCalls::load(&connection)?;
+        let writer = Writer::start(connection, path, log, open.clone())?;
+        let readers = Arc::new(Readers::new(path.to_owned()));
+        Ok(Self { writer, readers, open, path: path.to_owned() })
+    }
+
+    /// Whether the file is in order, as SQLite sees it.
+    pub async fn integrity(&self) -> Result<String, StoreError> {
+        self.read(|connection| {
+            connection
+                .query_row("PRAGMA quick_check(1)", [], |row| row.get(0))
+                .map_err(|error| reader::failed(&error))
+        })
+        .await
+    }
+
+    async fn write<T: Send + 'static>(
+        &self,
+        op: impl FnOnce(oneshot::Sender<Result<T, StoreError>>) -> Op,
+    ) -> Result<T, StoreError> {
+        let (reply, answer) = oneshot::channel();
+        self.writer.send(op(reply))?;
+        let gone = |_| StoreError::Unavailable("the writer has stopped".to_owned());
+        answer.await.map_err(gone)?
+    }
+
+    async fn read<T: Send + 'static>(
+        &self,
+        look: impl FnOnce(&Connection) -> Result<T, StoreError> + Send + 'static,
+    ) -> Result<T, StoreError> {
+        let readers = self.readers.clone();
+        let read = tokio::task::spawn_blocking(move || readers.with(look)).await;
+        read.map_err(|error| StoreError::Unavailable(error.to_string()))?
+    }
+}
+
+#[async_trait]
+impl Store for SqliteStore {
+    async fn create(&self, new: NewCall) -> Result<Created, StoreError> {
+        let row = Box::new(CallRow::first(new.call)?);
+        let records = record_rows(new.records)?;
+        let key = new.key;
+        self.write(|reply| Op::Create { row, records, key, reply }).await
+    }
+
+    async fn save(&self, call: Call, records: Vec<Record>) -> Result<Saved, StoreError> {
+        let row = Box::new(CallRow::next(call)?);
+        let records = record_rows(records)?;
+        self.write(|reply| Op::Save { row, records, reply }).await
+    }
+
+    async fn append(
+        &self,
+        project: &str,
+        id: &CallId,
+        records: Vec<Record>,
+    ) -> Result<(), StoreError> {
+        let (project, id, records) = (project.to_owned(), id.clone(), record_rows(records)?);
+        self.write(|reply| Op::Append { project, id, records, reply }).await
+    }
+
+    async fn call(&self, project: &str, id: &CallId) -> Result<Option<Call>, StoreError> {
+        let (project, id) = (project.to_owned(), id.clone());
+        self.read(move |connection| reader::call(connection, &project, &id)).await
+    }
+
+    async fn calls(&self, filter: CallFilter) -> Result<Vec<Call>, StoreError> {
+        let open = self.open.clone();
+        self.read(move |connection| reader::calls(connection, &filter, &open)).await
+    }
+
+    async fn open_calls(&self, after: u64, limit: usize) -> Result<Vec<Open>, StoreError> {
+        let places = self.open.after(after, limit);
+        self.read(move |connection| reader::open_calls(connection, &places)).await
+    }
+
+    async fn events(
+        &self,
+        scope: EventScope,
+        after: u64,
+        limit: usize,
+    ) -> Result<Vec<Event>, StoreError> {
+        self.read(move |connection| reader::events(connection, &scope, after, limit)).await
+    }
+
+    async fn newest_event(&self, scope: EventScope) -> Result<u64, StoreError> {
+        self.read(move |connection| reader::newest_event(connection, &scope)).await
+    }
+
+    async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<usize, StoreError> {
+        self.write(|reply| Op::Purge { ended_before_ms, limit, reply }).await
+    }
+
+    async fn directory_version(&self) -> Result<u64, StoreError> {
+        self.read(directory::version).await
+    }
+
+    async fn directory(&self) -> Result<Directory, StoreError> {
+        self.read(directory::load).await
+    }
+
+    async fn change(
+        &self,
+        change: Change,
+        decided_on: u64,
+        audit: Option<AuditEntry>,
+    ) -> Result<Saved, StoreError> {
+        let change = Box::new(change);
+        self.write(|reply| Op::Change { change, decided_on, audit, reply }).await
+    }
+
+    async fn audit(&self, entry: AuditEntry) -> Result<(), StoreError> {
+        self.write(|reply| Op::Audit { entry, reply }).await
+    }
+
+    async fn audit_log(
+        &self,
+        project: Option<String>,
+        limit: usize,
+    ) -> Result<Vec<AuditEntry>, StoreError> {
+        self.read(move |connection| directory::audit_log(connection, project.as_deref(), limit))
+            .await
+    }
+
+    async fn check(&self) -> Result<(), StoreError> {
+        self.read(|connection| directory::version(connection).map(|_| ())).await?;
+        self.write(|reply| Op::Check { reply }).await
+    }
+
+    async fn size_bytes(&self) -> Result<u64, StoreError> {
+        let path = self.path.clone();
+        let sum = move || {
+            let files = ["", "-wal"].map(|end| {
+                let mut name = path.clone().into_os_string();
+                name.push(end);
+                std::fs::metadata(name).map_or(0, |file| file.len())
+            });
+            files.iter().sum()
+        };
+        let summed = tokio::task::spawn_blocking(sum).await;
+        summed.map_err(|error| StoreError::Unavailable(error.to_string()))
+    }
+}

@@ -1,0 +1,203 @@
+//! What the writer does with each kind of change: the SQL, and nothing about groups or flushes.
+
+use rusqlite::{OptionalExtension, params};
+use toolcrib::id::CallId;
+use toolcrib::store::{Created, IdempotencyKey, Saved};
+
+use super::writer::Desk;
+use crate::row::{CALL_COLUMNS, CallRow, RecordRow, read_call};
+
+impl Desk {
+    pub(super) fn create(
+        &mut self,
+        row: &CallRow,
+        records: &[RecordRow],
+        key: Option<&IdempotencyKey>,
+    ) -> rusqlite::Result<Created> {
+        let call = &row.call;
+        if let Some(key) = key
+            && let Some(known) = self.known(&call.project, key)?
+        {
+            return Ok(known);
+        }
+        self.connection
+            .prepare_cached(
+                "INSERT INTO calls (id, project, run_id, tool_name, executor, status, hold, \
+                 created_ms, deadline_ms, started_ms, completed_ms, version, args, result, error, \
+                 envelope, state, events) \
+                 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, \
+                 ?17, ?18)",
+            )?
+            .execute(params![
+                call.id.as_str(),
+                call.project,
+                call.run_id,
+                call.tool_name,
+                call.target.executor.as_str(),
+                call.status.as_str(),
+                row.hold,
+                call.created_ms as i64,
+                call.deadline_ms as i64,
+                call.started_ms.map(|ms| ms as i64),
+                call.completed_ms.map(|ms| ms as i64),
+                call.version as i64,
+                row.args.text(),
+                row.result.as_ref().map(|result| result.text()),
+                row.error,
+                row.envelope,
+                row.state,
+                self.numbers(records.len()),
+            ])?;
+        let place = self.connection.last_insert_rowid();
+        if call.completed_ms.is_none() {
+            self.opened.push(place);
+        }
+        if let Some(key) = key {
+            self.connection
+                .prepare_cached("INSERT INTO idempotency_keys VALUES (?1, ?2, ?3, ?4, ?5)")?
+                .execute(params![call.project, key.agent, key.key, key.fingerprint, place])?;
+        }
+        self.record(place, records)?;
+        Ok(Created::New)
+    }
+
+    fn known(&self, project: &str, key: &IdempotencyKey) -> rusqlite::Result<Option<Created>> {
+        let used: Option<(String, i64)> = self
+            .connection
+            .prepare_cached(
+                "SELECT fingerprint, place FROM idempotency_keys \
+                 WHERE project = ?1 AND agent = ?2 AND key = ?3",
+            )?
+            .query_row(params![project, key.agent, key.key], |row| Ok((row.get(0)?, row.get(1)?)))
+            .optional()?;
+        let Some((fingerprint, place)) = used else { return Ok(None) };
+        let sql = format!("SELECT {CALL_COLUMNS} FROM calls WHERE place = ?1");
+        let mut select = self.connection.prepare_cached(&sql)?;
+        let mut rows = select.query([place])?;
+        let row = rows.next()?.ok_or(rusqlite::Error::QueryReturnedNoRows)?;
+        let (_, call) = read_call(row).map_err(|_| rusqlite::Error::InvalidQuery)?;
+        if fingerprint != key.fingerprint {
+            return Ok(Some(Created::Mismatch(call.id)));
+        }
+        Ok(Some(Created::Replayed(Box::new(call))))
+    }
+
+    pub(super) fn save(&mut self, row: &CallRow, records: &[RecordRow]) -> rusqlite::Result<Saved> {
+        let call = &row.call;
+        let place: Option<i64> = self
+            .connection
+            .prepare_cached(
+                "UPDATE calls SET executor = ?1, status = ?2, hold = ?3, started_ms = ?4, \
+                 completed_ms = ?5, version = ?6, result = ?7, error = ?8, state = ?9, \
+                 events = events || ?10 \
+                 WHERE project = ?11 AND id = ?12 AND version = ?13 RETURNING place",
+            )?
+            .query_row(
+                params![
+                    call.target.executor.as_str(),
+                    call.status.as_str(),
+                    row.hold,
+                    call.started_ms.map(|ms| ms as i64),
+                    call.completed_ms.map(|ms| ms as i64),
+                    call.version as i64,
+                    row.result.as_ref().map(|result| result.text()),
+                    row.error,
+                    row.state,
+                    self.numbers(records.len()),
+                    call.project,
+                    call.id.as_str(),
+                    call.version as i64 - 1,
+                ],
+                |row| row.get(0),
+            )
+            .optional()?;
+        let Some(place) = place else { return Ok(Saved::Stale) };
+        if call.completed_ms.is_some() {
+            self.ended.push(place);
+        }
+        self.record(place, records)?;
+        Ok(Saved::Yes)
+    }
+
+    pub(super) fn append(
+        &mut self,
+        project: &str,
+        id: &CallId,
+        records: &[RecordRow],
+    ) -> rusqlite::Result<()> {
+        let place: Option<i64> = self
+            .connection
+            .prepare_cached(
+                "UPDATE calls SET events = events || ?1 WHERE project = ?2 AND id = ?3 \
+                 RETURNING place",
+            )?
+            .query_row(params![self.numbers(records.len()), project, id.as_str()], |r| r.get(0))
+            .optional()?;
+        place.map_or(Ok(()), |place| self.record(place, records))
+    }
+
+    /// The numbers that the next records will have, as a call keeps them.
+    fn numbers(&self, count: usize) -> String {
+        let first = self.last_number + 1;
+        (first..first + count as i64).map(|number| format!("{number},")).collect()
+    }
+
+    fn record(&mut self, place: i64, records: &[RecordRow]) -> rusqlite::Result<()> {
+        let mut insert =
+            self.connection.prepare_cached("INSERT INTO events VALUES (?1, ?2, ?3, ?4, ?5, ?6)")?;
+        for record in records {
+            self.last_number += 1;
+            insert.execute(params![
+                self.last_number,
+                place,
+                record.kind,
+                record.at_ms,
+                record.attempt,
+                record.data
+            ])?;
+        }
+        Ok(())
+    }
+
+    /// Goes through the calls in the order they came, up to the first that is too young: a call
+    /// that ended before a time was made before it.
+    pub(super) fn purge(&mut self, ended_before_ms: u64, limit: usize) -> rusqlite::Result<usize> {
+        let before_ms = ended_before_ms as i64;
+        let mut places = Vec::new();
+        {
+            let mut select = self.connection.prepare_cached(
+                "SELECT place, created_ms, completed_ms FROM calls ORDER BY place",
+            )?;
+            let mut rows = select.query([])?;
+            while let Some(row) = rows.next()? {
+                let (created_ms, ended_ms): (i64, Option<i64>) = (row.get(1)?, row.get(2)?);
+                if created_ms >= before_ms || places.len() == limit {
+                    break;
+                }
+                if ended_ms.is_some_and(|ended_ms| ended_ms < before_ms) {
+                    places.push(row.get::<_, i64>(0)?);
+                }
+            }
+        }
+        for place in &places {
+            for sql in [
+                "DELETE FROM events WHERE number IN (SELECT value FROM calls, \
+                 json_each('[' || rtrim(events, ',') || ']') WHERE calls.place = ?1)",
+                "DELETE FROM idempotency_keys WHERE place = ?1",
+                "DELETE FROM calls WHERE place = ?1",
+            ] {
+                self.connection.prepare_cached(sql)?.execute([place])?;
+            }
+        }
+        self.connection
+            .prepare_cached("INSERT OR REPLACE INTO counters VALUES ('last_event', ?1)")?
+            .execute([self.last_number])?;
+        self.connection
+            .prepare_cached(
+                "DELETE FROM audit WHERE number IN (SELECT number FROM audit \
+                 WHERE at_ms < ?1 ORDER BY number LIMIT ?2)",
+            )?
+            .execute(params![ended_before_ms as i64, limit as i64])?;
+        Ok(places.len())
+    }
+}

@@ -1,0 +1,239 @@
+//! Reading beside the writer: a few connections, used from blocking threads.
+
+use std::path::PathBuf;
+
+use parking_lot::Mutex;
+use rusqlite::{Connection, OpenFlags, Row, ToSql, params};
+use toolcrib::call::{Call, Status};
+use toolcrib::event::Event;
+use toolcrib::id::CallId;
+use toolcrib::store::{CallFilter, EventScope, Open, StoreError};
+
+use super::open::OpenCalls;
+use crate::row::{CALL_COLUMNS, read_call, read_event};
+
+/// Connections that are kept for the next reader.
+const KEPT: usize = 4;
+
+/// The reading connections that nobody uses now.
+pub(super) struct Readers {
+    path: PathBuf,
+    idle: Mutex<Vec<Connection>>,
+}
+
+impl Readers {
+    pub(super) fn new(path: PathBuf) -> Self {
+        Self { path, idle: Mutex::default() }
+    }
+
+    pub(super) fn with<T>(
+        &self,
+        look: impl FnOnce(&Connection) -> Result<T, StoreError>,
+    ) -> Result<T, StoreError> {
+        let idle = self.idle.lock().pop();
+        let connection = match idle {
+            Some(connection) => connection,
+            None => self.open().map_err(|error| failed(&error))?,
+        };
+        let seen = look(&connection);
+        let mut idle = self.idle.lock();
+        if idle.len() < KEPT {
+            idle.push(connection);
+        }
+        seen
+    }
+
+    fn open(&self) -> rusqlite::Result<Connection> {
+        let flags = OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_NO_MUTEX;
+        let connection = Connection::open_with_flags(&self.path, flags)?;
+        connection.busy_timeout(super::writer::BUSY)?;
+        connection.execute_batch("PRAGMA query_only = ON; PRAGMA cache_size = -1024;")?;
+        connection.set_prepared_statement_cache_capacity(32);
+        Ok(connection)
+    }
+}
+
+/// What went wrong, for the log: never the data.
+pub(super) fn failed(error: &rusqlite::Error) -> StoreError {
+    use rusqlite::ErrorCode as E;
+    match error {
+        rusqlite::Error::SqliteFailure(code, _)
+            if matches!(code.code, E::DatabaseCorrupt | E::NotADatabase | E::TypeMismatch) =>
+        {
+            StoreError::Corrupt(error.to_string())
+        }
+        _ => StoreError::Unavailable(error.to_string()),
+    }
+}
+
+fn collect<T>(
+    connection: &Connection,
+    sql: &str,
+    bound: &[&dyn ToSql],
+    read: impl Fn(&Row<'_>) -> Result<T, StoreError>,
+) -> Result<Vec<T>, StoreError> {
+    let broken = |error: rusqlite::Error| failed(&error);
+    let mut select = connection.prepare_cached(sql).map_err(broken)?;
+    let mut rows = select.query(bound).map_err(broken)?;
+    let mut all = Vec::new();
+    while let Some(row) = rows.next().map_err(broken)? {
+        all.push(read(row)?);
+    }
+    Ok(all)
+}
+
+fn read(row: &Row<'_>) -> Result<Call, StoreError> {
+    read_call(row).map(|(_, call)| call)
+}
+
+pub(super) fn call(
+    connection: &Connection,
+    project: &str,
+    id: &CallId,
+) -> Result<Option<Call>, StoreError> {
+    let sql = format!("SELECT {CALL_COLUMNS} FROM calls WHERE project = ?1 AND id = ?2");
+    Ok(collect(connection, &sql, params![project, id.as_str()], read)?.pop())
+}
+
+/// A page by the one index that fits the filter best; what that index does not know is checked
+/// row by row.
+pub(super) fn calls(
+    connection: &Connection,
+    filter: &CallFilter,
+    open: &OpenCalls,
+) -> Result<Vec<Call>, StoreError> {
+    if matches!(filter.status, Some(Status::Pending | Status::Running)) {
+        return open_page(connection, filter, open);
+    }
+    let not_ok = filter.status.is_some_and(|status| status != Status::Succeeded);
+    let index = match (&filter.run_id, &filter.tool_name) {
+        (Some(_), _) => "calls_by_run",
+        (None, Some(_)) if not_ok => "calls_not_ok_by_tool",
+        (None, None) if not_ok => "calls_not_ok",
+        (None, Some(_)) => "calls_by_tool",
+        (None, None) => "calls_by_id",
+    };
+    let mut sql = format!("SELECT {CALL_COLUMNS} FROM calls INDEXED BY {index} WHERE project = ?1");
+    let mut bound: Vec<Box<dyn ToSql>> = vec![Box::new(filter.project.clone())];
+    let mut and = |condition: &str, value: Box<dyn ToSql>| {
+        bound.push(value);
+        sql.push_str(&format!(" AND {condition} ?{}", bound.len()));
+    };
+    if let Some(before) = &filter.before {
+        and("id <", Box::new(before.as_str().to_owned()));
+    }
+    if let Some(run_id) = &filter.run_id {
+        and("run_id =", Box::new(run_id.clone()));
+    }
+    if let Some(tool_name) = &filter.tool_name {
+        and("tool_name =", Box::new(tool_name.clone()));
+    }
+    if let Some(since_ms) = filter.since_ms {
+        // An id begins with the time its call was made.
+        let floor = CallId::floor_at(since_ms.min((1 << 48) - 1));
+        and("id >=", Box::new(floor.as_str().to_owned()));
+        and("created_ms >=", Box::new(since_ms as i64));
+    }
+    // A partial index wants its condition spelled out, so the status is not a parameter.
+    if let Some(status) = filter.status {
+        sql.push_str(&format!(" AND status = '{}'", status.as_str()));
+    }
+    if not_ok {
+        sql.push_str(" AND status IN ('FAILED', 'TIMEOUT', 'CANCELED')");
+    }
+    sql.push_str(&format!(" ORDER BY id DESC LIMIT {}", filter.limit));
+    let bound: Vec<&dyn ToSql> = bound.iter().map(AsRef::as_ref).collect();
+    collect(connection, &sql, &bound, read)
+}
+
+/// Open calls are few, and their places are known.
+fn open_page(
+    connection: &Connection,
+    filter: &CallFilter,
+    open: &OpenCalls,
+) -> Result<Vec<Call>, StoreError> {
+    let fits = |call: &Call| {
+        call.project == filter.project
+            && Some(call.status) == filter.status
+            && filter.run_id.as_ref().is_none_or(|run_id| *run_id == call.run_id)
+            && filter.tool_name.as_ref().is_none_or(|tool| *tool == call.tool_name)
+            && filter.since_ms.is_none_or(|since_ms| call.created_ms >= since_ms)
+            && filter.before.as_ref().is_none_or(|before| call.id < *before)
+    };
+    let mut page = Vec::new();
+    for place in open.newest_first() {
+        page.extend(at_place(connection, place)?.map(|open| open.call).filter(fits));
+        // Ids and places have nearly the same order; a little more than a page sorts it out.
+        if page.len() >= filter.limit + 64 {
+            break;
+        }
+    }
+    page.sort_by(|a, b| b.id.cmp(&a.id));
+    page.truncate(filter.limit);
+    Ok(page)
+}
+
+fn at_place(connection: &Connection, place: i64) -> Result<Option<Open>, StoreError> {
+    let sql = format!("SELECT {CALL_COLUMNS} FROM calls WHERE place = ?1");
+    let found = collect(connection, &sql, params![place], |row| {
+        read_call(row).map(|(place, call)| Open { place, call })
+    })?;
+    Ok(found.into_iter().next())
+}
+
+pub(super) fn open_calls(connection: &Connection, places: &[i64]) -> Result<Vec<Open>, StoreError> {
+    let mut open = Vec::with_capacity(places.len());
+    for place in places {
+        open.extend(at_place(connection, *place)?);
+    }
+    Ok(open)
+}
+
+/// The events of each call are found by the numbers that the call keeps.
+pub(super) fn events(
+    connection: &Connection,
+    scope: &EventScope,
+    after: u64,
+    limit: usize,
+) -> Result<Vec<Event>, StoreError> {
+    const COLUMNS: &str = "SELECT e.number, c.id, e.kind, e.at_ms, e.attempt, e.data";
+    const OF_CALLS: &str = "FROM calls c CROSS JOIN json_each('[' || rtrim(c.events, ',') || ']') n \
+         CROSS JOIN events e ON e.number = n.value";
+    let (after, limit) = (i64::try_from(after).unwrap_or(i64::MAX), limit as i64);
+    match scope {
+        EventScope::Call { project, id } => {
+            let sql = format!(
+                "{COLUMNS} {OF_CALLS} WHERE c.project = ?1 AND c.id = ?2 AND n.value > ?3 \
+                 ORDER BY n.value LIMIT ?4"
+            );
+            let bound = params![project, id.as_str(), after, limit];
+            collect(connection, &sql, bound, read_event)
+        }
+        EventScope::Run { project, run_id } => {
+            let sql = format!(
+                "{COLUMNS} {OF_CALLS} WHERE c.project = ?1 AND c.run_id = ?2 AND n.value > ?3 \
+                 ORDER BY n.value LIMIT ?4"
+            );
+            collect(connection, &sql, params![project, run_id, after, limit], read_event)
+        }
+        EventScope::Project(project) => {
+            let sql = format!(
+                "{COLUMNS} FROM events e CROSS JOIN calls c ON c.place = e.place \
+                 WHERE e.number > ?2 AND c.project = ?1 ORDER BY e.number LIMIT ?3"
+            );
+            collect(connection, &sql, params![project, after, limit], read_event)
+        }
+    }
+}
+
+pub(super) fn newest_event(connection: &Connection, scope: &EventScope) -> Result<u64, StoreError> {
+    if let EventScope::Call { .. } | EventScope::Run { .. } = scope {
+        let all = events(connection, scope, 0, usize::MAX >> 1)?;
+        return Ok(all.last().map_or(0, |event| event.number));
+    }
+    // Of the whole store: whoever follows from here sees what comes from now on.
+    let newest = collect(connection, "SELECT max(number) FROM events", &[], |row| {
+        row.get::<_, Option<i64>>(0).map_err(|error| failed(&error))
+    })?;
+    Ok(newest.first().copied().flatten().unwrap_or(0) as u64)
+}

@@ -1,0 +1,406 @@
+//! The one writer: takes everything that waits, commits it as one transaction, tells everybody.
+//!
+//! Group commit is what makes `synchronous=FULL` affordable: one flush for all who wait. The log
+//! (WAL) is grown once, at the start, and then written over again and again, because a flush of
+//! blocks that are there already is much cheaper than one that also makes the file longer. The log
+//! is copied into the database between groups, when nobody waits or when it has become long.
+//!
+//! When a group fails (disk full, locked), all of it is rolled back and everybody in it is told
+//! so: nothing of it happened. When a flush fails, nobody can know what is on the disk: the writer
+//! takes nothing more until the process is started again.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use rusqlite::{Connection, OptionalExtension};
+use tokio::sync::oneshot;
+use toolcrib::directory::{AuditEntry, Change};
+use toolcrib::id::CallId;
+use toolcrib::store::{Created, IdempotencyKey, Saved, StoreError};
+
+use super::directory;
+use super::open::OpenCalls;
+use super::reader::failed;
+use crate::row::{CallRow, RecordRow};
+
+/// How long another process may hold the database before we give up on a group.
+pub(super) const BUSY: Duration = Duration::from_secs(5);
+/// Most changes that share a flush.
+const MAX_GROUP: usize = 512;
+/// What may wait for the writer; more is refused, because it could only wait longer.
+const MAX_WAITING: usize = 65_536;
+/// The log is copied into the database at this many pages when nobody waits, and at this many in
+/// any case.
+const LOG_PAGES_IDLE: u32 = 1_000;
+const LOG_PAGES_BUSY: u32 = 4_000;
+/// The log is made this long beforehand: more than it has when it is copied.
+const LOG_BYTES: u64 = 20 << 20;
+/// The mark of the first open call is moved after so many calls have ended.
+const MARK_EVERY: usize = 1_000;
+
+/// Whether to grow the log.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Log {
+    Grown,
+    AsItIs,
+}
+
+type Reply<T> = oneshot::Sender<Result<T, StoreError>>;
+
+/// A change, and whom to tell.
+pub(super) enum Op {
+    Create {
+        row: Box<CallRow>,
+        records: Vec<RecordRow>,
+        key: Option<IdempotencyKey>,
+        reply: Reply<Created>,
+    },
+    Save {
+        row: Box<CallRow>,
+        records: Vec<RecordRow>,
+        reply: Reply<Saved>,
+    },
+    Append {
+        project: String,
+        id: CallId,
+        records: Vec<RecordRow>,
+        reply: Reply<()>,
+    },
+    Purge {
+        ended_before_ms: u64,
+        limit: usize,
+        reply: Reply<usize>,
+    },
+    Change {
+        change: Box<Change>,
+        decided_on: u64,
+        audit: Option<AuditEntry>,
+        reply: Reply<Saved>,
+    },
+    Audit {
+        entry: AuditEntry,
+        reply: Reply<()>,
+    },
+    Check {
+        reply: Reply<()>,
+    },
+}
+
+/// What an op came to, to be told after the commit.
+enum Told {
+    Created(Reply<Created>, Created),
+    Saved(Reply<Saved>, Saved),
+    Count(Reply<usize>, usize),
+    Done(Reply<()>),
+}
+
+impl Told {
+    fn tell(self) {
+        // Whoever asked may have gone away meanwhile; the change stands all the same.
+        match self {
+            Self::Created(reply, created) => drop(reply.send(Ok(created))),
+            Self::Saved(reply, saved) => drop(reply.send(Ok(saved))),
+            Self::Count(reply, count) => drop(reply.send(Ok(count))),
+            Self::Done(reply) => drop(reply.send(Ok(()))),
+        }
+    }
+
+    fn refuse(self, why: &str) {
+        let error = || StoreError::Unavailable(why.to_owned());
+        match self {
+            Self::Created(reply, _) => drop(reply.send(Err(error()))),
+            Self::Saved(reply, _) => drop(reply.send(Err(error()))),
+            Self::Count(reply, _) => drop(reply.send(Err(error()))),
+            Self::Done(reply) => drop(reply.send(Err(error()))),
+        }
+    }
+}
+
+/// A handle to the writer thread.
+pub(super) struct Writer {
+    queue: Mutex<Option<mpsc::SyncSender<Op>>>,
+    broken: Arc<AtomicBool>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Writer {
+    pub(super) fn start(
+        connection: Connection,
+        path: &Path,
+        log: Log,
+        open: OpenCalls,
+    ) -> Result<Self, super::OpenError> {
+        connection.pragma_update(None, "wal_autocheckpoint", 0)?;
+        connection.set_prepared_statement_cache_capacity(64);
+        if log == Log::Grown {
+            grow_log(&connection, path)?;
+        }
+        let (queue, waiting) = mpsc::sync_channel(MAX_WAITING);
+        let broken = Arc::new(AtomicBool::new(false));
+        let (flag, last_number) = (broken.clone(), last_number(&connection)?);
+        let mut desk = Desk {
+            connection,
+            last_number,
+            broken: flag,
+            checkpoint_pages: 0,
+            open,
+            opened: Vec::new(),
+            ended: Vec::new(),
+            ended_since_mark: 0,
+            keeps_mark: log == Log::Grown,
+        };
+        let thread = std::thread::Builder::new()
+            .name("store-writer".to_owned())
+            .spawn(move || desk.run(&waiting))?;
+        Ok(Self { queue: Mutex::new(Some(queue)), broken, thread: Some(thread) })
+    }
+
+    pub(super) fn send(&self, op: Op) -> Result<(), StoreError> {
+        let unavailable = |why: &str| Err(StoreError::Unavailable(why.to_owned()));
+        if self.broken.load(Ordering::Acquire) {
+            return unavailable(BROKEN);
+        }
+        let queue = self.queue.lock();
+        match queue.as_ref().map(|queue| queue.try_send(op)) {
+            Some(Ok(())) => Ok(()),
+            Some(Err(mpsc::TrySendError::Full(_))) => unavailable("too much waits to be written"),
+            _ => unavailable("the writer has stopped"),
+        }
+    }
+}
+
+/// Everything that was sent is committed before the store is gone.
+impl Drop for Writer {
+    fn drop(&mut self) {
+        self.queue.lock().take();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+const BROKEN: &str =
+    "a flush to disk failed, so nobody can know what is stored; restart the server";
+
+/// Event numbers go on where they were, also when the newest events were purged.
+fn last_number(connection: &Connection) -> rusqlite::Result<i64> {
+    let newest: Option<i64> =
+        connection.query_row("SELECT max(number) FROM events", [], |row| row.get(0))?;
+    let counted: Option<i64> = connection
+        .query_row("SELECT value FROM counters WHERE name = 'last_event'", [], |row| row.get(0))
+        .optional()?;
+    Ok(newest.unwrap_or(0).max(counted.unwrap_or(0)))
+}
+
+/// Writes into the log until it has its length, and starts it over without cutting it. The bytes
+/// are random because SQLite does not write a page that would not change. The table is gone again
+/// in the same transaction's end, so the database itself does not grow.
+fn grow_log(connection: &Connection, path: &Path) -> rusqlite::Result<()> {
+    let mut name = path.as_os_str().to_owned();
+    name.push("-wal");
+    let length = || std::fs::metadata(&name).map_or(0, |file| file.len());
+    if length() >= LOG_BYTES {
+        return Ok(());
+    }
+    connection.execute_batch(
+        "PRAGMA synchronous = OFF;
+         CREATE TABLE IF NOT EXISTS filler (bytes BLOB);
+         DELETE FROM filler;
+         INSERT INTO filler VALUES (randomblob(1048576));",
+    )?;
+    while length() < LOG_BYTES {
+        connection.execute("UPDATE filler SET bytes = randomblob(1048576)", [])?;
+    }
+    connection.execute_batch("DROP TABLE filler; PRAGMA synchronous = FULL;")?;
+    connection.query_row("PRAGMA wal_checkpoint(RESTART)", [], |_| Ok(()))
+}
+
+/// The thread's side.
+pub(super) struct Desk {
+    pub(super) connection: Connection,
+    pub(super) last_number: i64,
+    broken: Arc<AtomicBool>,
+    /// Pages written since the log was last copied, as far as we know.
+    checkpoint_pages: u32,
+    open: OpenCalls,
+    /// What the group under way opened and ended; true once it is committed.
+    pub(super) opened: Vec<i64>,
+    pub(super) ended: Vec<i64>,
+    ended_since_mark: usize,
+    /// Only the server's own writer knows what is open.
+    keeps_mark: bool,
+}
+
+impl Desk {
+    fn run(&mut self, waiting: &mpsc::Receiver<Op>) {
+        let mut group = Vec::with_capacity(MAX_GROUP);
+        loop {
+            let first = match waiting.try_recv() {
+                Ok(op) => op,
+                Err(mpsc::TryRecvError::Disconnected) => break,
+                Err(mpsc::TryRecvError::Empty) => {
+                    self.checkpoint(LOG_PAGES_IDLE);
+                    match waiting.recv() {
+                        Ok(op) => op,
+                        Err(_) => break,
+                    }
+                }
+            };
+            group.push(first);
+            group.extend(waiting.try_iter().take(MAX_GROUP - 1));
+            self.commit(&mut group);
+            self.checkpoint(LOG_PAGES_BUSY);
+        }
+        // What is in the log is safe there; copying it now makes the next start faster.
+        self.checkpoint(1);
+    }
+
+    fn commit(&mut self, group: &mut Vec<Op>) {
+        let (began, size) = (Instant::now(), group.len());
+        let mut told = Vec::with_capacity(size);
+        let number_before = self.last_number;
+        let written = self.write_group(group, &mut told);
+        let Err(error) = written else {
+            metrics::histogram!("toolcrib_store_commit_duration_seconds").record(began.elapsed());
+            metrics::histogram!("toolcrib_store_commit_group_size").record(size as f64);
+            self.opened.drain(..).for_each(|place| self.open.insert(place));
+            self.ended.drain(..).for_each(|place| self.open.remove(place));
+            told.into_iter().for_each(Told::tell);
+            return;
+        };
+        self.last_number = number_before;
+        self.opened.clear();
+        self.ended.clear();
+        if !self.connection.is_autocommit() {
+            let _ = self.connection.execute_batch("ROLLBACK");
+        }
+        tracing::error!(%error, changes = size, "a group of changes could not be committed");
+        let mut why = error.to_string();
+        if is_flush_failure(&error) {
+            self.broken.store(true, Ordering::Release);
+            why = BROKEN.to_owned();
+        }
+        told.into_iter().for_each(|told| told.refuse(&why));
+        for op in group.drain(..) {
+            refuse(op, &why);
+        }
+    }
+
+    fn write_group(&mut self, group: &mut Vec<Op>, told: &mut Vec<Told>) -> rusqlite::Result<()> {
+        if self.broken.load(Ordering::Acquire) {
+            return Err(rusqlite::Error::InvalidQuery);
+        }
+        self.connection.prepare_cached("BEGIN IMMEDIATE")?.execute([])?;
+        let mut events = 0;
+        // Ops leave the group one by one; on a failure the rest of it is still there to be told.
+        group.reverse();
+        while let Some(op) = group.pop() {
+            events += 1;
+            match self.write(op) {
+                Ok(outcome) => told.push(outcome),
+                Err((op, error)) => {
+                    group.push(op);
+                    return Err(error);
+                }
+            }
+        }
+        self.keep_mark()?;
+        self.connection.prepare_cached("COMMIT")?.execute([])?;
+        self.checkpoint_pages = self.checkpoint_pages.saturating_add(8 + 2 * events);
+        Ok(())
+    }
+
+    /// Moves the mark up to the first open call, now and then. It may lag; it is never ahead.
+    fn keep_mark(&mut self) -> rusqlite::Result<()> {
+        self.ended_since_mark += self.ended.len();
+        if !self.keeps_mark || self.ended_since_mark < MARK_EVERY {
+            return Ok(());
+        }
+        self.ended_since_mark = 0;
+        // As of the last commit: what this group ends only makes it lag, what it opens is later.
+        let first = self.open.first().or_else(|| self.opened.iter().min().copied());
+        let Some(first) = first else { return Ok(()) };
+        self.connection
+            .prepare_cached("INSERT OR REPLACE INTO counters VALUES ('first_open', ?1)")?
+            .execute([first])
+            .map(|_| ())
+    }
+
+    /// Writes one op; gives it back with the error when the whole group must be given up.
+    fn write(&mut self, op: Op) -> Result<Told, (Op, rusqlite::Error)> {
+        match op {
+            Op::Create { row, records, key, reply } => {
+                match self.create(&row, &records, key.as_ref()) {
+                    Ok(created) => Ok(Told::Created(reply, created)),
+                    Err(error) => Err((Op::Create { row, records, key, reply }, error)),
+                }
+            }
+            Op::Save { row, records, reply } => match self.save(&row, &records) {
+                Ok(saved) => Ok(Told::Saved(reply, saved)),
+                Err(error) => Err((Op::Save { row, records, reply }, error)),
+            },
+            Op::Append { project, id, records, reply } => {
+                match self.append(&project, &id, &records) {
+                    Ok(()) => Ok(Told::Done(reply)),
+                    Err(error) => Err((Op::Append { project, id, records, reply }, error)),
+                }
+            }
+            Op::Purge { ended_before_ms, limit, reply } => {
+                match self.purge(ended_before_ms, limit) {
+                    Ok(count) => Ok(Told::Count(reply, count)),
+                    Err(error) => Err((Op::Purge { ended_before_ms, limit, reply }, error)),
+                }
+            }
+            Op::Change { change, decided_on, audit, reply } => {
+                match directory::change(&self.connection, &change, decided_on, audit.as_ref()) {
+                    Ok(saved) => Ok(Told::Saved(reply, saved)),
+                    Err(error) => Err((Op::Change { change, decided_on, audit, reply }, error)),
+                }
+            }
+            Op::Audit { entry, reply } => match directory::audit(&self.connection, &entry) {
+                Ok(()) => Ok(Told::Done(reply)),
+                Err(error) => Err((Op::Audit { entry, reply }, error)),
+            },
+            Op::Check { reply } => Ok(Told::Done(reply)),
+        }
+    }
+
+    /// Copies the log into the database when it is long enough to be worth it.
+    fn checkpoint(&mut self, at_pages: u32) {
+        if self.checkpoint_pages < at_pages {
+            return;
+        }
+        self.checkpoint_pages = 0;
+        let copied = self.connection.query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |_| Ok(()));
+        if let Err(error) = copied {
+            tracing::warn!(%error, "the log could not be copied into the database");
+        }
+    }
+}
+
+fn refuse(op: Op, why: &str) {
+    let told = match op {
+        Op::Create { reply, .. } => Told::Created(reply, Created::New),
+        Op::Save { reply, .. } | Op::Change { reply, .. } => Told::Saved(reply, Saved::Stale),
+        Op::Append { reply, .. } | Op::Audit { reply, .. } | Op::Check { reply } => {
+            Told::Done(reply)
+        }
+        Op::Purge { reply, .. } => Told::Count(reply, 0),
+    };
+    told.refuse(why);
+}
+
+/// After a failed flush the system may have thrown the pages away: trying again proves nothing.
+fn is_flush_failure(error: &rusqlite::Error) -> bool {
+    let rusqlite::Error::SqliteFailure(code, _) = error else {
+        tracing::debug!(error = %failed(error), "not a flush");
+        return false;
+    };
+    matches!(
+        code.extended_code,
+        rusqlite::ffi::SQLITE_IOERR_FSYNC | rusqlite::ffi::SQLITE_IOERR_DIR_FSYNC
+    )
+}

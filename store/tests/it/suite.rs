@@ -1,0 +1,111 @@
+//! What every store does: one function per behaviour over `&dyn Store`.
+//!
+//! `conformance!(name, open)` makes a test of each of them for one store. A behaviour that is not
+//! in the list below is dead code, which the lints refuse.
+
+pub mod calls;
+pub mod directory;
+pub mod events;
+pub mod idempotency;
+pub mod lists;
+pub mod purge;
+
+/// Every behaviour, as tests of the store that this expression opens.
+macro_rules! conformance {
+    ($store:ident, $open:expr) => {
+        mod $store {
+            $crate::suite::tests! { $open;
+                calls {
+                    a_new_call_is_read_back_field_by_field
+                    arguments_and_results_keep_their_text
+                    text_of_every_kind_is_kept
+                    an_unknown_call_is_none
+                    a_call_of_another_project_is_none
+                    every_status_and_hold_is_read_back
+                    a_fault_is_read_back_with_all_it_says
+                    an_alternate_in_the_targets_place_is_read_back
+                    an_alternate_of_the_same_name_keeps_its_own_arguments
+                    saving_the_next_version_replaces_the_call
+                    saving_a_stale_version_changes_nothing
+                    saving_an_unknown_call_is_stale
+                    of_many_savers_of_one_version_one_wins
+                    the_store_says_it_is_well
+                }
+                idempotency {
+                    the_same_key_and_request_give_the_first_call
+                    a_replay_shows_the_call_as_it_is_now
+                    the_same_key_for_another_request_is_a_mismatch
+                    keys_of_other_agents_and_projects_are_independent
+                    calls_without_a_key_never_meet
+                    of_100_parallel_creates_one_makes_the_call
+                }
+                events {
+                    numbers_rise_over_everything_in_the_order_of_commits
+                    every_kind_is_read_back_with_its_facts
+                    a_call_has_only_its_own_events
+                    a_run_has_the_events_of_its_calls_in_its_project
+                    a_project_has_the_events_of_its_calls
+                    pages_give_every_event_once
+                    a_page_ends_at_its_limit_and_begins_after_a_number
+                    appending_to_an_unknown_call_is_harmless
+                    the_newest_event_of_a_call_is_its_last
+                    following_from_the_newest_sees_only_what_comes
+                    records_of_one_commit_stay_together
+                }
+                lists {
+                    the_newest_call_is_first
+                    every_filter_and_combination_gives_what_fits
+                    pages_have_no_gaps_or_repeats_while_calls_come_in
+                    filtered_pages_have_no_gaps_or_repeats_while_calls_come_in
+                    a_call_moves_between_the_lists_with_its_status
+                    a_list_by_time_begins_at_that_moment
+                    a_limit_may_be_as_large_as_it_likes
+                    no_project_sees_anothers_calls
+                    open_calls_come_in_order_and_in_pages
+                    open_calls_are_those_that_have_not_ended
+                }
+                purge {
+                    only_calls_that_ended_before_are_deleted
+                    events_and_keys_go_with_their_call
+                    a_purge_goes_in_steps
+                    event_numbers_never_come_again
+                    old_audit_entries_go_too
+                    a_purge_of_all_times_takes_every_ended_call
+                }
+                directory {
+                    an_empty_directory_has_version_0
+                    a_registered_tool_is_read_back_field_by_field
+                    registering_again_replaces_the_definition
+                    a_client_stays_with_its_first_owner
+                    others_are_kept_or_withdrawn_as_asked
+                    a_tool_lives_while_somebody_offers_it
+                    withdrawing_in_one_project_leaves_the_other
+                    keys_are_added_and_revoked_once
+                    a_key_is_not_revoked_before_it_was_made
+                    rules_are_replaced_and_dropped
+                    a_change_decided_on_another_version_is_stale
+                    of_many_changes_decided_on_one_version_one_wins
+                    an_entry_is_written_with_its_change
+                    no_entry_is_written_with_a_stale_change
+                    the_audit_log_is_newest_first
+                    the_audit_log_of_a_project_has_only_its_own
+                }
+            }
+        }
+    };
+}
+
+/// One test per behaviour, each with a store of its own.
+macro_rules! tests {
+    ($open:expr; $($topic:ident { $($behaviour:ident)+ })+) => {
+        $(mod $topic {
+            $(#[tokio::test]
+            async fn $behaviour() {
+                let opened = $open;
+                $crate::suite::$topic::$behaviour(opened.store.as_ref()).await;
+            })+
+        })+
+    };
+}
+
+pub(crate) use {conformance, tests};

@@ -1,0 +1,235 @@
+//! Calls: what is stored is read back, and a save replaces exactly the version before it.
+
+use serde_json::json as value;
+use toolcrib::call::{Asked, Call, Hold, Metrics, Outcome, Status, Target};
+use toolcrib::event::Kind;
+use toolcrib::fault::{Code, Fault};
+use toolcrib::retry::Backoff;
+use toolcrib::store::{Saved, Store};
+use toolcrib::tool::{Effect, Executor};
+
+use crate::support::{
+    NOW, append, call, ended, found, history, ids_of, json, of_call, on_threads, put, read, record,
+    running, save, target,
+};
+
+/// A call in which no field has the value it would have by default.
+fn full_call() -> Call {
+    Call {
+        run_id: "run-7".into(),
+        asked: Asked {
+            agent: "ada".into(),
+            call_id: Some("call_1".into()),
+            client_id: Some("laptop".into()),
+            user_id: Some("u-9".into()),
+            idempotency_key: Some("k-1".into()),
+        },
+        target: Target {
+            tool: "weather.query".into(),
+            version: "a1b2".into(),
+            executor: Executor::Client,
+            effect: Effect::Idempotent,
+            args: json(r#"{"city":"Oslo"}"#),
+        },
+        alternates: vec![
+            target("weather.backup", r#"{"q":"Oslo"}"#),
+            Target { effect: Effect::Irreversible, ..target("weather.third", "[1]") },
+        ],
+        max_retries: 7,
+        backoff: Backoff { initial_ms: 11, factor: 1.7, max_ms: 1_234, jitter: 0.1 },
+        hold: Some(Hold::Retry { at_ms: NOW + 777 }),
+        attempt: 3,
+        target_attempts: 3,
+        taken_by: Some("laptop".into()),
+        node: Some("node-1".into()),
+        started_ms: Some(NOW + 3),
+        ..call()
+    }
+}
+
+pub async fn a_new_call_is_read_back_field_by_field(store: &dyn Store) {
+    let full = full_call();
+    put(store, &full).await;
+    assert_eq!(read(store, &full).await, full);
+}
+
+pub async fn arguments_and_results_keep_their_text(store: &dyn Store) {
+    let text = r#"{ "price": 1.10, "big": 12345678901234567890.0100, "a":1, "a":2 }"#;
+    let mut asked = call();
+    asked.target.args = json(text);
+    asked.alternates = vec![target("weather.backup", r#"{"price":2.50}"#)];
+    put(store, &asked).await;
+    let mut done = ended(&asked, Status::Succeeded, NOW + 1);
+    done.outcome.as_mut().unwrap().data = Some(json("1.10"));
+    save(store, &done).await;
+    let stored = read(store, &asked).await;
+    assert_eq!(stored.target.args.text(), text);
+    assert_eq!(stored.alternates[0].args.text(), r#"{"price":2.50}"#);
+    assert_eq!(stored.outcome.unwrap().data.unwrap().text(), "1.10");
+}
+
+pub async fn text_of_every_kind_is_kept(store: &dyn Store) {
+    let odd = "Zürich 東京 🦀 'quoted' \"twice\" %_\\ \u{0} \u{202e} ; DROP TABLE calls";
+    let mut strange = call();
+    strange.project = odd.into();
+    strange.run_id = format!("run {odd}");
+    strange.asked.user_id = Some(odd.into());
+    strange.target.args = toolcrib::Json::of_value(&value!({ odd: odd }));
+    put(store, &strange).await;
+    assert_eq!(read(store, &strange).await, strange);
+    assert_eq!(ids_of(store, odd).await, [strange.id]);
+}
+
+pub async fn an_unknown_call_is_none(store: &dyn Store) {
+    put(store, &call()).await;
+    assert_eq!(found(store, &call()).await, None);
+}
+
+pub async fn a_call_of_another_project_is_none(store: &dyn Store) {
+    let mine = call();
+    put(store, &mine).await;
+    let theirs = Call { project: "q".into(), ..mine.clone() };
+    assert_eq!(found(store, &theirs).await, None);
+    append(store, &theirs, record(Kind::Late)).await;
+    assert_eq!(history(store, of_call(&theirs)).await, []);
+    assert_eq!(store.newest_event(of_call(&theirs)).await.unwrap(), 0);
+    let stolen = store.save(running(&theirs), vec![record(Kind::Started)]).await.unwrap();
+    assert_eq!(stolen, Saved::Stale);
+    assert_eq!(read(store, &mine).await, mine);
+    assert_eq!(history(store, of_call(&mine)).await.len(), 1);
+}
+
+pub async fn every_status_and_hold_is_read_back(store: &dyn Store) {
+    for hold in [Hold::Queue, Hold::Parked, Hold::Retry { at_ms: NOW + 5 }] {
+        let held = Call { hold: Some(hold), ..call() };
+        put(store, &held).await;
+        assert_eq!(read(store, &held).await, held);
+    }
+    for status in Status::ALL {
+        let waiting = call();
+        let next = match status {
+            Status::Pending => continue,
+            Status::Running => Call { taken_by: Some("laptop".into()), ..running(&waiting) },
+            _ => ended(&waiting, status, NOW + 9),
+        };
+        put(store, &waiting).await;
+        save(store, &next).await;
+        assert_eq!(read(store, &waiting).await, next);
+        // A call may also be stored for the first time as what it has become meanwhile.
+        let at_once = Call { id: call().id, version: 1, ..next };
+        put(store, &at_once).await;
+        assert_eq!(read(store, &at_once).await, at_once);
+    }
+}
+
+pub async fn a_fault_is_read_back_with_all_it_says(store: &dyn Store) {
+    let detail = value!({ "problems": [{ "at": "/city", "why": "fehlt 🦀" }], "n": 1.5 });
+    for code in Code::all() {
+        let plain = Fault::new(code, "the sky fell");
+        let told = Fault::new(code, "").with_detail(detail.clone()).not_happened();
+        for fault in [plain, told.clone().retryable(true), told.retryable(false)] {
+            let waiting = call();
+            put(store, &waiting).await;
+            let metrics = Metrics { latency_ms: 9, queue_ms: 8, attempts: 7, retries: 6 };
+            let outcome = Outcome { ok: false, data: None, error: Some(fault), metrics };
+            let failed = ended(&waiting, Status::Failed, NOW + 9);
+            let failed = Call { outcome: Some(outcome), ..failed };
+            save(store, &failed).await;
+            assert_eq!(read(store, &waiting).await, failed);
+        }
+    }
+}
+
+/// As `lifecycle` does it: the alternate leaves the list and its attempts are counted anew.
+fn fallen_back(call: &Call) -> Call {
+    let mut next = running(call);
+    next.target = next.alternates.remove(0);
+    next.target_attempts = 0;
+    (next.status, next.hold) = (Status::Pending, Some(Hold::Retry { at_ms: NOW + 20 }));
+    next
+}
+
+pub async fn an_alternate_in_the_targets_place_is_read_back(store: &dyn Store) {
+    let alternates = vec![target("weather.backup", r#"{"q":1.10}"#), target("weather.third", "[]")];
+    let first = Call { alternates, ..call() };
+    put(store, &first).await;
+    let fallen = fallen_back(&first);
+    save(store, &fallen).await;
+    let stored = read(store, &first).await;
+    assert_eq!(stored, fallen);
+    assert_eq!(stored.target.args.text(), r#"{"q":1.10}"#);
+    let again = running(&fallen);
+    save(store, &again).await;
+    assert_eq!(read(store, &first).await, again);
+}
+
+pub async fn an_alternate_of_the_same_name_keeps_its_own_arguments(store: &dyn Store) {
+    let alternates = vec![target("weather.query", r#"{"city":"Bergen"}"#)];
+    let first = Call { alternates, ..call() };
+    put(store, &first).await;
+    let fallen = fallen_back(&first);
+    save(store, &fallen).await;
+    assert_eq!(read(store, &first).await.target.args.text(), r#"{"city":"Bergen"}"#);
+    save(store, &running(&fallen)).await;
+    assert_eq!(read(store, &first).await.target.args.text(), r#"{"city":"Bergen"}"#);
+}
+
+pub async fn saving_the_next_version_replaces_the_call(store: &dyn Store) {
+    let (first, other) = (full_call(), full_call());
+    put(store, &first).await;
+    put(store, &other).await;
+    let second = running(&first);
+    save(store, &second).await;
+    assert_eq!(read(store, &first).await, second);
+    let third = ended(&second, Status::Succeeded, NOW + 40);
+    save(store, &third).await;
+    assert_eq!(read(store, &first).await, third);
+    assert_eq!(read(store, &other).await, other);
+}
+
+pub async fn saving_a_stale_version_changes_nothing(store: &dyn Store) {
+    let first = call();
+    put(store, &first).await;
+    let second = running(&first);
+    save(store, &second).await;
+    let told = history(store, of_call(&first)).await;
+    for version in [0, 1, 2, 4, 9] {
+        let stale = Call { version, ..ended(&first, Status::Canceled, NOW + 1) };
+        let late = vec![record(Kind::Canceled)];
+        assert_eq!(store.save(stale, late).await.unwrap(), Saved::Stale, "version {version}");
+    }
+    assert_eq!(read(store, &first).await, second);
+    assert_eq!(history(store, of_call(&first)).await, told);
+}
+
+pub async fn saving_an_unknown_call_is_stale(store: &dyn Store) {
+    let unknown = running(&call());
+    let records = vec![record(Kind::Started)];
+    assert_eq!(store.save(unknown.clone(), records).await.unwrap(), Saved::Stale);
+    assert_eq!(found(store, &unknown).await, None);
+    assert_eq!(history(store, of_call(&unknown)).await, []);
+}
+
+pub async fn of_many_savers_of_one_version_one_wins(store: &dyn Store) {
+    let first = call();
+    put(store, &first).await;
+    let saved = on_threads(8, async |n| {
+        let next = Call { node: Some(format!("node-{n}")), ..running(&first) };
+        let won = record(Kind::Started).with("node", n);
+        (n, store.save(next, vec![won]).await.unwrap())
+    });
+    let winners: Vec<usize> =
+        saved.into_iter().filter(|(_, saved)| *saved == Saved::Yes).map(|(n, _)| n).collect();
+    assert_eq!(winners.len(), 1);
+    assert_eq!(read(store, &first).await.node, Some(format!("node-{}", winners[0])));
+    let told = history(store, of_call(&first)).await;
+    assert_eq!(told.len(), 2);
+    assert_eq!(told[1].record.data["node"], winners[0]);
+}
+
+pub async fn the_store_says_it_is_well(store: &dyn Store) {
+    store.check().await.unwrap();
+    put(store, &call()).await;
+    store.check().await.unwrap();
+    store.size_bytes().await.unwrap();
+}

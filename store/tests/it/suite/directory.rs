@@ -1,0 +1,326 @@
+//! The directory: tools, clients, keys, rules, and what is written down about their changes.
+
+use std::collections::BTreeMap;
+
+use serde_json::json as value;
+use toolcrib::args;
+use toolcrib::caller::Role;
+use toolcrib::directory::{AuditEntry, Change, Client, Directory, Key, Offer, Others};
+use toolcrib::policy::{Rule, Verdict};
+use toolcrib::retry::{Backoff, PolicyPatch};
+use toolcrib::store::{Saved, Store};
+use toolcrib::tool::{Alternate, Definition, Effect, Executor, Risk};
+
+use crate::support::{NOW, json, on_threads};
+
+fn client(project: &str, client_id: &str) -> Client {
+    let (project, client_id) = (project.to_owned(), client_id.to_owned());
+    Client { project, client_id, owner: "ada".into(), registered_ms: NOW }
+}
+
+fn tool(project: &str, name: &str, description: &str) -> Definition {
+    Definition {
+        project: Some(project.into()),
+        name: name.into(),
+        description: description.into(),
+        executor: Executor::Client,
+        input_schema: json(r#"{"type":"object"}"#),
+        output_schema: None,
+        timeout_ms: 30_000,
+        effect: Effect::Read,
+        risk: Risk::Low,
+        policy: PolicyPatch::default(),
+        fallback: vec![],
+        metadata: None,
+    }
+}
+
+fn register(project: &str, client_id: &str, tools: &[&str], others: Others) -> Change {
+    let tools = tools.iter().map(|name| tool(project, name, "does it")).collect();
+    Change::Register { client: client(project, client_id), tools, others }
+}
+
+fn withdraw(project: &str, client_id: &str, tool: &str) -> Change {
+    let [project, client_id, tool] = [project, client_id, tool].map(str::to_owned);
+    Change::Withdraw { project, client_id, tool }
+}
+
+fn key(id: &str, role: Role) -> Key {
+    Key {
+        id: id.into(),
+        digest: format!("digest of {id}"),
+        project: "p".into(),
+        agent: "ada".into(),
+        role,
+        created_ms: NOW,
+        revoked_ms: None,
+    }
+}
+
+fn rule(agent: &str, pattern: &str, verdict: Verdict) -> Rule {
+    Rule { project: "p".into(), agent: agent.into(), pattern: pattern.into(), verdict }
+}
+
+fn entry(project: &str, subject: &str) -> AuditEntry {
+    AuditEntry {
+        at_ms: NOW,
+        project: project.into(),
+        agent: "ada".into(),
+        action: "key.created".into(),
+        subject: subject.into(),
+        reason: "weil 🦀".into(),
+    }
+}
+
+/// Makes a change decided on the present version.
+async fn change(store: &dyn Store, change: Change) {
+    let version = store.directory_version().await.unwrap();
+    assert_eq!(store.change(change, version, None).await.unwrap(), Saved::Yes);
+    assert_eq!(store.directory_version().await.unwrap(), version + 1);
+}
+
+async fn loaded(store: &dyn Store) -> Directory {
+    let directory = store.directory().await.unwrap();
+    assert_eq!(directory.version, store.directory_version().await.unwrap());
+    directory
+}
+
+/// `project/tool` of each tool, and `project/tool@client` of each offer, in order.
+async fn offered(store: &dyn Store) -> (Vec<String>, Vec<String>) {
+    let directory = loaded(store).await;
+    let named = |tool: &Definition| format!("{}/{}", tool.project.as_ref().unwrap(), tool.name);
+    let mut tools: Vec<String> = directory.tools.iter().map(named).collect();
+    let by = |offer: &Offer| format!("{}/{}@{}", offer.project, offer.tool, offer.client_id);
+    let mut offers: Vec<String> = directory.offers.iter().map(by).collect();
+    tools.sort();
+    offers.sort();
+    (tools, offers)
+}
+
+pub async fn an_empty_directory_has_version_0(store: &dyn Store) {
+    let directory = loaded(store).await;
+    assert_eq!(directory.version, 0);
+    assert!(directory.tools.is_empty() && directory.clients.is_empty());
+    assert!(directory.offers.is_empty() && directory.keys.is_empty());
+    assert!(directory.rules.is_empty());
+    assert_eq!(store.audit_log(None, 10).await.unwrap(), []);
+}
+
+pub async fn a_registered_tool_is_read_back_field_by_field(store: &dyn Store) {
+    let mapping = BTreeMap::from([
+        ("q".to_owned(), args::From::From("/city".into())),
+        ("n".to_owned(), args::From::Value(value!(5))),
+    ]);
+    let full = Definition {
+        executor: Executor::Utp,
+        input_schema: json(r#"{ "type": "object", "maximum": 1.10 }"#),
+        output_schema: Some(json(r#"{"type":"number"}"#)),
+        timeout_ms: 86_400_000,
+        effect: Effect::Idempotent,
+        risk: Risk::Critical,
+        policy: PolicyPatch {
+            max_parallel: Some(3),
+            default_timeout_ms: Some(4_000),
+            max_retries: Some(0),
+            backoff: Some(Backoff { initial_ms: 1, factor: 1.1, max_ms: 9, jitter: 0.3 }),
+        },
+        fallback: vec![
+            Alternate { tool: "weather.backup".into(), args: Some(mapping) },
+            Alternate { tool: "weather.third".into(), args: None },
+        ],
+        metadata: Some(json(r#"{"icon":"🌦"}"#)),
+        ..tool("p", "weather.query", "Wie ist das Wetter? 🌧")
+    };
+    let tools = vec![full.clone(), tool("p", "calc.add", "")];
+    let new = Change::Register { client: client("p", "laptop"), tools, others: Others::Keep };
+    change(store, new).await;
+    let directory = loaded(store).await;
+    let stored = directory.tools.iter().find(|tool| tool.name == "weather.query").unwrap();
+    assert_eq!(*stored, full);
+    assert_eq!(stored.input_schema.text(), full.input_schema.text());
+    let plain = directory.tools.iter().find(|tool| tool.name == "calc.add").unwrap();
+    assert_eq!(*plain, tool("p", "calc.add", ""));
+    assert_eq!(directory.clients, [client("p", "laptop")]);
+}
+
+pub async fn registering_again_replaces_the_definition(store: &dyn Store) {
+    change(store, register("p", "laptop", &["a", "b"], Others::Keep)).await;
+    let tools = vec![tool("p", "a", "does it better")];
+    let new = Change::Register { client: client("p", "phone"), tools, others: Others::Keep };
+    change(store, new).await;
+    let directory = loaded(store).await;
+    let about: BTreeMap<&str, &str> =
+        directory.tools.iter().map(|t| (t.name.as_str(), t.description.as_str())).collect();
+    assert_eq!(about, BTreeMap::from([("a", "does it better"), ("b", "does it")]));
+    assert_eq!(offered(store).await.1, ["p/a@laptop", "p/a@phone", "p/b@laptop"]);
+}
+
+pub async fn a_client_stays_with_its_first_owner(store: &dyn Store) {
+    change(store, register("p", "laptop", &["a"], Others::Keep)).await;
+    let thief = Client { owner: "eve".into(), registered_ms: NOW + 9, ..client("p", "laptop") };
+    let elsewhere = Client { owner: "eve".into(), ..client("q", "laptop") };
+    for client in [&thief, &elsewhere] {
+        let (client, tools) = (client.clone(), vec![]);
+        change(store, Change::Register { client, tools, others: Others::Keep }).await;
+    }
+    let mut clients = loaded(store).await.clients;
+    clients.sort_by(|one, two| one.project.cmp(&two.project));
+    assert_eq!(clients, [client("p", "laptop"), elsewhere]);
+}
+
+pub async fn others_are_kept_or_withdrawn_as_asked(store: &dyn Store) {
+    change(store, register("p", "laptop", &["a", "b"], Others::Keep)).await;
+    change(store, register("p", "phone", &["b", "z"], Others::Keep)).await;
+    change(store, register("p", "laptop", &["c"], Others::Keep)).await;
+    let (tools, _) = offered(store).await;
+    assert_eq!(tools, ["p/a", "p/b", "p/c", "p/z"]);
+    // Only the client's own are withdrawn, and what somebody else still offers stays.
+    change(store, register("p", "laptop", &["c", "d"], Others::Withdraw)).await;
+    let (tools, offers) = offered(store).await;
+    assert_eq!(tools, ["p/b", "p/c", "p/d", "p/z"]);
+    assert_eq!(offers, ["p/b@phone", "p/c@laptop", "p/d@laptop", "p/z@phone"]);
+    change(store, register("p", "laptop", &[], Others::Withdraw)).await;
+    assert_eq!(offered(store).await.1, ["p/b@phone", "p/z@phone"]);
+}
+
+pub async fn a_tool_lives_while_somebody_offers_it(store: &dyn Store) {
+    change(store, register("p", "laptop", &["a"], Others::Keep)).await;
+    change(store, register("p", "phone", &["a"], Others::Keep)).await;
+    change(store, withdraw("p", "laptop", "a")).await;
+    assert_eq!(offered(store).await, (vec!["p/a".into()], vec!["p/a@phone".into()]));
+    // What was never offered, or is not any more, can be withdrawn without harm.
+    change(store, withdraw("p", "laptop", "a")).await;
+    change(store, withdraw("p", "nobody", "a")).await;
+    assert_eq!(offered(store).await.0, ["p/a"]);
+    change(store, withdraw("p", "phone", "a")).await;
+    assert_eq!(offered(store).await, (vec![], vec![]));
+    assert_eq!(loaded(store).await.clients.len(), 2);
+}
+
+pub async fn withdrawing_in_one_project_leaves_the_other(store: &dyn Store) {
+    change(store, register("p", "laptop", &["a"], Others::Keep)).await;
+    change(store, register("q", "laptop", &["a"], Others::Keep)).await;
+    change(store, withdraw("p", "laptop", "a")).await;
+    assert_eq!(offered(store).await, (vec!["q/a".into()], vec!["q/a@laptop".into()]));
+    change(store, register("p", "laptop", &["b"], Others::Withdraw)).await;
+    assert_eq!(offered(store).await.0, ["p/b", "q/a"]);
+}
+
+pub async fn keys_are_added_and_revoked_once(store: &dyn Store) {
+    let keys = [key("key_1", Role::Agent), key("key_2", Role::Provider), key("key_3", Role::Admin)];
+    for key in &keys {
+        change(store, Change::AddKey(key.clone())).await;
+    }
+    assert_eq!(loaded(store).await.keys, keys);
+    for at_ms in [NOW + 5, NOW + 900] {
+        change(store, Change::RevokeKey { id: "key_2".into(), at_ms }).await;
+    }
+    change(store, Change::RevokeKey { id: "key_9".into(), at_ms: NOW }).await;
+    let [one, two, three] = keys;
+    let revoked = Key { revoked_ms: Some(NOW + 5), ..two };
+    assert_eq!(loaded(store).await.keys, [one, revoked, three]);
+}
+
+/// The clock was set back meanwhile: the key is revoked all the same.
+pub async fn a_key_is_not_revoked_before_it_was_made(store: &dyn Store) {
+    change(store, Change::AddKey(key("key_1", Role::Agent))).await;
+    change(store, Change::RevokeKey { id: "key_1".into(), at_ms: NOW - 5 }).await;
+    assert_eq!(loaded(store).await.keys[0].revoked_ms, Some(NOW));
+}
+
+pub async fn rules_are_replaced_and_dropped(store: &dyn Store) {
+    let other = Rule { project: "q".into(), ..rule("ada", "a.*", Verdict::Allow) };
+    for rule in [
+        rule("ada", "a.*", Verdict::Allow),
+        rule("*", "a.*", Verdict::Allow),
+        rule("ada", "b", Verdict::Deny),
+        other.clone(),
+        rule("ada", "a.*", Verdict::Deny),
+    ] {
+        change(store, Change::PutRule(rule)).await;
+    }
+    let sorted = async || {
+        let mut rules = loaded(store).await.rules;
+        rules.sort_by_key(|r| (r.project.clone(), r.agent.clone(), r.pattern.clone()));
+        rules
+    };
+    let everybody = rule("*", "a.*", Verdict::Allow);
+    let (mine, last) = (rule("ada", "a.*", Verdict::Deny), rule("ada", "b", Verdict::Deny));
+    assert_eq!(sorted().await, [everybody.clone(), mine, last.clone(), other.clone()]);
+    let drop = |agent: &str, pattern: &str| Change::DropRule {
+        project: "p".into(),
+        agent: agent.into(),
+        pattern: pattern.into(),
+    };
+    change(store, drop("ada", "a.*")).await;
+    change(store, drop("ada", "nothing")).await;
+    assert_eq!(sorted().await, [everybody, last, other]);
+}
+
+pub async fn a_change_decided_on_another_version_is_stale(store: &dyn Store) {
+    change(store, Change::AddKey(key("key_1", Role::Agent))).await;
+    change(store, Change::AddKey(key("key_2", Role::Agent))).await;
+    for decided_on in [0, 1, 3, u64::MAX] {
+        let late = Change::RevokeKey { id: "key_1".into(), at_ms: NOW };
+        assert_eq!(store.change(late, decided_on, None).await.unwrap(), Saved::Stale);
+    }
+    let directory = loaded(store).await;
+    assert_eq!(directory.version, 2);
+    assert!(directory.keys.iter().all(|key| key.revoked_ms.is_none()));
+}
+
+pub async fn of_many_changes_decided_on_one_version_one_wins(store: &dyn Store) {
+    let saved = on_threads(8, async |n| {
+        let add = Change::AddKey(key(&format!("key_{n}"), Role::Agent));
+        store.change(add, 0, Some(entry("p", &format!("key_{n}")))).await.unwrap()
+    });
+    assert_eq!(saved.iter().filter(|saved| **saved == Saved::Yes).count(), 1);
+    let directory = loaded(store).await;
+    assert_eq!((directory.version, directory.keys.len()), (1, 1));
+    let log = store.audit_log(None, 100).await.unwrap();
+    assert_eq!(log, [entry("p", &directory.keys[0].id)]);
+}
+
+pub async fn an_entry_is_written_with_its_change(store: &dyn Store) {
+    let add = Change::AddKey(key("key_1", Role::Agent));
+    let saved = store.change(add, 0, Some(entry("p", "key_1"))).await.unwrap();
+    assert_eq!(saved, Saved::Yes);
+    assert_eq!(store.audit_log(None, 10).await.unwrap(), [entry("p", "key_1")]);
+    change(store, Change::AddKey(key("key_2", Role::Agent))).await;
+    assert_eq!(store.audit_log(None, 10).await.unwrap().len(), 1);
+}
+
+pub async fn no_entry_is_written_with_a_stale_change(store: &dyn Store) {
+    let add = Change::AddKey(key("key_1", Role::Agent));
+    let saved = store.change(add, 7, Some(entry("p", "key_1"))).await.unwrap();
+    assert_eq!(saved, Saved::Stale);
+    assert_eq!(store.audit_log(None, 10).await.unwrap(), []);
+    assert_eq!(loaded(store).await.keys, []);
+}
+
+pub async fn the_audit_log_is_newest_first(store: &dyn Store) {
+    // By when it was written down, not by what the clock said.
+    for (subject, at_ms) in [("one", NOW + 5), ("two", NOW + 1), ("three", NOW + 3)] {
+        store.audit(AuditEntry { at_ms, ..entry("p", subject) }).await.unwrap();
+    }
+    let log = store.audit_log(None, 10).await.unwrap();
+    let subjects: Vec<&str> = log.iter().map(|entry| entry.subject.as_str()).collect();
+    assert_eq!(subjects, ["three", "two", "one"]);
+    assert_eq!(store.audit_log(None, 2).await.unwrap(), log[..2]);
+    assert_eq!(store.audit_log(None, 0).await.unwrap(), []);
+    assert_eq!(log[2], AuditEntry { at_ms: NOW + 5, ..entry("p", "one") });
+}
+
+pub async fn the_audit_log_of_a_project_has_only_its_own(store: &dyn Store) {
+    for (project, subject) in [("p", "one"), ("q", "two"), ("p", "three"), ("", "four")] {
+        store.audit(entry(project, subject)).await.unwrap();
+    }
+    let log = async |project: &str| store.audit_log(Some(project.into()), 10).await.unwrap();
+    assert_eq!(log("p").await, [entry("p", "three"), entry("p", "one")]);
+    assert_eq!(log("q").await, [entry("q", "two")]);
+    assert_eq!(log("").await, [entry("", "four")]);
+    assert_eq!(log("nobody").await, []);
+    assert_eq!(store.audit_log(None, 10).await.unwrap().len(), 4);
+    let newest = store.audit_log(Some("p".into()), 1).await.unwrap();
+    assert_eq!(newest, [entry("p", "three")]);
+}

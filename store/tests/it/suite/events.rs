@@ -1,0 +1,196 @@
+//! Events: numbered over the whole store in the order of the commits, read by scope and page.
+
+use serde_json::json as value;
+use toolcrib::event::{Event, Kind, Record};
+use toolcrib::store::{EventScope, NewCall, Store};
+
+use crate::support::{
+    NOW, append, call, call_of, found, history, of_call, of_project, of_run, on_threads, put,
+    record, requested, running,
+};
+
+fn numbers(events: &[Event]) -> Vec<u64> {
+    events.iter().map(|event| event.number).collect()
+}
+
+fn kinds(events: &[Event]) -> Vec<Kind> {
+    events.iter().map(|event| event.record.kind).collect()
+}
+
+fn rise(numbers: &[u64]) -> bool {
+    numbers.first().is_none_or(|first| *first > 0)
+        && numbers.windows(2).all(|pair| pair[0] < pair[1])
+}
+
+pub async fn numbers_rise_over_everything_in_the_order_of_commits(store: &dyn Store) {
+    let (one, two) = (call(), call());
+    put(store, &one).await;
+    put(store, &two).await;
+    store.append("p", &one.id, vec![record(Kind::Progress), record(Kind::Late)]).await.unwrap();
+    store.save(running(&two), vec![record(Kind::Started)]).await.unwrap();
+    append(store, &one, record(Kind::Recovered)).await;
+    let all = history(store, of_project("p")).await;
+    assert!(rise(&numbers(&all)), "{all:?}");
+    let told: Vec<_> = all.iter().map(|e| (e.call_id.clone(), e.record.kind)).collect();
+    let expected = [
+        (&one, Kind::Requested),
+        (&two, Kind::Requested),
+        (&one, Kind::Progress),
+        (&one, Kind::Late),
+        (&two, Kind::Started),
+        (&one, Kind::Recovered),
+    ];
+    assert_eq!(told, expected.map(|(call, kind)| (call.id.clone(), kind)));
+}
+
+pub async fn every_kind_is_read_back_with_its_facts(store: &dyn Store) {
+    let asked = call();
+    let records: Vec<Record> = (1..)
+        .zip(Kind::ALL)
+        .map(|(n, kind)| {
+            Record::new(kind, NOW + n, n as u32)
+                .with("why", "es ging schief 🦀 \"so\" \u{0}")
+                .with("nested", value!({ "a": [1, 2.5, null, true], "": {} }))
+                .with("bytes", u64::MAX)
+        })
+        .collect();
+    let new = NewCall { call: asked.clone(), records: records.clone(), key: None };
+    store.create(new).await.unwrap();
+    let told = history(store, of_call(&asked)).await;
+    assert!(told.iter().all(|event| event.call_id == asked.id));
+    assert_eq!(told.into_iter().map(|event| event.record).collect::<Vec<_>>(), records);
+}
+
+pub async fn a_call_has_only_its_own_events(store: &dyn Store) {
+    let (one, two) = (call(), call());
+    put(store, &one).await;
+    put(store, &two).await;
+    append(store, &one, record(Kind::Progress)).await;
+    append(store, &two, record(Kind::Late)).await;
+    let told = history(store, of_call(&one)).await;
+    assert_eq!(kinds(&told), [Kind::Requested, Kind::Progress]);
+    assert_eq!(history(store, of_call(&call())).await, []);
+}
+
+pub async fn a_run_has_the_events_of_its_calls_in_its_project(store: &dyn Store) {
+    let mine = [call_of("p", "r", "a"), call_of("p", "r", "b")];
+    let others = [call_of("p", "r2", "a"), call_of("q", "r", "a")];
+    for call in mine.iter().chain(&others) {
+        put(store, call).await;
+    }
+    for call in others.iter().chain(&mine) {
+        append(store, &call, record(Kind::Progress)).await;
+    }
+    let told = history(store, of_run("p", "r")).await;
+    assert!(rise(&numbers(&told)));
+    let whose: Vec<_> = told.iter().map(|event| event.call_id.clone()).collect();
+    let [one, two] = mine.map(|call| call.id);
+    assert_eq!(whose, [one.clone(), two.clone(), one, two]);
+    assert_eq!(history(store, of_run("p", "nobody's")).await, []);
+}
+
+pub async fn a_project_has_the_events_of_its_calls(store: &dyn Store) {
+    let (mine, other) = (call_of("p", "r", "a"), call_of("q", "r", "a"));
+    put(store, &mine).await;
+    put(store, &other).await;
+    append(store, &other, record(Kind::Progress)).await;
+    append(store, &mine, record(Kind::Late)).await;
+    let told = history(store, of_project("p")).await;
+    assert_eq!(kinds(&told), [Kind::Requested, Kind::Late]);
+    assert!(told.iter().all(|event| event.call_id == mine.id));
+    assert_eq!(history(store, of_project("nobody's")).await, []);
+}
+
+pub async fn pages_give_every_event_once(store: &dyn Store) {
+    let (mine, other) = (call_of("p", "r", "a"), call_of("q", "r", "a"));
+    put(store, &mine).await;
+    put(store, &other).await;
+    for n in 0..10 {
+        append(store, &mine, record(Kind::Progress).with("n", n)).await;
+        append(store, &other, record(Kind::Progress)).await;
+    }
+    for scope in [of_call(&mine), of_run("p", "r"), of_project("p")] {
+        let (mut seen, mut after) = (vec![], 0);
+        loop {
+            let page = store.events(scope.clone(), after, 3).await.unwrap();
+            let Some(last) = page.last() else { break };
+            after = last.number;
+            seen.extend(page);
+        }
+        assert_eq!(seen, history(store, scope.clone()).await, "{scope:?}");
+        assert_eq!(seen.len(), 11, "{scope:?}");
+    }
+}
+
+pub async fn a_page_ends_at_its_limit_and_begins_after_a_number(store: &dyn Store) {
+    let asked = call();
+    put(store, &asked).await;
+    for _ in 0..5 {
+        append(store, &asked, record(Kind::Progress)).await;
+    }
+    let all = history(store, of_call(&asked)).await;
+    for scope in [of_call(&asked), of_run("p", "run"), of_project("p")] {
+        let page = async |after, limit| store.events(scope.clone(), after, limit).await.unwrap();
+        assert_eq!(page(0, 2).await, all[..2], "{scope:?}");
+        assert_eq!(page(all[1].number, 2).await, all[2..4], "{scope:?}");
+        assert_eq!(page(all[4].number, 100).await, all[5..], "{scope:?}");
+        assert_eq!(page(all[5].number, 100).await, [], "{scope:?}");
+        assert_eq!(page(u64::MAX, 100).await, [], "{scope:?}");
+        assert_eq!(page(0, 0).await, [], "{scope:?}");
+        assert_eq!(page(0, usize::MAX).await, all, "{scope:?}");
+    }
+}
+
+pub async fn appending_to_an_unknown_call_is_harmless(store: &dyn Store) {
+    let (known, unknown) = (call(), call());
+    put(store, &known).await;
+    append(store, &unknown, record(Kind::Late)).await;
+    assert_eq!(history(store, of_call(&unknown)).await, []);
+    assert_eq!(found(store, &unknown).await, None);
+    assert_eq!(kinds(&history(store, of_project("p")).await), [Kind::Requested]);
+}
+
+pub async fn the_newest_event_of_a_call_is_its_last(store: &dyn Store) {
+    let (asked, later) = (call(), call());
+    let newest = async |scope: EventScope| store.newest_event(scope).await.unwrap();
+    assert_eq!(newest(of_call(&asked)).await, 0);
+    assert_eq!(newest(of_project("p")).await, 0);
+    put(store, &asked).await;
+    append(store, &asked, record(Kind::Progress)).await;
+    let last = history(store, of_call(&asked)).await[1].number;
+    put(store, &later).await;
+    assert_eq!(newest(of_call(&asked)).await, last);
+    assert_eq!(newest(of_call(&call())).await, 0);
+}
+
+/// For a run or a project a number above the newest in scope would do as well: what counts is
+/// what somebody sees who follows from it.
+pub async fn following_from_the_newest_sees_only_what_comes(store: &dyn Store) {
+    let (mine, other) = (call_of("p", "r", "a"), call_of("q", "r", "a"));
+    put(store, &mine).await;
+    put(store, &other).await;
+    for scope in [of_call(&mine), of_run("p", "r"), of_project("p")] {
+        let from = store.newest_event(scope.clone()).await.unwrap();
+        assert_eq!(store.events(scope.clone(), from, 100).await.unwrap(), []);
+        append(store, &other, record(Kind::Progress)).await;
+        append(store, &mine, record(Kind::Late)).await;
+        let came = store.events(scope.clone(), from, 100).await.unwrap();
+        assert_eq!(kinds(&came), [Kind::Late], "{scope:?}");
+    }
+}
+
+pub async fn records_of_one_commit_stay_together(store: &dyn Store) {
+    on_threads(4, async |_| {
+        for _ in 0..10 {
+            let records = vec![requested(), record(Kind::Started), record(Kind::Finished)];
+            store.create(NewCall { call: call(), records, key: None }).await.unwrap();
+        }
+    });
+    let all = history(store, of_project("p")).await;
+    assert!(rise(&numbers(&all)));
+    assert_eq!(all.len(), 120);
+    for commit in all.chunks(3) {
+        assert_eq!(kinds(commit), [Kind::Requested, Kind::Started, Kind::Finished]);
+        assert!(commit.iter().all(|event| event.call_id == commit[0].call_id));
+    }
+}

@@ -1,0 +1,95 @@
+//! Idempotency keys: the same key means the same request, once.
+
+use toolcrib::call::{Call, Status};
+use toolcrib::store::{Created, NewCall, Store};
+
+use crate::support::{
+    NOW, call, ended, found, history, ids_of, key, of_call, of_project, on_threads, put, put_keyed,
+    requested, save,
+};
+
+pub async fn the_same_key_and_request_give_the_first_call(store: &dyn Store) {
+    let (first, second) = (call(), call());
+    assert!(matches!(put_keyed(store, &first, &key("ada", "k", "f")).await, Created::New));
+    let told = history(store, of_project("p")).await;
+    let Created::Replayed(known) = put_keyed(store, &second, &key("ada", "k", "f")).await else {
+        panic!("the key was used before");
+    };
+    assert_eq!(*known, first);
+    assert_eq!(found(store, &second).await, None);
+    assert_eq!(ids_of(store, "p").await, [first.id]);
+    assert_eq!(history(store, of_project("p")).await, told);
+}
+
+pub async fn a_replay_shows_the_call_as_it_is_now(store: &dyn Store) {
+    let first = call();
+    put_keyed(store, &first, &key("ada", "k", "f")).await;
+    let done = ended(&first, Status::Succeeded, NOW + 50);
+    save(store, &done).await;
+    let Created::Replayed(known) = put_keyed(store, &call(), &key("ada", "k", "f")).await else {
+        panic!("the key was used before");
+    };
+    assert_eq!(*known, done);
+}
+
+pub async fn the_same_key_for_another_request_is_a_mismatch(store: &dyn Store) {
+    let (first, second) = (call(), call());
+    put_keyed(store, &first, &key("ada", "k", "one")).await;
+    let Created::Mismatch(id) = put_keyed(store, &second, &key("ada", "k", "two")).await else {
+        panic!("the key stands for another request");
+    };
+    assert_eq!(id, first.id);
+    assert_eq!(found(store, &second).await, None);
+    assert_eq!(history(store, of_call(&second)).await, []);
+    // And the key still stands for the first.
+    let again = put_keyed(store, &call(), &key("ada", "k", "one")).await;
+    assert!(matches!(again, Created::Replayed(known) if known.id == first.id));
+}
+
+pub async fn keys_of_other_agents_and_projects_are_independent(store: &dyn Store) {
+    let elsewhere = |project: &str| Call { project: project.into(), ..call() };
+    for (project, agent, name) in
+        [("p", "ada", "k"), ("p", "bob", "k"), ("q", "ada", "k"), ("p", "ada", "K")]
+    {
+        let created = put_keyed(store, &elsewhere(project), &key(agent, name, "f")).await;
+        assert!(matches!(created, Created::New), "{project} {agent} {name}");
+    }
+    // What belongs to which part of the key is not guessed from the letters.
+    for (project, agent, name) in [("a", "bc", "d"), ("ab", "c", "d"), ("a", "b", "cd")] {
+        let created = put_keyed(store, &elsewhere(project), &key(agent, name, "f")).await;
+        assert!(matches!(created, Created::New), "{project} {agent} {name}");
+    }
+}
+
+pub async fn calls_without_a_key_never_meet(store: &dyn Store) {
+    let (one, two) = (call(), call());
+    put(store, &one).await;
+    put(store, &two).await;
+    put_keyed(store, &call(), &key("ada", "", "")).await;
+    assert_eq!(ids_of(store, "p").await.len(), 3);
+}
+
+pub async fn of_100_parallel_creates_one_makes_the_call(store: &dyn Store) {
+    let created = on_threads(4, async |_| {
+        let calls: Vec<Call> = (0..25).map(|_| call()).collect();
+        let creates = calls.iter().map(|call| {
+            let (records, key) = (vec![requested()], Some(key("ada", "k", "f")));
+            store.create(NewCall { call: call.clone(), records, key })
+        });
+        let answers = futures::future::join_all(creates).await;
+        let pairs = calls.into_iter().zip(answers);
+        pairs.map(|(call, answer)| (call.id, answer.unwrap())).collect::<Vec<_>>()
+    });
+    let (mut made, mut replayed) = (vec![], vec![]);
+    for (asked, answer) in created.into_iter().flatten() {
+        match answer {
+            Created::New => made.push(asked),
+            Created::Replayed(known) => replayed.push(known.id),
+            Created::Mismatch(_) => panic!("the requests are the same"),
+        }
+    }
+    assert_eq!((made.len(), replayed.len()), (1, 99));
+    assert!(replayed.iter().all(|id| *id == made[0]));
+    assert_eq!(ids_of(store, "p").await, made);
+    assert_eq!(history(store, of_project("p")).await.len(), 1);
+}

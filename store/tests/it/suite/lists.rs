@@ -1,0 +1,234 @@
+//! Lists: newest first, by filter and page, and the calls that are still open.
+
+use std::collections::HashSet;
+
+use toolcrib::call::{Call, Hold, Status};
+use toolcrib::id::CallId;
+use toolcrib::store::{CallFilter, Store};
+
+use crate::support::{
+    NOW, call, call_at, call_of, ended, ids, ids_of, put, put_with_status, read, running, save,
+};
+
+fn of(project: &str) -> CallFilter {
+    CallFilter { project: project.into(), limit: 1_000, ..CallFilter::default() }
+}
+
+pub async fn the_newest_call_is_first(store: &dyn Store) {
+    // By when they were made, whatever the order of their commits.
+    let calls = [call_at(NOW), call_at(NOW + 500), call_at(NOW + 100)];
+    for call in &calls {
+        put(store, call).await;
+    }
+    save(store, &running(&calls[0])).await;
+    let [first, second, third] = calls.map(|call| call.id);
+    assert_eq!(ids_of(store, "p").await, [second, third, first]);
+    let listed = store.calls(of("p")).await.unwrap();
+    assert_eq!(listed[2], read(store, &listed[2]).await);
+}
+
+/// Calls of every status in two projects, two runs and two tools, a second apart.
+async fn assorted(store: &dyn Store) -> Vec<Call> {
+    let mut calls = vec![];
+    for status in Status::ALL {
+        for project in ["p", "q"] {
+            for (run, tool) in [("r1", "a"), ("r1", "b"), ("r2", "a"), ("r2", "b")] {
+                let at = call_at(NOW + 1_000 * calls.len() as u64);
+                let (id, created_ms) = (at.id, at.created_ms);
+                let fresh = Call { id, created_ms, ..call_of(project, run, tool) };
+                calls.push(put_with_status(store, &fresh, status).await);
+            }
+        }
+    }
+    calls
+}
+
+pub async fn every_filter_and_combination_gives_what_fits(store: &dyn Store) {
+    let calls = assorted(store).await;
+    let statuses = Status::ALL.map(Some).into_iter().chain([None]);
+    let mut seen = 0;
+    for status in statuses {
+        for run_id in [None, Some("r1"), Some("r2"), Some("r9")] {
+            for tool_name in [None, Some("a"), Some("z")] {
+                for since_ms in [None, Some(NOW + 20_000), Some(NOW + 90_000)] {
+                    let fits = |call: &&Call| {
+                        call.project == "p"
+                            && status.is_none_or(|status| call.status == status)
+                            && run_id.is_none_or(|run| call.run_id == run)
+                            && tool_name.is_none_or(|tool| call.tool_name == tool)
+                            && since_ms.is_none_or(|since| call.created_ms >= since)
+                    };
+                    let fitting = calls.iter().rev().filter(fits);
+                    let expected: Vec<CallId> = fitting.map(|call| call.id.clone()).collect();
+                    let (run_id, tool_name) = (run_id.map(Into::into), tool_name.map(Into::into));
+                    let filter = CallFilter { run_id, tool_name, status, since_ms, ..of("p") };
+                    let what = format!("{filter:?}");
+                    assert_eq!(ids(store, filter).await, expected, "{what}");
+                    seen += expected.len();
+                }
+            }
+        }
+    }
+    assert!(seen > 100, "the filters must find something to mean anything: {seen}");
+}
+
+/// Reads the whole list in pages while more calls come in between them.
+async fn paged(
+    store: &dyn Store,
+    filter: CallFilter,
+    coming: impl Fn() -> (Call, Status),
+) -> Vec<CallId> {
+    let (mut seen, mut before) = (vec![], None);
+    loop {
+        let page = ids(store, CallFilter { before: before.clone(), ..filter.clone() }).await;
+        let Some(last) = page.last() else { return seen };
+        before = Some(last.clone());
+        assert!(page.len() <= filter.limit);
+        seen.extend(page);
+        for _ in 0..3 {
+            let (call, status) = coming();
+            put_with_status(store, &call, status).await;
+        }
+    }
+}
+
+pub async fn pages_have_no_gaps_or_repeats_while_calls_come_in(store: &dyn Store) {
+    let mut there = vec![];
+    for _ in 0..25 {
+        let call = call();
+        put(store, &call).await;
+        there.push(call.id);
+    }
+    there.reverse();
+    let filter = CallFilter { limit: 4, ..of("p") };
+    assert_eq!(paged(store, filter, || (call(), Status::Pending)).await, there);
+}
+
+pub async fn filtered_pages_have_no_gaps_or_repeats_while_calls_come_in(store: &dyn Store) {
+    let calls: Vec<Call> =
+        assorted(store).await.into_iter().filter(|call| call.project == "p").collect();
+    let filters = [
+        CallFilter { run_id: Some("r1".into()), ..of("p") },
+        CallFilter { tool_name: Some("a".into()), ..of("p") },
+        CallFilter { status: Some(Status::Failed), ..of("p") },
+        CallFilter { status: Some(Status::Pending), ..of("p") },
+        CallFilter { tool_name: Some("b".into()), status: Some(Status::Timeout), ..of("p") },
+        CallFilter { since_ms: Some(NOW + 10_000), ..of("p") },
+    ];
+    let there: HashSet<CallId> = calls.into_iter().map(|call| call.id).collect();
+    for filter in filters {
+        let expected: Vec<CallId> = ids(store, filter.clone()).await;
+        assert!(expected.len() > 1, "{filter:?}");
+        let (run, tool) = (filter.run_id.clone(), filter.tool_name.clone());
+        let coming = || {
+            let (run, tool) = (run.as_deref().unwrap_or("r1"), tool.as_deref().unwrap_or("a"));
+            let created_ms = NOW + 100_000;
+            let call = Call { created_ms, id: call_at(created_ms).id, ..call_of("p", run, tool) };
+            (call, filter.status.unwrap_or(Status::Succeeded))
+        };
+        let page = CallFilter { limit: 1, ..filter.clone() };
+        let seen = paged(store, page, coming).await;
+        assert_eq!(seen, expected, "{filter:?}");
+        assert!(seen.iter().any(|id| there.contains(id)));
+    }
+}
+
+pub async fn a_call_moves_between_the_lists_with_its_status(store: &dyn Store) {
+    let waiting = call();
+    let with = |status| CallFilter { status: Some(status), ..of("p") };
+    let steps = [waiting.clone(), running(&waiting), {
+        ended(&running(&waiting), Status::Failed, NOW + 50)
+    }];
+    put(store, &steps[0]).await;
+    for (n, step) in steps.iter().enumerate() {
+        if n > 0 {
+            save(store, step).await;
+        }
+        for status in Status::ALL {
+            let found = ids(store, with(status)).await;
+            assert_eq!(found.len(), usize::from(status == step.status), "{status:?} at step {n}");
+        }
+    }
+}
+
+pub async fn a_list_by_time_begins_at_that_moment(store: &dyn Store) {
+    for n in 0..5 {
+        put(store, &call_at(NOW + n)).await;
+    }
+    let since = async |since_ms| ids(store, CallFilter { since_ms, ..of("p") }).await.len();
+    assert_eq!(since(None).await, 5);
+    assert_eq!(since(Some(0)).await, 5);
+    assert_eq!(since(Some(NOW)).await, 5);
+    assert_eq!(since(Some(NOW + 2)).await, 3);
+    assert_eq!(since(Some(NOW + 4)).await, 1);
+    assert_eq!(since(Some(NOW + 5)).await, 0);
+    assert_eq!(since(Some(NOW + 1_000_000)).await, 0);
+    assert_eq!(since(Some(u64::MAX)).await, 0);
+}
+
+pub async fn a_limit_may_be_as_large_as_it_likes(store: &dyn Store) {
+    for _ in 0..3 {
+        put(store, &call()).await;
+    }
+    assert_eq!(ids(store, CallFilter { limit: usize::MAX, ..of("p") }).await.len(), 3);
+    assert_eq!(ids(store, CallFilter { limit: 2, ..of("p") }).await.len(), 2);
+    assert_eq!(ids(store, CallFilter { limit: 0, ..of("p") }).await.len(), 0);
+    let before = |before| CallFilter { before: Some(CallId::floor_at(before)), ..of("p") };
+    assert_eq!(ids(store, before(NOW + 1)).await.len(), 3);
+    assert_eq!(ids(store, before(0)).await.len(), 0);
+    assert_eq!(store.open_calls(0, usize::MAX).await.unwrap().len(), 3);
+    assert_eq!(store.open_calls(u64::MAX, 10).await.unwrap().len(), 0);
+}
+
+pub async fn no_project_sees_anothers_calls(store: &dyn Store) {
+    assorted(store).await;
+    for (mine, other) in [("p", "q"), ("q", "p")] {
+        let listed = store.calls(of(mine)).await.unwrap();
+        assert_eq!(listed.len(), 24);
+        assert!(listed.iter().all(|call| call.project == mine));
+        // An id from another project's list is only a place in time: it opens nothing.
+        let newest = ids_of(store, other).await.swap_remove(0);
+        let older = store.calls(CallFilter { before: Some(newest), ..of(mine) }).await.unwrap();
+        assert!(older.iter().all(|call| call.project == mine));
+    }
+    for nobody in ["", "P", "p ", "%", "*"] {
+        assert_eq!(ids_of(store, nobody).await, [], "{nobody:?}");
+    }
+}
+
+pub async fn open_calls_come_in_order_and_in_pages(store: &dyn Store) {
+    let mut expected = vec![];
+    for n in 0..23 {
+        let project = ["p", "q"][n % 2];
+        let fresh = Call { project: project.into(), ..call() };
+        let status = Status::ALL[n % 6];
+        put_with_status(store, &fresh, status).await;
+        if !status.is_terminal() {
+            expected.push(fresh.id);
+        }
+    }
+    let (mut seen, mut after) = (vec![], 0);
+    loop {
+        let page = store.open_calls(after, 2).await.unwrap();
+        let Some(last) = page.last() else { break };
+        assert!(page.len() <= 2);
+        after = last.place;
+        seen.extend(page.into_iter().map(|open| open.call.id));
+    }
+    assert_eq!(seen, expected);
+}
+
+pub async fn open_calls_are_those_that_have_not_ended(store: &dyn Store) {
+    let retry = Call { hold: Some(Hold::Retry { at_ms: NOW + 9 }), ..call() };
+    let parked = Call { hold: Some(Hold::Parked), ..call() };
+    let done = call();
+    for call in [&retry, &parked, &done] {
+        put(store, call).await;
+    }
+    save(store, &ended(&done, Status::Canceled, NOW + 1)).await;
+    let open: Vec<Call> =
+        store.open_calls(0, 100).await.unwrap().into_iter().map(|open| open.call).collect();
+    assert_eq!(open, [retry.clone(), parked]);
+    save(store, &ended(&retry, Status::Timeout, NOW + 1)).await;
+    assert_eq!(store.open_calls(0, 100).await.unwrap().len(), 1);
+}

@@ -1,0 +1,111 @@
+//! Purging: only what ended long enough ago, with all that belongs to it, in steps.
+
+use toolcrib::call::{Call, Status};
+use toolcrib::directory::AuditEntry;
+use toolcrib::event::Kind;
+use toolcrib::store::{Created, Store};
+
+use crate::support::{
+    NOW, append, call, call_at, ended, found, history, ids_of, key, of_call, of_project, put,
+    put_keyed, put_with_status, record, save,
+};
+
+/// A call that ended at this time, a moment after it came.
+async fn put_ended(store: &dyn Store, completed_ms: u64) -> Call {
+    let fresh = call_at(completed_ms - 1);
+    put(store, &fresh).await;
+    let done = ended(&fresh, Status::Succeeded, completed_ms);
+    save(store, &done).await;
+    done
+}
+
+pub async fn only_calls_that_ended_before_are_deleted(store: &dyn Store) {
+    let mut stay = vec![];
+    for status in Status::ALL {
+        let old = put_with_status(store, &call_at(NOW - 10_000), status).await;
+        if !status.is_terminal() {
+            stay.push(old.id);
+        }
+    }
+    let long = call_at(NOW - 10_000);
+    put(store, &long).await;
+    save(store, &ended(&long, Status::Failed, NOW)).await;
+    stay.push(long.id);
+    stay.push(put_ended(store, NOW).await.id);
+    stay.push(put_ended(store, NOW + 1).await.id);
+    put_ended(store, NOW - 1).await;
+    stay.reverse();
+    assert_eq!(store.purge(NOW, 100).await.unwrap(), 5);
+    assert_eq!(ids_of(store, "p").await, stay);
+    assert_eq!(store.purge(NOW, 100).await.unwrap(), 0);
+}
+
+pub async fn events_and_keys_go_with_their_call(store: &dyn Store) {
+    let (old, young) = (call(), call());
+    put_keyed(store, &old, &key("ada", "old", "f")).await;
+    put_keyed(store, &young, &key("ada", "young", "f")).await;
+    append(store, &old, record(Kind::Progress)).await;
+    save(store, &ended(&old, Status::Timeout, NOW + 5)).await;
+    assert_eq!(store.purge(NOW + 6, 100).await.unwrap(), 1);
+    assert_eq!(found(store, &old).await, None);
+    assert_eq!(history(store, of_call(&old)).await, []);
+    assert_eq!(history(store, of_project("p")).await.len(), 1);
+    // What came late for it finds nothing, and harms nothing.
+    append(store, &old, record(Kind::Late)).await;
+    assert_eq!(history(store, of_project("p")).await.len(), 1);
+    // Its key may be used again, for anything; the other one still stands.
+    let created = put_keyed(store, &call(), &key("ada", "old", "other")).await;
+    assert!(matches!(created, Created::New));
+    let created = put_keyed(store, &call(), &key("ada", "young", "f")).await;
+    assert!(matches!(created, Created::Replayed(known) if known.id == young.id));
+}
+
+pub async fn a_purge_goes_in_steps(store: &dyn Store) {
+    for n in 0..7 {
+        put_ended(store, NOW + n).await;
+    }
+    let mut steps = vec![];
+    for _ in 0..4 {
+        steps.push(store.purge(NOW + 100, 3).await.unwrap());
+    }
+    assert_eq!(steps, [3, 3, 1, 0]);
+    assert_eq!(ids_of(store, "p").await, []);
+}
+
+pub async fn event_numbers_never_come_again(store: &dyn Store) {
+    put(store, &call()).await;
+    let done = put_ended(store, NOW + 1).await;
+    append(store, &done, record(Kind::Late)).await;
+    let newest = store.newest_event(of_call(&done)).await.unwrap();
+    assert_eq!(store.purge(NOW + 2, 100).await.unwrap(), 1);
+    let next = call();
+    put(store, &next).await;
+    let first = history(store, of_call(&next)).await[0].number;
+    assert!(first > newest, "{first} came after {newest}");
+}
+
+pub async fn old_audit_entries_go_too(store: &dyn Store) {
+    let entry = |at_ms| AuditEntry {
+        at_ms,
+        project: "p".into(),
+        agent: "ada".into(),
+        action: "call.denied".into(),
+        subject: "file.write".into(),
+        reason: "no rule".into(),
+    };
+    for at_ms in [NOW - 2, NOW - 1, NOW] {
+        store.audit(entry(at_ms)).await.unwrap();
+    }
+    store.purge(NOW, 1).await.unwrap();
+    assert_eq!(store.audit_log(None, 10).await.unwrap(), [entry(NOW), entry(NOW - 1)]);
+    store.purge(NOW, 10).await.unwrap();
+    assert_eq!(store.audit_log(None, 10).await.unwrap(), [entry(NOW)]);
+}
+
+pub async fn a_purge_of_all_times_takes_every_ended_call(store: &dyn Store) {
+    put(store, &call()).await;
+    put_ended(store, NOW + 1).await;
+    assert_eq!(store.purge(0, usize::MAX).await.unwrap(), 0);
+    assert_eq!(store.purge(u64::MAX, usize::MAX).await.unwrap(), 1);
+    assert_eq!(ids_of(store, "p").await.len(), 1);
+}

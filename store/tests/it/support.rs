@@ -1,0 +1,231 @@
+//! Stores, calls and records to test with.
+
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use tempfile::TempDir;
+use toolcrib::call::{Asked, Call, Hold, Metrics, Outcome, Status, Target};
+use toolcrib::event::{Event, Kind, Record};
+use toolcrib::fault::Fault;
+use toolcrib::id::CallId;
+use toolcrib::json::Json;
+use toolcrib::retry::Backoff;
+use toolcrib::store::{
+    CallFilter, Created, EventScope, IdempotencyKey, MemoryStore, NewCall, Saved, Store,
+};
+use toolcrib::tool::{Effect, Executor};
+use toolcrib_store::SqliteStore;
+
+/// The time at which the tests play.
+pub const NOW: u64 = 1_790_000_000_000;
+
+/// A store, with the directory it lives in.
+pub struct Opened {
+    pub store: Box<dyn Store>,
+    _directory: Option<TempDir>,
+}
+
+pub fn memory() -> Opened {
+    Opened { store: Box::new(MemoryStore::default()), _directory: None }
+}
+
+pub fn sqlite() -> Opened {
+    let directory = tempfile::tempdir().unwrap();
+    let store = SqliteStore::open_briefly(&database_in(&directory)).unwrap();
+    Opened { store: Box::new(store), _directory: Some(directory) }
+}
+
+pub fn database_in(directory: &TempDir) -> PathBuf {
+    directory.path().join("toolcrib.db")
+}
+
+/// The database's file with this ending: `-wal`, `-shm`.
+pub fn beside(path: &Path, ending: &str) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(ending);
+    name.into()
+}
+
+/// A new id that sorts by this time, as the engine's do.
+pub fn id_at(at_ms: u64) -> CallId {
+    static LAST: AtomicU64 = AtomicU64::new(0);
+    let next = LAST.fetch_add(1, Ordering::Relaxed);
+    let time = &CallId::floor_at(at_ms).as_str()[..CallId::PREFIX.len() + 10].to_owned();
+    format!("{time}{next:016}").parse().unwrap()
+}
+
+pub fn json(text: &str) -> Json {
+    Json::parse(text).unwrap()
+}
+
+/// A call of project `p` that waits for a place.
+pub fn call() -> Call {
+    call_at(NOW)
+}
+
+pub fn call_at(created_ms: u64) -> Call {
+    Call {
+        id: id_at(created_ms),
+        project: "p".into(),
+        run_id: "run".into(),
+        tool_name: "weather.query".into(),
+        asked: Asked { agent: "ada".into(), ..Asked::default() },
+        target: target("weather.query", r#"{"city":"Oslo"}"#),
+        alternates: vec![],
+        max_retries: 2,
+        backoff: Backoff::default(),
+        status: Status::Pending,
+        hold: Some(Hold::Queue),
+        attempt: 0,
+        target_attempts: 0,
+        taken_by: None,
+        node: None,
+        created_ms,
+        deadline_ms: created_ms + 30_000,
+        started_ms: None,
+        completed_ms: None,
+        outcome: None,
+        version: 1,
+    }
+}
+
+pub fn target(tool: &str, args: &str) -> Target {
+    Target {
+        tool: tool.into(),
+        version: "v1".into(),
+        executor: Executor::Builtin,
+        effect: Effect::Read,
+        args: json(args),
+    }
+}
+
+/// A call of this project, run and tool.
+pub fn call_of(project: &str, run_id: &str, tool: &str) -> Call {
+    let (project, run_id) = (project.to_owned(), run_id.to_owned());
+    let target = target(tool, "{}");
+    Call { project, run_id, tool_name: tool.to_owned(), target, ..call() }
+}
+
+/// The next version of a call: being executed.
+pub fn running(call: &Call) -> Call {
+    Call {
+        status: Status::Running,
+        hold: None,
+        attempt: call.attempt + 1,
+        target_attempts: call.target_attempts + 1,
+        node: Some("node-1".into()),
+        started_ms: Some(call.created_ms + 5),
+        version: call.version + 1,
+        ..call.clone()
+    }
+}
+
+/// The next version of a call: ended like this, then.
+pub fn ended(call: &Call, status: Status, completed_ms: u64) -> Call {
+    let ok = status == Status::Succeeded;
+    let metrics = Metrics { latency_ms: 12, queue_ms: 3, attempts: 1, retries: 0 };
+    let (data, error) = if ok {
+        (Some(json(r#"{"sky":"clear"}"#)), None)
+    } else {
+        (None, Some(Fault::runtime("it broke")))
+    };
+    Call {
+        status,
+        hold: None,
+        completed_ms: Some(completed_ms),
+        outcome: Some(Outcome { ok, data, error, metrics }),
+        version: call.version + 1,
+        ..call.clone()
+    }
+}
+
+/// A call brought to this status in as few versions as it takes.
+pub async fn put_with_status(store: &dyn Store, call: &Call, status: Status) -> Call {
+    put(store, call).await;
+    let next = match status {
+        Status::Pending => return call.clone(),
+        Status::Running => running(call),
+        _ => ended(call, status, call.created_ms + 12),
+    };
+    save(store, &next).await;
+    next
+}
+
+pub fn requested() -> Record {
+    record(Kind::Requested)
+}
+
+pub fn record(kind: Kind) -> Record {
+    Record::new(kind, NOW, 1)
+}
+
+pub fn key(agent: &str, key: &str, fingerprint: &str) -> IdempotencyKey {
+    IdempotencyKey { agent: agent.into(), key: key.into(), fingerprint: fingerprint.into() }
+}
+
+/// Stores a new call with one record and no key.
+pub async fn put(store: &dyn Store, call: &Call) {
+    let new = NewCall { call: call.clone(), records: vec![requested()], key: None };
+    assert!(matches!(store.create(new).await.unwrap(), Created::New));
+}
+
+/// Stores a new call with one record and this key, and says what came of it.
+pub async fn put_keyed(store: &dyn Store, call: &Call, key: &IdempotencyKey) -> Created {
+    let (records, key) = (vec![requested()], Some(key.clone()));
+    store.create(NewCall { call: call.clone(), records, key }).await.unwrap()
+}
+
+/// Saves the next version of a call, without a record.
+pub async fn save(store: &dyn Store, call: &Call) {
+    assert_eq!(store.save(call.clone(), vec![]).await.unwrap(), Saved::Yes);
+}
+
+/// The call with this one's id, as it is stored.
+pub async fn read(store: &dyn Store, call: &Call) -> Call {
+    found(store, call).await.expect("the call is stored")
+}
+
+pub async fn found(store: &dyn Store, call: &Call) -> Option<Call> {
+    store.call(&call.project, &call.id).await.unwrap()
+}
+
+/// Writes down one more thing about a call.
+pub async fn append(store: &dyn Store, call: &Call, record: Record) {
+    store.append(&call.project, &call.id, vec![record]).await.unwrap();
+}
+
+/// Every call of a project, newest first.
+pub async fn ids_of(store: &dyn Store, project: &str) -> Vec<CallId> {
+    ids(store, CallFilter { project: project.into(), limit: 10_000, ..CallFilter::default() }).await
+}
+
+pub async fn ids(store: &dyn Store, filter: CallFilter) -> Vec<CallId> {
+    store.calls(filter).await.unwrap().into_iter().map(|call| call.id).collect()
+}
+
+/// Every event in scope.
+pub async fn history(store: &dyn Store, scope: EventScope) -> Vec<Event> {
+    store.events(scope, 0, 10_000).await.unwrap()
+}
+
+pub fn of_call(call: &Call) -> EventScope {
+    EventScope::Call { project: call.project.clone(), id: call.id.clone() }
+}
+
+pub fn of_project(project: &str) -> EventScope {
+    EventScope::Project(project.to_owned())
+}
+
+pub fn of_run(project: &str, run_id: &str) -> EventScope {
+    EventScope::Run { project: project.to_owned(), run_id: run_id.to_owned() }
+}
+
+/// Runs the same work on several threads at once and gives what each came to.
+pub fn on_threads<T: Send>(threads: usize, work: impl AsyncFn(usize) -> T + Sync) -> Vec<T> {
+    let work = &work;
+    let one = |n| tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(work(n));
+    std::thread::scope(|scope| {
+        let all: Vec<_> = (0..threads).map(|n| scope.spawn(move || one(n))).collect();
+        all.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
