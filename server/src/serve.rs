@@ -5,7 +5,6 @@
 //! takes no more calls, lets what runs finish within a limit, and leaves the rest to the next
 //! start, which settles it.
 
-use std::convert::Infallible;
 use std::io::IsTerminal;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -90,8 +89,8 @@ fn first_screen(config: &Config, engine: &Engine, address: SocketAddr, took: Dur
         return;
     }
     let keys = if engine.has_keys() { "needed (toolcrib keys)" } else { "none: loopback only" };
-    let file = crate::config::Config::file_in_use(None);
-    let settings = file.map_or("defaults".to_owned(), |path| path.display().to_string());
+    let settings =
+        config.file.as_ref().map_or("defaults".to_owned(), |path| path.display().to_string());
     println!(
         "\n  toolcrib {} ready in {} ms\n\n  \
          API       {base}/v1\n  \
@@ -156,7 +155,7 @@ async fn serve_connection(
     let service = hyper::service::service_fn(
         move |request: hyper::Request<hyper::body::Incoming>| {
             let mut router = router.clone();
-            async move { Ok::<_, Infallible>(router.call(request.map(axum::body::Body::new)).await?) }
+            async move { router.call(request.map(axum::body::Body::new)).await }
         },
     );
     let connection = hyper::server::conn::http1::Builder::new()

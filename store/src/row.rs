@@ -131,7 +131,9 @@ impl CallRow {
 
     /// A call that is stored already: its envelope and arguments stay as they are.
     pub(crate) fn next(call: Call) -> Result<Self, StoreError> {
-        let replaced = call.target.tool != call.tool_name;
+        // Attempts are counted anew for an alternate, which may be the same tool with other
+        // arguments.
+        let replaced = call.target.tool != call.tool_name || call.target_attempts != call.attempt;
         let outcome = call.outcome.as_ref();
         let error = outcome.and_then(|outcome| outcome.error.as_ref());
         let error = error.map(|fault| {

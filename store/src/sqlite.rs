@@ -18,7 +18,7 @@ use toolcrib::event::{Event, Record};
 use toolcrib::id::CallId;
 use toolcrib::store::{CallFilter, Created, EventScope, NewCall, Open, Saved, Store, StoreError};
 
-use crate::migrate::migrate;
+use crate::migrate::{check, migrate};
 use crate::row::{CallRow, record_rows};
 use open::OpenCalls;
 use reader::Readers;
@@ -69,6 +69,8 @@ impl SqliteStore {
         }
         let mut connection = Connection::open(path)?;
         connection.busy_timeout(writer::BUSY)?;
+        // Before anything is changed: switching to a log is written into the file.
+        check(&connection)?;
         connection.execute_batch(
             "PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL; PRAGMA foreign_keys = ON;",
         )?;
@@ -145,8 +147,8 @@ impl Store for SqliteStore {
     }
 
     async fn open_calls(&self, after: u64, limit: usize) -> Result<Vec<Open>, StoreError> {
-        let places = self.open.after(after, limit);
-        self.read(move |connection| reader::open_calls(connection, &places)).await
+        let open = self.open.clone();
+        self.read(move |connection| reader::open_calls(connection, &open, after, limit)).await
     }
 
     async fn events(

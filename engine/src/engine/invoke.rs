@@ -60,11 +60,13 @@ impl Invocation {
 }
 
 /// An accepted call.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Ticket {
     pub call: Arc<Call>,
     /// The idempotency key was used before: this is the call it made then.
     pub replayed: bool,
+    /// Where the call's states are shown, so that who waits need not look for it again.
+    pub(super) entry: Option<Arc<Entry>>,
 }
 
 impl Engine {
@@ -225,9 +227,9 @@ impl Inner {
             Created::New => {}
             Created::Replayed(known) => {
                 metrics::counter!("toolcrib_idempotent_replays_total").increment(1);
-                let live = self.live.get(&known.id).map(|entry| entry.call());
-                let call = live.unwrap_or_else(|| Arc::new(*known));
-                return Ok(Ticket { call, replayed: true });
+                let entry = self.live.get(&known.id);
+                let call = entry.as_ref().map_or_else(|| Arc::new(*known), |entry| entry.call());
+                return Ok(Ticket { call, replayed: true, entry });
             }
             Created::Mismatch(id) => {
                 let message = "this idempotency key was used for another request";
@@ -246,7 +248,7 @@ impl Inner {
             Some(action) => self.perform(&entry, &call, &[action]),
             None => self.gate.wait(call.id.clone(), place, caps),
         }
-        Ok(Ticket { call, replayed: false })
+        Ok(Ticket { call, replayed: false, entry: Some(entry) })
     }
 
     pub(super) fn place(&self, call: &Call) -> (Place, Caps) {

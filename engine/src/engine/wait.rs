@@ -5,6 +5,8 @@
 
 use std::sync::Arc;
 
+use super::invoke::Ticket;
+use super::live::Entry;
 use super::{Engine, unavailable};
 use crate::bus::Topic;
 use crate::call::{Call, Status};
@@ -58,11 +60,36 @@ impl Engine {
         id: &CallId,
         wait_ms: u64,
     ) -> Result<Arc<Call>, Error> {
+        let entry = self.inner.live.get(id).filter(|e| e.call().project == caller.project);
+        self.wait_for(caller, id, entry, wait_ms).await
+    }
+
+    /// The call of a ticket, once it has ended or `wait_ms` have passed, whichever is first.
+    pub async fn outcome(
+        &self,
+        caller: &Caller,
+        ticket: &Ticket,
+        wait_ms: u64,
+    ) -> Result<Arc<Call>, Error> {
+        self.wait_for(caller, &ticket.call.id, ticket.entry.clone(), wait_ms).await
+    }
+
+    /// A live call is watched where its states are shown; any other is looked up in the store.
+    async fn wait_for(
+        &self,
+        caller: &Caller,
+        id: &CallId,
+        entry: Option<Arc<Entry>>,
+        wait_ms: u64,
+    ) -> Result<Arc<Call>, Error> {
         let inner = &self.inner;
         let until_ms = inner.clock.now_ms() + wait_ms.min(inner.limits.max_wait_ms);
         let mut news = inner.bus.listen(Topic::Call(id.clone()));
         loop {
-            let call = self.call(caller, id).await?;
+            let call = match &entry {
+                Some(entry) => entry.call(),
+                None => self.call(caller, id).await?,
+            };
             let now_ms = inner.clock.now_ms();
             if call.status.is_terminal() || now_ms >= until_ms || inner.stopping.is_cancelled() {
                 return Ok(call);

@@ -93,7 +93,9 @@ impl Store for MemoryStore {
     async fn save(&self, call: Call, records: Vec<Record>) -> Result<Saved, StoreError> {
         let mut state = self.state.lock();
         let Some(place) = state.by_id.get(&call.id).copied() else { return Ok(Saved::Stale) };
-        if state.calls.get(&place).is_none_or(|stored| stored.version + 1 != call.version) {
+        let follows =
+            |stored: &Call| stored.project == call.project && stored.version + 1 == call.version;
+        if !state.calls.get(&place).is_some_and(follows) {
             return Ok(Saved::Stale);
         }
         state.record(&call.id, records);
@@ -136,7 +138,8 @@ impl Store for MemoryStore {
 
     async fn open_calls(&self, after: u64, limit: usize) -> Result<Vec<Open>, StoreError> {
         let state = self.state.lock();
-        let open = state.calls.range(after + 1..).filter(|(_, call)| !call.status.is_terminal());
+        let open = state.calls.range(after.saturating_add(1)..);
+        let open = open.filter(|(_, call)| !call.status.is_terminal());
         Ok(open
             .take(limit)
             .map(|(place, call)| Open { place: *place, call: call.clone() })
@@ -175,6 +178,12 @@ impl Store for MemoryStore {
             state.events.retain(|_, event| event.call_id != *id);
             state.keys.retain(|_, (call, _)| call != id);
         }
+        let mut left = limit;
+        state.audit.retain(|entry| {
+            let goes = entry.at_ms < ended_before_ms && left > 0;
+            left -= usize::from(goes);
+            !goes
+        });
         Ok(old.len())
     }
 
@@ -268,7 +277,7 @@ fn apply(directory: &mut Directory, change: Change) {
         Change::AddKey(key) => directory.keys.push(key),
         Change::RevokeKey { id, at_ms } => {
             for key in directory.keys.iter_mut().filter(|key| key.id == id) {
-                key.revoked_ms.get_or_insert(at_ms);
+                key.revoked_ms.get_or_insert(at_ms.max(key.created_ms));
             }
         }
         Change::PutRule(rule) => {

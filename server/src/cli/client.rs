@@ -201,7 +201,7 @@ impl Client {
         Ok(bytes)
     }
 
-    pub(super) fn unreachable(&self, error: &reqwest::Error) -> Failure {
+    fn unreachable(&self, error: &reqwest::Error) -> Failure {
         let server = self.server();
         if error.is_timeout() && !error.is_connect() {
             let message = format!("{server} did not answer in time");

@@ -60,8 +60,12 @@ struct Watching<'a> {
 
 /// Why reading a stream stopped.
 enum Stop {
+    /// The call has ended.
     End,
-    Broken(String),
+    /// The server ended the stream in order.
+    Closed,
+    /// The connection broke.
+    Lost,
 }
 
 impl Watching<'_> {
@@ -76,14 +80,9 @@ impl Watching<'_> {
             let seen = self.last.clone();
             match self.follow(stream).await? {
                 Stop::End => return Ok(()),
-                // A stream that ends orderly without an event will not have more the next time.
-                Stop::Broken(why) if self.until_end && why.is_empty() && seen == self.last => {
-                    return Ok(());
-                }
-                Stop::Broken(why) => {
-                    let why = if why.is_empty() { "the server closed it".to_owned() } else { why };
-                    output.note(&format!("stream lost ({}); connecting again", plain(&why)));
-                }
+                // What ends in order without an event will not have more the next time.
+                Stop::Closed if self.until_end && seen == self.last => return Ok(()),
+                Stop::Closed | Stop::Lost => output.note("stream lost; connecting again"),
             }
             stream = self.reconnect().await?;
             output.note("connected again");
@@ -122,8 +121,8 @@ impl Watching<'_> {
                     let message = "the server sends an event without an end";
                     Failure::new(exit::FAILURE, "NOT_SSE", message)
                 })?,
-                Ok(None) => return Ok(Stop::Broken(String::new())),
-                Err(error) => return Ok(Stop::Broken(self.client.unreachable(&error).message)),
+                Ok(None) => return Ok(Stop::Closed),
+                Err(_) => return Ok(Stop::Lost),
             };
             for message in messages {
                 ended |= self.until_end && is_end(&message);
@@ -148,7 +147,8 @@ impl Watching<'_> {
         let at = output.tone(&at, Tone::Quiet);
         let id = plain(text(&event, "tool_call_id"));
         let attempt = number(&event, "attempt").unwrap_or_default();
-        let line = format!("{at}  {word}  {id}  attempt {attempt}{}", facts(&event));
+        let tool = plain(text(&event, "tool"));
+        let line = format!("{at}  {word}  {tool:<20}  {id}  attempt {attempt}{}", facts(&event));
         output.line(line.trim_end())
     }
 }
@@ -171,7 +171,7 @@ fn tone(word: &str) -> Tone {
 
 /// Whatever else the event says, short.
 fn facts(event: &Value) -> String {
-    const SAID: [&str; 6] = ["number", "type", "tool_call_id", "at_ms", "attempt", "args"];
+    const SAID: [&str; 6] = ["number", "type", "tool_call_id", "at_ms", "attempt", "tool"];
     let Some(members) = event.as_object() else {
         return format!("  {}", plain(&event.to_string()));
     };

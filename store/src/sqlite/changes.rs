@@ -162,7 +162,7 @@ impl Desk {
     /// Goes through the calls in the order they came, up to the first that is too young: a call
     /// that ended before a time was made before it.
     pub(super) fn purge(&mut self, ended_before_ms: u64, limit: usize) -> rusqlite::Result<usize> {
-        let before_ms = ended_before_ms as i64;
+        let before_ms = i64::try_from(ended_before_ms).unwrap_or(i64::MAX);
         let mut places = Vec::new();
         {
             let mut select = self.connection.prepare_cached(
@@ -197,7 +197,14 @@ impl Desk {
                 "DELETE FROM audit WHERE number IN (SELECT number FROM audit \
                  WHERE at_ms < ?1 ORDER BY number LIMIT ?2)",
             )?
-            .execute(params![ended_before_ms as i64, limit as i64])?;
+            .execute(params![before_ms, limit as i64])?;
+        // When the newest calls are gone their places come again: the mark must not be ahead.
+        self.connection
+            .prepare_cached(
+                "UPDATE counters SET value = min(value, \
+                 (SELECT coalesce(max(place), 0) + 1 FROM calls)) WHERE name = 'first_open'",
+            )?
+            .execute([])?;
         Ok(places.len())
     }
 }

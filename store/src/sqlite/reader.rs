@@ -141,7 +141,8 @@ pub(super) fn calls(
     if not_ok {
         sql.push_str(" AND status IN ('FAILED', 'TIMEOUT', 'CANCELED')");
     }
-    sql.push_str(&format!(" ORDER BY id DESC LIMIT {}", filter.limit));
+    let limit = i64::try_from(filter.limit).unwrap_or(i64::MAX);
+    sql.push_str(&format!(" ORDER BY id DESC LIMIT {limit}"));
     let bound: Vec<&dyn ToSql> = bound.iter().map(AsRef::as_ref).collect();
     collect(connection, &sql, &bound, read)
 }
@@ -164,7 +165,7 @@ fn open_page(
     for place in open.newest_first() {
         page.extend(at_place(connection, place)?.map(|open| open.call).filter(fits));
         // Ids and places have nearly the same order; a little more than a page sorts it out.
-        if page.len() >= filter.limit + 64 {
+        if page.len() >= filter.limit.saturating_add(64) {
             break;
         }
     }
@@ -181,12 +182,27 @@ fn at_place(connection: &Connection, place: i64) -> Result<Option<Open>, StoreEr
     Ok(found.into_iter().next())
 }
 
-pub(super) fn open_calls(connection: &Connection, places: &[i64]) -> Result<Vec<Open>, StoreError> {
-    let mut open = Vec::with_capacity(places.len());
-    for place in places {
-        open.extend(at_place(connection, *place)?);
+/// A page of open calls. What has ended since its place was looked up is left out; an empty page
+/// means that there are no more.
+pub(super) fn open_calls(
+    connection: &Connection,
+    open: &OpenCalls,
+    mut after: u64,
+    limit: usize,
+) -> Result<Vec<Open>, StoreError> {
+    let mut page = Vec::new();
+    loop {
+        let places = open.after(after, limit);
+        let Some(last) = places.last() else { return Ok(page) };
+        after = *last as u64;
+        for place in places {
+            let found = at_place(connection, place)?;
+            page.extend(found.filter(|open| !open.call.status.is_terminal()));
+        }
+        if !page.is_empty() {
+            return Ok(page);
+        }
     }
-    Ok(open)
 }
 
 /// The events of each call are found by the numbers that the call keeps.
@@ -197,7 +213,8 @@ pub(super) fn events(
     limit: usize,
 ) -> Result<Vec<Event>, StoreError> {
     const COLUMNS: &str = "SELECT e.number, c.id, e.kind, e.at_ms, e.attempt, e.data";
-    const OF_CALLS: &str = "FROM calls c CROSS JOIN json_each('[' || rtrim(c.events, ',') || ']') n \
+    const OF_CALLS: &str = "FROM calls c \
+         CROSS JOIN json_each('[' || rtrim(c.events, ',') || ']') n \
          CROSS JOIN events e ON e.number = n.value";
     let (after, limit) = (i64::try_from(after).unwrap_or(i64::MAX), limit as i64);
     match scope {

@@ -164,10 +164,11 @@ impl Writer {
             return unavailable(BROKEN);
         }
         let queue = self.queue.lock();
-        match queue.as_ref().map(|queue| queue.try_send(op)) {
-            Some(Ok(())) => Ok(()),
-            Some(Err(mpsc::TrySendError::Full(_))) => unavailable("too much waits to be written"),
-            _ => unavailable("the writer has stopped"),
+        let Some(queue) = queue.as_ref() else { return unavailable("the writer has stopped") };
+        match queue.try_send(op) {
+            Ok(()) => Ok(()),
+            Err(mpsc::TrySendError::Full(_)) => unavailable("too much waits to be written"),
+            Err(_) => unavailable("the writer has stopped"),
         }
     }
 }
@@ -301,7 +302,8 @@ impl Desk {
             events += 1;
             match self.write(op) {
                 Ok(outcome) => told.push(outcome),
-                Err((op, error)) => {
+                Err(failed) => {
+                    let (op, error) = *failed;
                     group.push(op);
                     return Err(error);
                 }
@@ -320,9 +322,11 @@ impl Desk {
             return Ok(());
         }
         self.ended_since_mark = 0;
-        // As of the last commit: what this group ends only makes it lag, what it opens is later.
-        let first = self.open.first().or_else(|| self.opened.iter().min().copied());
-        let Some(first) = first else { return Ok(()) };
+        // As of the last commit: what this group ends only makes it lag.
+        let opened = self.opened.iter().min().copied();
+        let Some(first) = self.open.first().into_iter().chain(opened).min() else {
+            return Ok(());
+        };
         self.connection
             .prepare_cached("INSERT OR REPLACE INTO counters VALUES ('first_open', ?1)")?
             .execute([first])
@@ -330,39 +334,45 @@ impl Desk {
     }
 
     /// Writes one op; gives it back with the error when the whole group must be given up.
-    fn write(&mut self, op: Op) -> Result<Told, (Op, rusqlite::Error)> {
+    fn write(&mut self, op: Op) -> Result<Told, Box<(Op, rusqlite::Error)>> {
         match op {
             Op::Create { row, records, key, reply } => {
                 match self.create(&row, &records, key.as_ref()) {
                     Ok(created) => Ok(Told::Created(reply, created)),
-                    Err(error) => Err((Op::Create { row, records, key, reply }, error)),
+                    Err(error) => Err(Box::new((Op::Create { row, records, key, reply }, error))),
                 }
             }
             Op::Save { row, records, reply } => match self.save(&row, &records) {
                 Ok(saved) => Ok(Told::Saved(reply, saved)),
-                Err(error) => Err((Op::Save { row, records, reply }, error)),
+                Err(error) => Err(Box::new((Op::Save { row, records, reply }, error))),
             },
             Op::Append { project, id, records, reply } => {
                 match self.append(&project, &id, &records) {
                     Ok(()) => Ok(Told::Done(reply)),
-                    Err(error) => Err((Op::Append { project, id, records, reply }, error)),
+                    Err(error) => {
+                        Err(Box::new((Op::Append { project, id, records, reply }, error)))
+                    }
                 }
             }
             Op::Purge { ended_before_ms, limit, reply } => {
                 match self.purge(ended_before_ms, limit) {
                     Ok(count) => Ok(Told::Count(reply, count)),
-                    Err(error) => Err((Op::Purge { ended_before_ms, limit, reply }, error)),
+                    Err(error) => {
+                        Err(Box::new((Op::Purge { ended_before_ms, limit, reply }, error)))
+                    }
                 }
             }
             Op::Change { change, decided_on, audit, reply } => {
                 match directory::change(&self.connection, &change, decided_on, audit.as_ref()) {
                     Ok(saved) => Ok(Told::Saved(reply, saved)),
-                    Err(error) => Err((Op::Change { change, decided_on, audit, reply }, error)),
+                    Err(error) => {
+                        Err(Box::new((Op::Change { change, decided_on, audit, reply }, error)))
+                    }
                 }
             }
             Op::Audit { entry, reply } => match directory::audit(&self.connection, &entry) {
                 Ok(()) => Ok(Told::Done(reply)),
-                Err(error) => Err((Op::Audit { entry, reply }, error)),
+                Err(error) => Err(Box::new((Op::Audit { entry, reply }, error))),
             },
             Op::Check { reply } => Ok(Told::Done(reply)),
         }

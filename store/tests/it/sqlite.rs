@@ -1,1 +1,39 @@
-//! x
+//! What only the SQLite store has: a file, a schema that refuses contradictions, one writer that
+//! commits in groups, and disks and other programs that get in the way.
+
+mod constraints;
+mod durability;
+mod full;
+mod opening;
+#[cfg(target_os = "linux")]
+mod reads;
+mod writing;
+
+use std::path::Path;
+
+use rusqlite::Connection;
+use tempfile::TempDir;
+use toolcrib::store::StoreError;
+use toolcrib_store::SqliteStore;
+
+use crate::support::database_in;
+
+/// A store in a directory of its own.
+fn fresh() -> (TempDir, SqliteStore) {
+    let directory = tempfile::tempdir().unwrap();
+    let store = SqliteStore::open_briefly(&database_in(&directory)).unwrap();
+    (directory, store)
+}
+
+/// The same file, as any other program sees it.
+fn raw(path: &Path) -> Connection {
+    Connection::open(path).unwrap()
+}
+
+fn number(connection: &Connection, sql: &str) -> i64 {
+    connection.query_row(sql, [], |row| row.get(0)).unwrap()
+}
+
+fn is_unavailable<T>(answer: &Result<T, StoreError>) -> bool {
+    matches!(answer, Err(StoreError::Unavailable(_)))
+}

@@ -66,6 +66,7 @@ macro_rules! conformance {
                 }
                 purge {
                     only_calls_that_ended_before_are_deleted
+                    a_call_that_came_out_of_order_is_deleted_in_the_end
                     events_and_keys_go_with_their_call
                     a_purge_goes_in_steps
                     event_numbers_never_come_again

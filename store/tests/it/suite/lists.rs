@@ -171,6 +171,10 @@ pub async fn a_limit_may_be_as_large_as_it_likes(store: &dyn Store) {
         put(store, &call()).await;
     }
     assert_eq!(ids(store, CallFilter { limit: usize::MAX, ..of("p") }).await.len(), 3);
+    for status in [Status::Pending, Status::Failed] {
+        let all = CallFilter { limit: usize::MAX, status: Some(status), ..of("p") };
+        assert_eq!(ids(store, all).await.len(), if status == Status::Pending { 3 } else { 0 });
+    }
     assert_eq!(ids(store, CallFilter { limit: 2, ..of("p") }).await.len(), 2);
     assert_eq!(ids(store, CallFilter { limit: 0, ..of("p") }).await.len(), 0);
     let before = |before| CallFilter { before: Some(CallId::floor_at(before)), ..of("p") };

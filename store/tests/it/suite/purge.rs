@@ -31,13 +31,22 @@ pub async fn only_calls_that_ended_before_are_deleted(store: &dyn Store) {
     put(store, &long).await;
     save(store, &ended(&long, Status::Failed, NOW)).await;
     stay.push(long.id);
+    put_ended(store, NOW - 1).await;
     stay.push(put_ended(store, NOW).await.id);
     stay.push(put_ended(store, NOW + 1).await.id);
-    put_ended(store, NOW - 1).await;
     stay.reverse();
     assert_eq!(store.purge(NOW, 100).await.unwrap(), 5);
     assert_eq!(ids_of(store, "p").await, stay);
     assert_eq!(store.purge(NOW, 100).await.unwrap(), 0);
+}
+
+/// A call that was committed a moment after a younger one may have to wait for it, not longer.
+pub async fn a_call_that_came_out_of_order_is_deleted_in_the_end(store: &dyn Store) {
+    put_ended(store, NOW + 50).await;
+    put_ended(store, NOW).await;
+    store.purge(NOW + 10, 100).await.unwrap();
+    store.purge(NOW + 51, 100).await.unwrap();
+    assert_eq!(ids_of(store, "p").await, []);
 }
 
 pub async fn events_and_keys_go_with_their_call(store: &dyn Store) {

@@ -131,7 +131,7 @@ pub(super) async fn invoke(
             (StatusCode::ACCEPTED, Json(body)).into_response()
         }
         Some(wait_ms) => {
-            let call = door.engine.wait(&caller, &id, wait_ms).await?;
+            let call = door.engine.outcome(&caller, &ticket, wait_ms).await?;
             (StatusCode::ACCEPTED, Json(CallBody::from(call.as_ref()))).into_response()
         }
     };

@@ -1,0 +1,303 @@
+//! What was acknowledged is on the disk: after reopening, for other connections, and in a copy of
+//! the files taken while the store was at work, which is what a crash leaves behind.
+
+use std::path::Path;
+
+use toolcrib::call::{Call, Status};
+use toolcrib::caller::Role;
+use toolcrib::directory::{AuditEntry, Change, Key};
+use toolcrib::event::Kind;
+use toolcrib::id::CallId;
+use toolcrib::store::{Created, NewCall, Saved, Store};
+use toolcrib_store::SqliteStore;
+
+use super::{fresh, number, raw};
+use crate::support::{
+    NOW, append, beside, call, database_in, ended, found, history, ids_of, key, of_call,
+    of_project, put, put_keyed, put_with_status, read, record, requested, running, save,
+};
+
+fn reopened(path: &Path, store: SqliteStore) -> SqliteStore {
+    drop(store);
+    SqliteStore::open_briefly(path).unwrap()
+}
+
+fn added(id: &str) -> (Change, AuditEntry) {
+    let key = Key {
+        id: id.into(),
+        digest: format!("digest of {id}"),
+        project: "p".into(),
+        agent: "ada".into(),
+        role: Role::Admin,
+        created_ms: NOW,
+        revoked_ms: None,
+    };
+    let entry = AuditEntry {
+        at_ms: NOW,
+        project: "p".into(),
+        agent: "ada".into(),
+        action: "key.created".into(),
+        subject: id.into(),
+        reason: String::new(),
+    };
+    (Change::AddKey(key), entry)
+}
+
+#[tokio::test]
+async fn everything_is_there_after_reopening() {
+    let (directory, store) = fresh();
+    let path = database_in(&directory);
+    let mut calls = vec![];
+    for status in Status::ALL {
+        calls.push(put_with_status(&store, &call(), status).await);
+        append(&store, &calls[calls.len() - 1], record(Kind::Progress).with("at", 0.5)).await;
+    }
+    let (change, entry) = added("key_1");
+    assert_eq!(store.change(change, 0, Some(entry.clone())).await.unwrap(), Saved::Yes);
+    let told = history(&store, of_project("p")).await;
+    let keys = store.directory().await.unwrap().keys;
+    let store = reopened(&path, store);
+    for call in &calls {
+        assert_eq!(read(&store, call).await, *call);
+    }
+    assert_eq!(history(&store, of_project("p")).await, told);
+    let directory = store.directory().await.unwrap();
+    assert_eq!((directory.version, directory.keys), (1, keys));
+    assert_eq!(store.audit_log(None, 10).await.unwrap(), [entry]);
+}
+
+#[tokio::test]
+async fn idempotency_keys_survive_reopening() {
+    let (directory, store) = fresh();
+    let first = call();
+    put_keyed(&store, &first, &key("ada", "k", "f")).await;
+    let store = reopened(&database_in(&directory), store);
+    let created = put_keyed(&store, &call(), &key("ada", "k", "f")).await;
+    assert!(matches!(created, Created::Replayed(known) if *known == first));
+    let created = put_keyed(&store, &call(), &key("ada", "k", "other")).await;
+    assert!(matches!(created, Created::Mismatch(id) if id == first.id));
+    assert_eq!(ids_of(&store, "p").await, [first.id]);
+}
+
+#[tokio::test]
+async fn event_numbers_never_come_again_after_a_purge_and_reopening() {
+    let (directory, mut store) = fresh();
+    let path = database_in(&directory);
+    let mut newest = 0;
+    for round in 0..4 {
+        let done = put_with_status(&store, &call(), Status::Succeeded).await;
+        append(&store, &done, record(Kind::Late)).await;
+        let told = history(&store, of_call(&done)).await;
+        assert!(told[0].number > newest, "round {round}: {} after {newest}", told[0].number);
+        newest = told[told.len() - 1].number;
+        assert_eq!(store.purge(NOW + 1_000, 100).await.unwrap(), 1);
+        store = reopened(&path, store);
+    }
+    let next = call();
+    put(&store, &next).await;
+    assert!(history(&store, of_call(&next)).await[0].number > newest);
+}
+
+#[tokio::test]
+async fn open_calls_are_found_again_however_much_ended_around_them() {
+    let (directory, mut store) = fresh();
+    let path = database_in(&directory);
+    let mut open: Vec<Call> = vec![];
+    for round in 0..3 {
+        for status in [Status::Succeeded, Status::Pending, Status::Failed, Status::Running] {
+            let made = put_with_status(&store, &call(), status).await;
+            if !status.is_terminal() {
+                open.push(made);
+            }
+        }
+        // The oldest ends, and what has ended is purged.
+        let oldest = open.remove(0);
+        save(&store, &ended(&oldest, Status::Canceled, NOW + 20)).await;
+        if round == 1 {
+            store.purge(NOW + 1_000, 100).await.unwrap();
+        }
+        store = reopened(&path, store);
+        let found = store.open_calls(0, 100).await.unwrap();
+        let found: Vec<Call> = found.into_iter().map(|open| open.call).collect();
+        assert_eq!(found, open, "round {round}");
+    }
+}
+
+/// Makes this many calls and ends all of them.
+async fn make_and_end(store: &SqliteStore, count: usize) {
+    let calls: Vec<Call> = (0..count).map(|_| call()).collect();
+    futures::future::join_all(calls.iter().map(|call| put(store, call))).await;
+    let ended: Vec<Call> =
+        calls.iter().map(|call| ended(call, Status::Succeeded, NOW + 9)).collect();
+    futures::future::join_all(ended.iter().map(|call| save(store, call))).await;
+}
+
+async fn open_ids(store: &SqliteStore) -> Vec<CallId> {
+    let open = store.open_calls(0, 100).await.unwrap();
+    open.into_iter().map(|open| open.call.id).collect()
+}
+
+#[tokio::test]
+async fn a_call_that_stayed_open_for_long_is_found_again() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = database_in(&directory);
+    let store = SqliteStore::open(&path).unwrap();
+    make_and_end(&store, 1_500).await;
+    let open = call();
+    put(&store, &open).await;
+    make_and_end(&store, 1_500).await;
+    make_and_end(&store, 1_500).await;
+    drop(store);
+    for _ in 0..2 {
+        let store = SqliteStore::open(&path).unwrap();
+        assert_eq!(open_ids(&store).await, [open.id.clone()]);
+    }
+}
+
+/// A quiet server: all that ever was has ended and was purged before the next call comes.
+#[tokio::test]
+async fn a_call_that_came_after_everything_was_purged_is_found_again() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = database_in(&directory);
+    let store = SqliteStore::open(&path).unwrap();
+    for _ in 0..3 {
+        make_and_end(&store, 1_500).await;
+    }
+    let last = call();
+    put(&store, &last).await;
+    make_and_end(&store, 1_500).await;
+    save(&store, &ended(&last, Status::Canceled, NOW + 9)).await;
+    assert_eq!(store.purge(NOW + 10, 100_000).await.unwrap(), 6_001);
+    let open = call();
+    put(&store, &open).await;
+    drop(store);
+    let store = SqliteStore::open(&path).unwrap();
+    assert_eq!(open_ids(&store).await, [open.id]);
+}
+
+#[tokio::test]
+async fn a_call_that_the_server_ended_is_not_open_for_others() {
+    let (directory, server) = fresh();
+    let (one, two, three) = (call(), call(), call());
+    for call in [&one, &two, &three] {
+        put(&server, call).await;
+    }
+    let operator = SqliteStore::open_briefly(&database_in(&directory)).unwrap();
+    save(&server, &ended(&one, Status::Succeeded, NOW + 9)).await;
+    save(&server, &ended(&two, Status::Canceled, NOW + 9)).await;
+    assert_eq!(open_ids(&operator).await, [three.id.clone()]);
+    // An empty page would mean that there are no more.
+    let page = operator.open_calls(0, 1).await.unwrap();
+    assert_eq!(page[0].call, three);
+    assert_eq!(operator.open_calls(page[0].place, 1).await.unwrap().len(), 0);
+}
+
+#[tokio::test]
+async fn what_is_committed_is_seen_by_other_connections_at_once() {
+    let (directory, store) = fresh();
+    let path = database_in(&directory);
+    let connection = raw(&path);
+    let beside = SqliteStore::open_briefly(&path).unwrap();
+    for n in 1..=20 {
+        let made = call();
+        put(&store, &made).await;
+        assert_eq!(number(&connection, "SELECT count(*) FROM calls"), n);
+        assert_eq!(read(&beside, &made).await, made);
+        let next = running(&made);
+        save(&store, &next).await;
+        assert_eq!(read(&beside, &made).await, next);
+    }
+}
+
+/// `toolcrib keys create` beside a running server.
+#[tokio::test]
+async fn a_change_made_beside_the_server_is_seen_by_it() {
+    let (directory, server) = fresh();
+    let path = database_in(&directory);
+    put(&server, &call()).await;
+    let operator = SqliteStore::open_briefly(&path).unwrap();
+    let (change, entry) = added("key_1");
+    assert_eq!(operator.change(change, 0, Some(entry)).await.unwrap(), Saved::Yes);
+    drop(operator);
+    assert_eq!(server.directory_version().await.unwrap(), 1);
+    assert_eq!(server.directory().await.unwrap().keys.len(), 1);
+    let (change, entry) = added("key_2");
+    assert_eq!(server.change(change.clone(), 0, None).await.unwrap(), Saved::Stale);
+    assert_eq!(server.change(change, 1, Some(entry)).await.unwrap(), Saved::Yes);
+    put(&server, &call()).await;
+    assert_eq!(history(&server, of_project("p")).await.len(), 2);
+}
+
+/// The files as they are now, in another place. The log comes last: what a copy of the log into
+/// the database moves meanwhile is still in it.
+fn crashed(path: &Path, to: &Path) -> SqliteStore {
+    std::fs::copy(path, to).unwrap();
+    std::fs::copy(beside(path, "-wal"), beside(to, "-wal")).unwrap();
+    SqliteStore::open_briefly(to).unwrap()
+}
+
+#[tokio::test]
+async fn all_that_was_acknowledged_is_there_after_a_crash() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = database_in(&directory);
+    let store = SqliteStore::open(&path).unwrap();
+    let mut acknowledged: Vec<Call> = vec![];
+    // The last step is long enough for the log to be copied into the database in between.
+    for (step, count) in [1, 10, 300, 3_000].into_iter().enumerate() {
+        let calls: Vec<Call> = (0..count).map(|_| call()).collect();
+        let creates = calls.iter().map(|call| {
+            let (records, key) = (vec![requested()], Some(key("ada", call.id.as_str(), "f")));
+            store.create(NewCall { call: call.clone(), records, key })
+        });
+        for created in futures::future::join_all(creates).await {
+            assert!(matches!(created.unwrap(), Created::New));
+        }
+        acknowledged.extend(calls);
+        let last = acknowledged.len() - 1;
+        let done = ended(&acknowledged[last], Status::Succeeded, NOW + 9);
+        save(&store, &done).await;
+        acknowledged[last] = done;
+        let copy = crashed(&path, &directory.path().join(format!("crashed-{step}.db")));
+        assert_eq!(ids_of(&copy, "p").await.len(), acknowledged.len());
+        assert_eq!(history(&copy, of_project("p")).await.len(), acknowledged.len());
+        for call in acknowledged.iter().rev().take(20).chain(&acknowledged[..1]) {
+            assert_eq!(read(&copy, call).await, *call);
+        }
+        let again = key("ada", acknowledged[0].id.as_str(), "f");
+        let created = put_keyed(&copy, &call(), &again).await;
+        assert!(matches!(created, Created::Replayed(_)));
+        assert_eq!(copy.integrity().await.unwrap(), "ok");
+    }
+}
+
+/// Power fails in the middle of a flush: the log ends anywhere. What is before the tear is there
+/// and whole; a call never without its event.
+#[tokio::test]
+async fn a_torn_log_gives_whole_commits_in_their_order() {
+    let (directory, store) = fresh();
+    let path = database_in(&directory);
+    let mut calls = vec![];
+    let mut lengths = vec![];
+    for _ in 0..12 {
+        calls.push(call());
+        put(&store, &calls[calls.len() - 1]).await;
+        lengths.push(std::fs::metadata(beside(&path, "-wal")).unwrap().len());
+    }
+    let (database, log) = (std::fs::read(&path).unwrap(), std::fs::read(beside(&path, "-wal")));
+    let log = log.unwrap();
+    let tears = lengths.iter().flat_map(|length| [length - 5_000, length - 1, *length]);
+    for (n, tear) in tears.enumerate() {
+        let copy = directory.path().join(format!("torn-{n}.db"));
+        std::fs::write(&copy, &database).unwrap();
+        std::fs::write(beside(&copy, "-wal"), &log[..tear as usize]).unwrap();
+        let torn = SqliteStore::open_briefly(&copy).unwrap();
+        let whole = lengths.iter().filter(|length| **length <= tear).count();
+        for (n, call) in calls.iter().enumerate() {
+            let expected = (n < whole).then(|| call.clone());
+            assert_eq!(found(&torn, call).await, expected, "call {n} of a log of {tear} bytes");
+        }
+        assert_eq!(history(&torn, of_project("p")).await.len(), whole);
+        assert_eq!(torn.integrity().await.unwrap(), "ok");
+        put(&torn, &call()).await;
+    }
+}

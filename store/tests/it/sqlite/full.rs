@@ -1,0 +1,123 @@
+//! A disk without room: writes are refused as a whole, everything else goes on, and when there is
+//! room again so do the writes.
+//!
+//! The disk is made full by the system's limit on the length of files, which holds for root and
+//! for everybody else, and needs no mount. It holds for the whole process; so the test runs itself
+//! a second time, in a process in which that is the only test.
+
+use std::process::Command;
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use toolcrib::call::{Call, Status};
+use toolcrib::store::{NewCall, Saved, Store};
+use toolcrib_store::SqliteStore;
+
+use super::is_unavailable;
+use crate::support::{
+    NOW, call, database_in, ended, found, history, ids_of, json, key, of_call, of_project, put,
+    put_with_status, read, requested,
+};
+
+/// Set in the process that has the disk for itself.
+const ALONE: &str = "TOOLCRIB_TEST_FULL_DISK";
+const TEST: &str = "a_full_disk_refuses_writes_and_nothing_else";
+
+#[test]
+fn a_full_disk_refuses_writes_and_nothing_else() {
+    if std::env::var_os(ALONE).is_some() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        return runtime.block_on(alone());
+    }
+    let (_, module) = module_path!().split_once("::").unwrap();
+    // The signal that comes with the limit would end the process; a full disk sends none.
+    let ran = Command::new("sh")
+        .args(["-c", "trap '' XFSZ; exec \"$0\" \"$@\""])
+        .arg(std::env::current_exe().unwrap())
+        .args([&format!("{module}::{TEST}"), "--exact", "--nocapture", "--test-threads=1"])
+        .env(ALONE, "yes")
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&ran.stdout);
+    let told = String::from_utf8_lossy(&ran.stderr);
+    assert!(ran.status.success(), "{said}\n{told}");
+    assert!(said.contains("1 passed"), "{said}\n{told}");
+}
+
+/// No file can grow beyond this, until room is made.
+fn fill_up(bytes: u64) {
+    let maximum = getrlimit(Resource::Fsize).maximum;
+    setrlimit(Resource::Fsize, Rlimit { current: Some(bytes), maximum }).unwrap();
+}
+
+fn make_room() {
+    let maximum = getrlimit(Resource::Fsize).maximum;
+    setrlimit(Resource::Fsize, Rlimit { current: maximum, maximum }).unwrap();
+}
+
+async fn alone() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = database_in(&directory);
+    let store = SqliteStore::open_briefly(&path).unwrap();
+    survives_a_full_disk(&store).await;
+    drop(store);
+    // Once more as the server opens it, and over what the first time left behind.
+    let store = SqliteStore::open(&path).unwrap();
+    survives_a_full_disk(&store).await;
+    let there = ids_of(&store, "p").await;
+    drop(store);
+    let store = SqliteStore::open(&path).unwrap();
+    assert_eq!(ids_of(&store, "p").await, there);
+    assert_eq!(store.integrity().await.unwrap(), "ok");
+}
+
+/// A call of some size, so that room runs out soon.
+fn large() -> Call {
+    let mut large = call();
+    large.target.args = json(&format!("\"{}\"", "x".repeat(20_000)));
+    large
+}
+
+async fn survives_a_full_disk(store: &SqliteStore) {
+    let waiting = put_with_status(store, &call(), Status::Running).await;
+    fill_up(400_000);
+    let (mut taken, mut refused) = (vec![], vec![]);
+    for _ in 0..200 {
+        let call = large();
+        let (records, key) = (vec![requested()], Some(key("ada", call.id.as_str(), "f")));
+        let created = store.create(NewCall { call: call.clone(), records, key }).await;
+        if created.is_ok() {
+            assert!(refused.is_empty(), "there was no room, and none was made");
+            taken.push(call);
+        } else {
+            assert!(is_unavailable(&created), "{created:?}");
+            refused.push(call);
+        }
+        if refused.len() == 5 {
+            break;
+        }
+    }
+    assert!(!taken.is_empty() && refused.len() == 5, "{} {}", taken.len(), refused.len());
+    let mut done = ended(&waiting, Status::Succeeded, NOW + 9);
+    done.outcome.as_mut().unwrap().data = Some(large().target.args);
+    assert!(is_unavailable(&store.save(done.clone(), vec![requested()]).await));
+    // Nothing of it happened, and everything can be read.
+    for call in &taken {
+        assert_eq!(read(store, call).await, *call);
+        assert_eq!(history(store, of_call(call)).await.len(), 1);
+    }
+    for call in &refused {
+        assert_eq!(found(store, call).await, None);
+    }
+    assert_eq!(read(store, &waiting).await, waiting);
+    let told = history(store, of_project("p")).await.len();
+    assert_eq!(told, ids_of(store, "p").await.len(), "one event for each call");
+    assert_eq!(store.integrity().await.unwrap(), "ok");
+    make_room();
+    store.check().await.unwrap();
+    for call in &refused {
+        put(store, call).await;
+    }
+    assert_eq!(store.save(done.clone(), vec![]).await.unwrap(), Saved::Yes);
+    assert_eq!(read(store, &done).await, done);
+    assert_eq!(history(store, of_project("p")).await.len(), told + refused.len());
+}

@@ -1,0 +1,163 @@
+//! Opening: what is ours is brought up to date, and what is not is left as it was.
+
+use std::path::Path;
+
+use rusqlite::Connection;
+use toolcrib::store::Store;
+use toolcrib_store::{OpenError, SCHEMA_VERSION, SqliteStore};
+
+use super::{fresh, number, raw};
+use crate::support::{beside, call, database_in, found, ids_of, put};
+
+const INIT: &str = include_str!("../../../migrations/sqlite/0001_init.sql");
+
+/// Tries to open a file that must be refused, both ways, and sees that not a byte has changed.
+fn refused_untouched(path: &Path) -> OpenError {
+    let before = std::fs::read(path).unwrap();
+    let first = SqliteStore::open(path).err().expect("must not be opened");
+    let second = SqliteStore::open_briefly(path).err().expect("must not be opened");
+    assert_eq!(first.to_string(), second.to_string());
+    assert!(std::fs::read(path).unwrap() == before, "the file has changed");
+    for ending in ["-wal", "-journal"] {
+        let left = std::fs::metadata(beside(path, ending)).map_or(0, |file| file.len());
+        assert_eq!(left, 0, "something was left in {ending}");
+    }
+    first
+}
+
+#[tokio::test]
+async fn a_database_of_a_newer_version_is_refused_and_untouched() {
+    let (directory, store) = fresh();
+    let path = database_in(&directory);
+    let kept = call();
+    put(&store, &kept).await;
+    drop(store);
+    let newer = SCHEMA_VERSION + 1;
+    raw(&path).pragma_update(None, "user_version", newer).unwrap();
+    let error = refused_untouched(&path);
+    let OpenError::Newer { found: version, known } = &error else { panic!("{error}") };
+    assert_eq!((*version, *known), (newer, SCHEMA_VERSION));
+    let said = error.to_string();
+    assert!(said.contains(&newer.to_string()) && said.contains("newer toolcrib"), "{said}");
+    // The program that made it finds everything there.
+    raw(&path).pragma_update(None, "user_version", SCHEMA_VERSION).unwrap();
+    let store = SqliteStore::open_briefly(&path).unwrap();
+    assert_eq!(found(&store, &kept).await, Some(kept));
+}
+
+#[test]
+fn somebody_elses_database_is_refused_and_untouched() {
+    let statements = [
+        "CREATE TABLE notes (text TEXT); INSERT INTO notes VALUES ('mine');",
+        "PRAGMA user_version = 7;",
+        "PRAGMA application_id = 42; PRAGMA user_version = 1; CREATE TABLE calls (id TEXT);",
+        "PRAGMA journal_mode = WAL; CREATE TABLE calls (id TEXT);",
+    ];
+    for sql in statements {
+        let directory = tempfile::tempdir().unwrap();
+        let path = database_in(&directory);
+        raw(&path).execute_batch(sql).unwrap();
+        let error = refused_untouched(&path);
+        assert!(matches!(error, OpenError::NotOurs), "{sql}: {error}");
+    }
+}
+
+#[test]
+fn what_is_no_database_is_refused_and_untouched() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = database_in(&directory);
+    std::fs::write(&path, "Dear diary, today I wrote a text file. ".repeat(100)).unwrap();
+    let error = refused_untouched(&path);
+    let OpenError::Sqlite(cause) = &error else { panic!("{error}") };
+    assert_eq!(cause.sqlite_error_code(), Some(rusqlite::ErrorCode::NotADatabase));
+}
+
+#[tokio::test]
+async fn an_empty_file_and_a_missing_directory_become_a_store() {
+    let directory = tempfile::tempdir().unwrap();
+    let empty = database_in(&directory);
+    std::fs::write(&empty, "").unwrap();
+    let nowhere = directory.path().join("a/b/c/toolcrib.db");
+    for path in [empty, nowhere] {
+        let store = SqliteStore::open(&path).unwrap();
+        put(&store, &call()).await;
+        assert_eq!(ids_of(&store, "p").await.len(), 1);
+        assert_eq!(store.integrity().await.unwrap(), "ok");
+        drop(store);
+        assert_eq!(number(&raw(&path), "PRAGMA user_version"), SCHEMA_VERSION);
+    }
+}
+
+#[tokio::test]
+async fn opening_again_changes_nothing() {
+    let (directory, store) = fresh();
+    put(&store, &call()).await;
+    drop(store);
+    let path = database_in(&directory);
+    let schema = "SELECT group_concat(sql) FROM (SELECT sql FROM sqlite_schema ORDER BY name)";
+    let look = || -> String { raw(&path).query_row(schema, [], |row| row.get(0)).unwrap() };
+    let before = look();
+    for _ in 0..2 {
+        drop(SqliteStore::open(&path).unwrap());
+        drop(SqliteStore::open_briefly(&path).unwrap());
+    }
+    assert_eq!(look(), before);
+    let store = SqliteStore::open_briefly(&path).unwrap();
+    assert_eq!(ids_of(&store, "p").await.len(), 1);
+}
+
+/// The files of a database, as they are on the disk at this moment, in another directory.
+fn copied_now(path: &Path, into: &Path) {
+    std::fs::copy(path, into).unwrap();
+    for ending in ["-wal", "-journal"] {
+        if beside(path, ending).exists() {
+            std::fs::copy(beside(path, ending), beside(into, ending)).unwrap();
+        }
+    }
+}
+
+/// Begins the migration as the store does, with so little cache that its pages go to the disk
+/// before the commit.
+fn migrating(path: &Path, journal: &str) -> Connection {
+    let connection = raw(path);
+    connection
+        .query_row(&format!("PRAGMA journal_mode = {journal}"), [], |row| row.get::<_, String>(0))
+        .unwrap();
+    connection.execute_batch("PRAGMA cache_size = 2; BEGIN IMMEDIATE;").unwrap();
+    connection.execute_batch(INIT).unwrap();
+    connection
+}
+
+#[tokio::test]
+async fn a_migration_that_was_killed_half_way_is_made_again() {
+    for journal in ["WAL", "DELETE"] {
+        let directory = tempfile::tempdir().unwrap();
+        let path = database_in(&directory);
+        let killed = directory.path().join("killed.db");
+        let connection = migrating(&path, journal);
+        copied_now(&path, &killed);
+        let log = beside(&killed, if journal == "WAL" { "-wal" } else { "-journal" });
+        assert!(std::fs::metadata(log).unwrap().len() > 0, "nothing of it was on the disk");
+        drop(connection);
+        for path in [killed, path] {
+            let store = SqliteStore::open(&path).unwrap();
+            put(&store, &call()).await;
+            assert_eq!(ids_of(&store, "p").await.len(), 1);
+            assert_eq!(store.directory_version().await.unwrap(), 0);
+            assert_eq!(store.integrity().await.unwrap(), "ok");
+        }
+    }
+}
+
+#[tokio::test]
+async fn two_that_open_a_new_file_at_once_both_get_it() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = database_in(&directory);
+    let stores: Vec<SqliteStore> = std::thread::scope(|scope| {
+        let open = || SqliteStore::open_briefly(&path).unwrap();
+        let both: Vec<_> = (0..2).map(|_| scope.spawn(open)).collect();
+        both.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    put(&stores[0], &call()).await;
+    assert_eq!(ids_of(&stores[1], "p").await.len(), 1);
+}

@@ -1,0 +1,134 @@
+//! The one writer: many changes share a commit, and a lock that somebody else holds is survived.
+
+use std::future::{Future, poll_fn};
+use std::path::Path;
+use std::pin::Pin;
+use std::task::Poll;
+
+use toolcrib::call::Call;
+use toolcrib::store::{Created, NewCall, Store, StoreError};
+use toolcrib_store::SqliteStore;
+
+use super::{fresh, is_unavailable, raw};
+use crate::support::{
+    beside, call, database_in, found, history, ids_of, of_project, put, read, requested, running,
+};
+
+/// How many transactions were committed to this database since its log was made: the counter
+/// `iChange` in the header of the log's index (sqlite.org/walformat.html).
+fn commits(path: &Path) -> u32 {
+    let index = std::fs::read(beside(path, "-shm")).unwrap();
+    u32::from_ne_bytes(index[8..12].try_into().unwrap())
+}
+
+type Answer<'a> = Pin<Box<dyn Future<Output = Result<Created, StoreError>> + Send + 'a>>;
+
+fn creating<'a>(store: &'a dyn Store, call: &Call) -> Answer<'a> {
+    store.create(NewCall { call: call.clone(), records: vec![requested()], key: None })
+}
+
+/// Lets each begin, which hands its change to the writer; none can be done yet.
+async fn begin(answers: &mut [Answer<'_>]) {
+    poll_fn(|context| {
+        for answer in answers.iter_mut() {
+            assert!(answer.as_mut().poll(context).is_pending());
+        }
+        Poll::Ready(())
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn commits_are_counted() {
+    let (directory, store) = fresh();
+    let path = database_in(&directory);
+    let before = commits(&path);
+    for _ in 0..5 {
+        put(&store, &call()).await;
+    }
+    assert_eq!(commits(&path) - before, 5, "one at a time, each is its own commit");
+}
+
+#[tokio::test]
+async fn a_thousand_concurrent_creates_share_a_few_commits() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = database_in(&directory);
+    let store = SqliteStore::open(&path).unwrap();
+    let calls: Vec<Call> = (0..1_000).map(|_| call()).collect();
+    let before = commits(&path);
+    let mut answers: Vec<Answer<'_>> = calls.iter().map(|call| creating(&store, call)).collect();
+    // While somebody else writes, all of them come to wait.
+    let other = raw(&path);
+    other.execute_batch("BEGIN IMMEDIATE").unwrap();
+    begin(&mut answers).await;
+    other.execute_batch("ROLLBACK").unwrap();
+    for answer in answers {
+        assert!(matches!(answer.await.unwrap(), Created::New));
+    }
+    let used = commits(&path) - before;
+    assert!((1..=10).contains(&used), "{used} commits for 1000 calls");
+    assert_eq!(ids_of(&store, "p").await.len(), 1_000);
+    assert_eq!(history(&store, of_project("p")).await.len(), 1_000);
+}
+
+#[tokio::test]
+async fn whoever_stops_waiting_does_not_undo_the_change() {
+    let (directory, store) = fresh();
+    let other = raw(&database_in(&directory));
+    other.execute_batch("BEGIN IMMEDIATE").unwrap();
+    let (left, stayed) = (call(), call());
+    let mut answers = vec![creating(&store, &left), creating(&store, &stayed)];
+    begin(&mut answers).await;
+    let waiting = answers.pop().unwrap();
+    drop(answers);
+    other.execute_batch("ROLLBACK").unwrap();
+    assert!(matches!(waiting.await.unwrap(), Created::New));
+    assert_eq!(found(&store, &left).await, Some(left));
+}
+
+#[tokio::test]
+async fn everything_handed_over_is_committed_before_the_store_is_gone() {
+    let (directory, store) = fresh();
+    let path = database_in(&directory);
+    let calls: Vec<Call> = (0..100).map(|_| call()).collect();
+    {
+        let mut answers: Vec<_> = calls.iter().map(|call| creating(&store, call)).collect();
+        let other = raw(&path);
+        other.execute_batch("BEGIN IMMEDIATE").unwrap();
+        begin(&mut answers).await;
+    }
+    drop(store);
+    let store = SqliteStore::open_briefly(&path).unwrap();
+    assert_eq!(ids_of(&store, "p").await.len(), 100);
+}
+
+/// Takes as long as the store waits for a lock: five seconds.
+#[tokio::test]
+async fn a_locked_database_refuses_writes_and_nothing_else() {
+    let (directory, store) = fresh();
+    let path = database_in(&directory);
+    let (kept, refused) = (call(), call());
+    put(&store, &kept).await;
+    let other = raw(&path);
+    other.execute_batch("BEGIN EXCLUSIVE").unwrap();
+    let mut answers = vec![creating(&store, &refused)];
+    begin(&mut answers).await;
+    let reads = async {
+        for _ in 0..50 {
+            assert_eq!(read(&store, &kept).await, kept);
+            assert_eq!(ids_of(&store, "p").await.len(), 1);
+            assert_eq!(store.directory_version().await.unwrap(), 0);
+        }
+    };
+    let (answer, ()) = tokio::join!(answers.remove(0), reads);
+    assert!(is_unavailable(&answer), "{answer:?}");
+    other.execute_batch("ROLLBACK").unwrap();
+    assert_eq!(found(&store, &refused).await, None);
+    assert_eq!(history(&store, of_project("p")).await.len(), 1);
+    store.check().await.unwrap();
+    put(&store, &refused).await;
+    assert_eq!(store.save(running(&kept), vec![]).await.unwrap(), toolcrib::store::Saved::Yes);
+    let numbers: Vec<u64> =
+        history(&store, of_project("p")).await.iter().map(|event| event.number).collect();
+    assert_eq!(numbers, [1, 2], "what was refused took no number");
+}
