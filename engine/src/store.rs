@@ -6,6 +6,8 @@
 
 mod memory;
 
+use std::sync::Arc;
+
 use async_trait::async_trait;
 
 use crate::call::{Call, Status};
@@ -29,7 +31,7 @@ pub enum StoreError {
 /// A new call with what belongs into the same commit.
 #[derive(Debug, Clone)]
 pub struct NewCall {
-    pub call: Call,
+    pub call: Arc<Call>,
     pub records: Vec<Record>,
     pub key: Option<IdempotencyKey>,
 }
@@ -98,7 +100,7 @@ pub trait Store: Send + Sync + 'static {
     async fn create(&self, new: NewCall) -> Result<Created, StoreError>;
 
     /// Replaces a call whose stored version is exactly one below, and appends to its history.
-    async fn save(&self, call: Call, records: Vec<Record>) -> Result<Saved, StoreError>;
+    async fn save(&self, call: Arc<Call>, records: Vec<Record>) -> Result<Saved, StoreError>;
 
     /// Appends to a call's history without changing the call.
     async fn append(

@@ -2,6 +2,7 @@
 //! can measure a crib that has been used for a while.
 
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use futures::{StreamExt, TryStreamExt};
@@ -79,5 +80,5 @@ fn finished(minter: &Minter, n: u64, at_ms: u64) -> NewCall {
             call = Call { version: 1, ..next.call };
         }
     }
-    NewCall { call, records, key: None }
+    NewCall { call: Arc::new(call), records, key: None }
 }

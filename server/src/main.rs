@@ -2,6 +2,10 @@
 
 use std::process::ExitCode;
 
+/// Calls are made on one thread and let go of on another; this allocator minds that least.
+#[global_allocator]
+static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
+
 fn main() -> ExitCode {
     let ready = match toolcrib_server::cli::read(std::env::args_os().collect()) {
         Ok(ready) => ready,

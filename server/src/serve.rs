@@ -152,12 +152,11 @@ async fn serve_connection(
 ) {
     // Answers are small and whole: holding them back for more would only delay them.
     let _ = stream.set_nodelay(true);
-    let service = hyper::service::service_fn(
-        move |request: hyper::Request<hyper::body::Incoming>| {
+    let service =
+        hyper::service::service_fn(move |request: hyper::Request<hyper::body::Incoming>| {
             let mut router = router.clone();
             async move { router.call(request.map(axum::body::Body::new)).await }
-        },
-    );
+        });
     let connection = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(header)

@@ -1,6 +1,8 @@
 //! How a call becomes a row and a row becomes a call. The engine's types are not made to be
 //! stored; the forms here are, and are read by every later version of this program.
 
+use std::sync::Arc;
+
 use rusqlite::Row;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -87,7 +89,7 @@ struct StoredFault {
 
 /// A call as the writer binds it. Made by the caller's task, so the writer only writes.
 pub(crate) struct CallRow {
-    pub(crate) call: Call,
+    pub(crate) call: Arc<Call>,
     pub(crate) hold: Option<&'static str>,
     pub(crate) args: Json,
     pub(crate) result: Option<Json>,
@@ -114,7 +116,7 @@ fn decode<'a, T: Deserialize<'a>>(text: &'a str) -> Result<T, StoreError> {
 
 impl CallRow {
     /// A call that is stored for the first time: `args` are those it was asked with.
-    pub(crate) fn first(call: Call) -> Result<Self, StoreError> {
+    pub(crate) fn first(call: Arc<Call>) -> Result<Self, StoreError> {
         let envelope = encode(&Envelope {
             agent: call.asked.agent.clone(),
             call_id: call.asked.call_id.clone(),
@@ -130,7 +132,7 @@ impl CallRow {
     }
 
     /// A call that is stored already: its envelope and arguments stay as they are.
-    pub(crate) fn next(call: Call) -> Result<Self, StoreError> {
+    pub(crate) fn next(call: Arc<Call>) -> Result<Self, StoreError> {
         // Attempts are counted anew for an alternate, which may be the same tool with other
         // arguments.
         let replaced = call.target.tool != call.tool_name || call.target_attempts != call.attempt;

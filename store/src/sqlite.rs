@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use rusqlite::Connection;
+use rusqlite::{Connection, OpenFlags};
 use tokio::sync::oneshot;
 use toolcrib::call::Call;
 use toolcrib::directory::{AuditEntry, Change, Directory};
@@ -67,7 +67,11 @@ impl SqliteStore {
         if let Some(directory) = path.parent() {
             std::fs::create_dir_all(directory)?;
         }
-        let mut connection = Connection::open(path)?;
+        // One thread uses it, so SQLite need not lock.
+        let flags = OpenFlags::SQLITE_OPEN_READ_WRITE
+            | OpenFlags::SQLITE_OPEN_CREATE
+            | OpenFlags::SQLITE_OPEN_NO_MUTEX;
+        let mut connection = Connection::open_with_flags(path, flags)?;
         connection.busy_timeout(writer::BUSY)?;
         // Before anything is changed: switching to a log is written into the file.
         check(&connection)?;
@@ -120,7 +124,7 @@ impl Store for SqliteStore {
         self.write(|reply| Op::Create { row, records, key, reply }).await
     }
 
-    async fn save(&self, call: Call, records: Vec<Record>) -> Result<Saved, StoreError> {
+    async fn save(&self, call: Arc<Call>, records: Vec<Record>) -> Result<Saved, StoreError> {
         let row = Box::new(CallRow::next(call)?);
         let records = record_rows(records)?;
         self.write(|reply| Op::Save { row, records, reply }).await

@@ -49,13 +49,13 @@ impl Inner {
                 Ok(step) => step,
                 Err(refusal) => return self.refused(before, refusal).await,
             };
-            let saved = self.store.save(step.call.clone(), step.records).await;
+            let after = Arc::new(step.call);
+            let saved = self.store.save(after.clone(), step.records).await;
             if saved.map_err(unavailable)? == Saved::Stale {
                 let stored = self.store.call(project, id).await.map_err(unavailable)?;
                 entry.show(Arc::new(stored.ok_or_else(|| no_such_call(id))?));
                 continue;
             }
-            let after = Arc::new(step.call);
             entry.show(after.clone());
             self.live.moved(&before, &after);
             self.settle(&entry, &before, &after);

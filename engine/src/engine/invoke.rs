@@ -222,6 +222,7 @@ impl Inner {
         let (place, caps) = self.place(&call);
         let slot = self.gate.try_enter(&place, &caps);
         let (call, records, action) = claimed(call, &slot, &self.node, requested);
+        let call = Arc::new(call);
         let new = NewCall { call: call.clone(), records, key };
         match self.store.create(new).await.map_err(unavailable)? {
             Created::New => {}
@@ -239,7 +240,6 @@ impl Inner {
             }
         }
         room.keep();
-        let call = Arc::new(call);
         measure::accepted(&call);
         let entry = Entry::new(call.clone(), slot);
         self.live.insert(entry.clone());

@@ -3,6 +3,7 @@
 //! Simple on purpose: one lock over plain maps. It keeps everything it is given until purged.
 
 use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
 
 use async_trait::async_trait;
 use parking_lot::Mutex;
@@ -86,11 +87,11 @@ impl Store for MemoryStore {
         let place = state.places;
         state.by_id.insert(new.call.id.clone(), place);
         state.record(&new.call.id, new.records);
-        state.calls.insert(place, new.call);
+        state.calls.insert(place, Arc::unwrap_or_clone(new.call));
         Ok(Created::New)
     }
 
-    async fn save(&self, call: Call, records: Vec<Record>) -> Result<Saved, StoreError> {
+    async fn save(&self, call: Arc<Call>, records: Vec<Record>) -> Result<Saved, StoreError> {
         let mut state = self.state.lock();
         let Some(place) = state.by_id.get(&call.id).copied() else { return Ok(Saved::Stale) };
         let follows =
@@ -99,7 +100,7 @@ impl Store for MemoryStore {
             return Ok(Saved::Stale);
         }
         state.record(&call.id, records);
-        state.calls.insert(place, call);
+        state.calls.insert(place, Arc::unwrap_or_clone(call));
         Ok(Saved::Yes)
     }
 

@@ -84,34 +84,36 @@ impl Desk {
 
     pub(super) fn save(&mut self, row: &CallRow, records: &[RecordRow]) -> rusqlite::Result<Saved> {
         let call = &row.call;
+        // Looked up first: RETURNING would build a table for its one row, each time.
         let place: Option<i64> = self
             .connection
             .prepare_cached(
-                "UPDATE calls SET executor = ?1, status = ?2, hold = ?3, started_ms = ?4, \
-                 completed_ms = ?5, version = ?6, result = ?7, error = ?8, state = ?9, \
-                 events = events || ?10 \
-                 WHERE project = ?11 AND id = ?12 AND version = ?13 RETURNING place",
+                "SELECT place FROM calls WHERE project = ?1 AND id = ?2 AND version = ?3",
             )?
-            .query_row(
-                params![
-                    call.target.executor.as_str(),
-                    call.status.as_str(),
-                    row.hold,
-                    call.started_ms.map(|ms| ms as i64),
-                    call.completed_ms.map(|ms| ms as i64),
-                    call.version as i64,
-                    row.result.as_ref().map(|result| result.text()),
-                    row.error,
-                    row.state,
-                    self.numbers(records.len()),
-                    call.project,
-                    call.id.as_str(),
-                    call.version as i64 - 1,
-                ],
-                |row| row.get(0),
-            )
+            .query_row(params![call.project, call.id.as_str(), call.version as i64 - 1], |row| {
+                row.get(0)
+            })
             .optional()?;
         let Some(place) = place else { return Ok(Saved::Stale) };
+        self.connection
+            .prepare_cached(
+                "UPDATE calls SET executor = ?1, status = ?2, hold = ?3, started_ms = ?4, \
+                 completed_ms = ?5, version = ?6, result = ?7, error = ?8, state = ?9, \
+                 events = events || ?10 WHERE place = ?11",
+            )?
+            .execute(params![
+                call.target.executor.as_str(),
+                call.status.as_str(),
+                row.hold,
+                call.started_ms.map(|ms| ms as i64),
+                call.completed_ms.map(|ms| ms as i64),
+                call.version as i64,
+                row.result.as_ref().map(|result| result.text()),
+                row.error,
+                row.state,
+                self.numbers(records.len()),
+                place,
+            ])?;
         if call.completed_ms.is_some() {
             self.ended.push(place);
         }
@@ -127,13 +129,14 @@ impl Desk {
     ) -> rusqlite::Result<()> {
         let place: Option<i64> = self
             .connection
-            .prepare_cached(
-                "UPDATE calls SET events = events || ?1 WHERE project = ?2 AND id = ?3 \
-                 RETURNING place",
-            )?
-            .query_row(params![self.numbers(records.len()), project, id.as_str()], |r| r.get(0))
+            .prepare_cached("SELECT place FROM calls WHERE project = ?1 AND id = ?2")?
+            .query_row(params![project, id.as_str()], |row| row.get(0))
             .optional()?;
-        place.map_or(Ok(()), |place| self.record(place, records))
+        let Some(place) = place else { return Ok(()) };
+        self.connection
+            .prepare_cached("UPDATE calls SET events = events || ?1 WHERE place = ?2")?
+            .execute(params![self.numbers(records.len()), place])?;
+        self.record(place, records)
     }
 
     /// The numbers that the next records will have, as a call keeps them.

@@ -32,10 +32,10 @@ pub(super) const BUSY: Duration = Duration::from_secs(5);
 const MAX_GROUP: usize = 512;
 /// What may wait for the writer; more is refused, because it could only wait longer.
 const MAX_WAITING: usize = 65_536;
-/// The log is copied into the database at this many pages when nobody waits, and at this many in
-/// any case.
-const LOG_PAGES_IDLE: u32 = 1_000;
-const LOG_PAGES_BUSY: u32 = 4_000;
+/// The log is copied into the database when it has this many pages, by SQLite itself, and after
+/// this many changes when nobody waits.
+const LOG_PAGES: u32 = 4_096;
+const CHANGES_IDLE: u32 = 1_000;
 /// The log is made this long beforehand: more than it has when it is copied.
 const LOG_BYTES: u64 = 20 << 20;
 /// The mark of the first open call is moved after so many calls have ended.
@@ -133,11 +133,11 @@ impl Writer {
         log: Log,
         open: OpenCalls,
     ) -> Result<Self, super::OpenError> {
-        connection.pragma_update(None, "wal_autocheckpoint", 0)?;
         connection.set_prepared_statement_cache_capacity(64);
         if log == Log::Grown {
             grow_log(&connection, path)?;
         }
+        connection.pragma_update(None, "wal_autocheckpoint", LOG_PAGES)?;
         let (queue, waiting) = mpsc::sync_channel(MAX_WAITING);
         let broken = Arc::new(AtomicBool::new(false));
         let (flag, last_number) = (broken.clone(), last_number(&connection)?);
@@ -145,7 +145,7 @@ impl Writer {
             connection,
             last_number,
             broken: flag,
-            checkpoint_pages: 0,
+            changes: 0,
             open,
             opened: Vec::new(),
             ended: Vec::new(),
@@ -208,6 +208,7 @@ fn grow_log(connection: &Connection, path: &Path) -> rusqlite::Result<()> {
     }
     connection.execute_batch(
         "PRAGMA synchronous = OFF;
+         PRAGMA wal_autocheckpoint = 0;
          CREATE TABLE IF NOT EXISTS filler (bytes BLOB);
          DELETE FROM filler;
          INSERT INTO filler VALUES (randomblob(1048576));",
@@ -224,8 +225,8 @@ pub(super) struct Desk {
     pub(super) connection: Connection,
     pub(super) last_number: i64,
     broken: Arc<AtomicBool>,
-    /// Pages written since the log was last copied, as far as we know.
-    checkpoint_pages: u32,
+    /// Since the log was last copied.
+    changes: u32,
     open: OpenCalls,
     /// What the group under way opened and ended; true once it is committed.
     pub(super) opened: Vec<i64>,
@@ -243,7 +244,7 @@ impl Desk {
                 Ok(op) => op,
                 Err(mpsc::TryRecvError::Disconnected) => break,
                 Err(mpsc::TryRecvError::Empty) => {
-                    self.checkpoint(LOG_PAGES_IDLE);
+                    self.checkpoint(CHANGES_IDLE);
                     match waiting.recv() {
                         Ok(op) => op,
                         Err(_) => break,
@@ -253,7 +254,6 @@ impl Desk {
             group.push(first);
             group.extend(waiting.try_iter().take(MAX_GROUP - 1));
             self.commit(&mut group);
-            self.checkpoint(LOG_PAGES_BUSY);
         }
         // What is in the log is safe there; copying it now makes the next start faster.
         self.checkpoint(1);
@@ -295,11 +295,11 @@ impl Desk {
             return Err(rusqlite::Error::InvalidQuery);
         }
         self.connection.prepare_cached("BEGIN IMMEDIATE")?.execute([])?;
-        let mut events = 0;
+        let mut changes = 0;
         // Ops leave the group one by one; on a failure the rest of it is still there to be told.
         group.reverse();
         while let Some(op) = group.pop() {
-            events += 1;
+            changes += 1;
             match self.write(op) {
                 Ok(outcome) => told.push(outcome),
                 Err(failed) => {
@@ -311,7 +311,7 @@ impl Desk {
         }
         self.keep_mark()?;
         self.connection.prepare_cached("COMMIT")?.execute([])?;
-        self.checkpoint_pages = self.checkpoint_pages.saturating_add(8 + 2 * events);
+        self.changes = self.changes.saturating_add(changes);
         Ok(())
     }
 
@@ -379,11 +379,11 @@ impl Desk {
     }
 
     /// Copies the log into the database when it is long enough to be worth it.
-    fn checkpoint(&mut self, at_pages: u32) {
-        if self.checkpoint_pages < at_pages {
+    fn checkpoint(&mut self, at_changes: u32) {
+        if self.changes < at_changes {
             return;
         }
-        self.checkpoint_pages = 0;
+        self.changes = 0;
         let copied = self.connection.query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |_| Ok(()));
         if let Err(error) = copied {
             tracing::warn!(%error, "the log could not be copied into the database");

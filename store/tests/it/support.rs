@@ -1,6 +1,8 @@
 //! Stores, calls and records to test with.
 
 use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use tempfile::TempDir;
@@ -11,7 +13,7 @@ use toolcrib::id::CallId;
 use toolcrib::json::Json;
 use toolcrib::retry::Backoff;
 use toolcrib::store::{
-    CallFilter, Created, EventScope, IdempotencyKey, MemoryStore, NewCall, Saved, Store,
+    CallFilter, Created, EventScope, IdempotencyKey, MemoryStore, NewCall, Saved, Store, StoreError,
 };
 use toolcrib::tool::{Effect, Executor};
 use toolcrib_store::SqliteStore;
@@ -163,21 +165,38 @@ pub fn key(agent: &str, key: &str, fingerprint: &str) -> IdempotencyKey {
     IdempotencyKey { agent: agent.into(), key: key.into(), fingerprint: fingerprint.into() }
 }
 
+/// An answer of the store that is still to come.
+pub type Answer<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>>;
+
+/// Asks for a new call to be stored.
+pub fn creating<'a>(
+    store: &'a dyn Store,
+    call: &Call,
+    records: Vec<Record>,
+    key: Option<IdempotencyKey>,
+) -> Answer<'a, Created> {
+    store.create(NewCall { call: Arc::new(call.clone()), records, key })
+}
+
+/// Asks for the next version of a call to be stored.
+pub fn saving<'a>(store: &'a dyn Store, call: &Call, records: Vec<Record>) -> Answer<'a, Saved> {
+    store.save(Arc::new(call.clone()), records)
+}
+
 /// Stores a new call with one record and no key.
 pub async fn put(store: &dyn Store, call: &Call) {
-    let new = NewCall { call: call.clone(), records: vec![requested()], key: None };
-    assert!(matches!(store.create(new).await.unwrap(), Created::New));
+    let created = creating(store, call, vec![requested()], None).await.unwrap();
+    assert!(matches!(created, Created::New));
 }
 
 /// Stores a new call with one record and this key, and says what came of it.
 pub async fn put_keyed(store: &dyn Store, call: &Call, key: &IdempotencyKey) -> Created {
-    let (records, key) = (vec![requested()], Some(key.clone()));
-    store.create(NewCall { call: call.clone(), records, key }).await.unwrap()
+    creating(store, call, vec![requested()], Some(key.clone())).await.unwrap()
 }
 
 /// Saves the next version of a call, without a record.
 pub async fn save(store: &dyn Store, call: &Call) {
-    assert_eq!(store.save(call.clone(), vec![]).await.unwrap(), Saved::Yes);
+    assert_eq!(saving(store, call, vec![]).await.unwrap(), Saved::Yes);
 }
 
 /// The call with this one's id, as it is stored.

@@ -80,11 +80,10 @@ impl From<&CatalogEntry> for ToolBody {
 
 /// A call, with its outcome once it has one.
 #[derive(Debug, Serialize, ToSchema)]
-pub(super) struct CallBody {
-    #[schema(value_type = String)]
-    tool_call_id: String,
-    run_id: String,
-    tool_name: String,
+pub(super) struct CallBody<'a> {
+    tool_call_id: &'a str,
+    run_id: &'a str,
+    tool_name: &'a str,
     /// `server` or `client`.
     source: &'static str,
     /// `PENDING`, `RUNNING`, `SUCCEEDED`, `FAILED`, `TIMEOUT` or `CANCELED`.
@@ -112,18 +111,18 @@ pub(super) struct CallBody {
     executor: &'static str,
     effect: &'static str,
     /// The tool that really ran: another than `tool_name` after a fallback.
-    ran_tool: String,
-    agent: String,
+    ran_tool: &'a str,
+    agent: &'a str,
     #[serde(skip_serializing_if = "Option::is_none")]
-    call_id: Option<String>,
+    call_id: Option<&'a str>,
     /// The client it is pinned to.
     #[serde(skip_serializing_if = "Option::is_none")]
-    client_id: Option<String>,
+    client_id: Option<&'a str>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    user_id: Option<String>,
+    user_id: Option<&'a str>,
     /// The client that took it.
     #[serde(skip_serializing_if = "Option::is_none")]
-    taken_by: Option<String>,
+    taken_by: Option<&'a str>,
     outcome: Option<OutcomeBody>,
 }
 
@@ -171,13 +170,13 @@ impl From<&Outcome> for OutcomeBody {
     }
 }
 
-impl From<&Call> for CallBody {
-    fn from(call: &Call) -> Self {
+impl<'a> From<&'a Call> for CallBody<'a> {
+    fn from(call: &'a Call) -> Self {
         let outcome = call.outcome.as_ref();
         Self {
-            tool_call_id: call.id.to_string(),
-            run_id: call.run_id.clone(),
-            tool_name: call.tool_name.clone(),
+            tool_call_id: call.id.as_str(),
+            run_id: &call.run_id,
+            tool_name: &call.tool_name,
             source: call.target.executor.source(),
             status: call.status.as_str(),
             args: call.target.args.clone(),
@@ -199,12 +198,12 @@ impl From<&Call> for CallBody {
             attempt: call.attempt,
             executor: call.target.executor.as_str(),
             effect: call.target.effect.as_str(),
-            ran_tool: call.target.tool.clone(),
-            agent: call.asked.agent.clone(),
-            call_id: call.asked.call_id.clone(),
-            client_id: call.asked.client_id.clone(),
-            user_id: call.asked.user_id.clone(),
-            taken_by: call.taken_by.clone(),
+            ran_tool: &call.target.tool,
+            agent: &call.asked.agent,
+            call_id: call.asked.call_id.as_deref(),
+            client_id: call.asked.client_id.as_deref(),
+            user_id: call.asked.user_id.as_deref(),
+            taken_by: call.taken_by.as_deref(),
             outcome: outcome.map(OutcomeBody::from),
         }
     }

@@ -8,12 +8,12 @@ use toolcrib::caller::Role;
 use toolcrib::directory::{AuditEntry, Change, Key};
 use toolcrib::event::Kind;
 use toolcrib::id::CallId;
-use toolcrib::store::{Created, NewCall, Saved, Store};
+use toolcrib::store::{Created, Saved, Store};
 use toolcrib_store::SqliteStore;
 
 use super::{fresh, number, raw};
 use crate::support::{
-    NOW, append, beside, call, database_in, ended, found, history, ids_of, key, of_call,
+    NOW, append, beside, call, creating, database_in, ended, found, history, ids_of, key, of_call,
     of_project, put, put_keyed, put_with_status, read, record, requested, running, save,
 };
 
@@ -150,7 +150,7 @@ async fn a_call_that_stayed_open_for_long_is_found_again() {
     drop(store);
     for _ in 0..2 {
         let store = SqliteStore::open(&path).unwrap();
-        assert_eq!(open_ids(&store).await, [open.id.clone()]);
+        assert_eq!(open_ids(&store).await, std::slice::from_ref(&open.id));
     }
 }
 
@@ -185,10 +185,10 @@ async fn a_call_that_the_server_ended_is_not_open_for_others() {
     let operator = SqliteStore::open_briefly(&database_in(&directory)).unwrap();
     save(&server, &ended(&one, Status::Succeeded, NOW + 9)).await;
     save(&server, &ended(&two, Status::Canceled, NOW + 9)).await;
-    assert_eq!(open_ids(&operator).await, [three.id.clone()]);
     // An empty page would mean that there are no more.
     let page = operator.open_calls(0, 1).await.unwrap();
     assert_eq!(page[0].call, three);
+    assert_eq!(open_ids(&operator).await, [three.id]);
     assert_eq!(operator.open_calls(page[0].place, 1).await.unwrap().len(), 0);
 }
 
@@ -246,8 +246,8 @@ async fn all_that_was_acknowledged_is_there_after_a_crash() {
     for (step, count) in [1, 10, 300, 3_000].into_iter().enumerate() {
         let calls: Vec<Call> = (0..count).map(|_| call()).collect();
         let creates = calls.iter().map(|call| {
-            let (records, key) = (vec![requested()], Some(key("ada", call.id.as_str(), "f")));
-            store.create(NewCall { call: call.clone(), records, key })
+            let key = Some(key("ada", call.id.as_str(), "f"));
+            creating(&store, call, vec![requested()], key)
         });
         for created in futures::future::join_all(creates).await {
             assert!(matches!(created.unwrap(), Created::New));

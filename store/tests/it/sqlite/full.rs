@@ -9,13 +9,13 @@ use std::process::Command;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use toolcrib::call::{Call, Status};
-use toolcrib::store::{NewCall, Saved, Store};
+use toolcrib::store::Store;
 use toolcrib_store::SqliteStore;
 
 use super::is_unavailable;
 use crate::support::{
-    NOW, call, database_in, ended, found, history, ids_of, json, key, of_call, of_project, put,
-    put_with_status, read, requested,
+    NOW, call, creating, database_in, ended, found, history, ids_of, json, key, of_call,
+    of_project, put, put_with_status, read, requested, save, saving,
 };
 
 /// Set in the process that has the disk for itself.
@@ -83,8 +83,8 @@ async fn survives_a_full_disk(store: &SqliteStore) {
     let (mut taken, mut refused) = (vec![], vec![]);
     for _ in 0..200 {
         let call = large();
-        let (records, key) = (vec![requested()], Some(key("ada", call.id.as_str(), "f")));
-        let created = store.create(NewCall { call: call.clone(), records, key }).await;
+        let key = Some(key("ada", call.id.as_str(), "f"));
+        let created = creating(store, &call, vec![requested()], key).await;
         if created.is_ok() {
             assert!(refused.is_empty(), "there was no room, and none was made");
             taken.push(call);
@@ -99,7 +99,7 @@ async fn survives_a_full_disk(store: &SqliteStore) {
     assert!(!taken.is_empty() && refused.len() == 5, "{} {}", taken.len(), refused.len());
     let mut done = ended(&waiting, Status::Succeeded, NOW + 9);
     done.outcome.as_mut().unwrap().data = Some(large().target.args);
-    assert!(is_unavailable(&store.save(done.clone(), vec![requested()]).await));
+    assert!(is_unavailable(&saving(store, &done, vec![requested()]).await));
     // Nothing of it happened, and everything can be read.
     for call in &taken {
         assert_eq!(read(store, call).await, *call);
@@ -117,7 +117,7 @@ async fn survives_a_full_disk(store: &SqliteStore) {
     for call in &refused {
         put(store, call).await;
     }
-    assert_eq!(store.save(done.clone(), vec![]).await.unwrap(), Saved::Yes);
+    save(store, &done).await;
     assert_eq!(read(store, &done).await, done);
     assert_eq!(history(store, of_project("p")).await.len(), told + refused.len());
 }

@@ -149,6 +149,29 @@ async fn a_migration_that_was_killed_half_way_is_made_again() {
     }
 }
 
+/// The store makes a new database and the machine stops: its log ends after any of its pages.
+#[tokio::test]
+async fn a_new_database_that_was_cut_off_anywhere_is_made_again() {
+    let (directory, _store) = fresh();
+    let path = database_in(&directory);
+    let database = std::fs::read(&path).unwrap();
+    let log = std::fs::read(beside(&path, "-wal")).unwrap();
+    // The log is a header of 32 bytes and then pages, each with a header of 24.
+    let page = 24 + number(&raw(&path), "PRAGMA page_size") as usize;
+    let cuts: Vec<usize> = (32..=log.len()).step_by(page).collect();
+    assert!(cuts.len() > 10, "the tables take some pages");
+    for cut in cuts {
+        let copy = directory.path().join(format!("cut-{cut}.db"));
+        std::fs::write(&copy, &database).unwrap();
+        std::fs::write(beside(&copy, "-wal"), &log[..cut]).unwrap();
+        let opened = SqliteStore::open_briefly(&copy);
+        let store = opened.unwrap_or_else(|error| panic!("after {cut} bytes: {error}"));
+        put(&store, &call()).await;
+        assert_eq!(ids_of(&store, "p").await.len(), 1);
+        assert_eq!(store.integrity().await.unwrap(), "ok");
+    }
+}
+
 #[tokio::test]
 async fn two_that_open_a_new_file_at_once_both_get_it() {
     let directory = tempfile::tempdir().unwrap();

@@ -4,12 +4,12 @@
 //! is done by one thread that has nothing else to do.
 
 use toolcrib::call::{Call, Status};
-use toolcrib::store::{CallFilter, EventScope, NewCall, Store};
+use toolcrib::store::{CallFilter, EventScope, Store};
 use toolcrib_store::SqliteStore;
 
 use crate::support::{
-    NOW, call_at, call_of, database_in, ended, ids, json, key, of_call, of_project, of_run,
-    requested, running,
+    NOW, call_at, call_of, creating, database_in, ended, ids, json, key, of_call, of_project,
+    of_run, requested, running,
 };
 
 const CALLS: u64 = 10_000;
@@ -43,8 +43,8 @@ async fn fill(store: &SqliteStore) -> Vec<Call> {
     let calls: Vec<Call> = (0..CALLS).map(nth).collect();
     for some in calls.chunks(1_000) {
         let creates = some.iter().map(|call| {
-            let (records, key) = (vec![requested()], Some(key("ada", call.id.as_str(), "f")));
-            store.create(NewCall { call: call.clone(), records, key })
+            let key = Some(key("ada", call.id.as_str(), "f"));
+            creating(store, call, vec![requested()], key)
         });
         futures::future::join_all(creates).await.into_iter().for_each(|made| drop(made.unwrap()));
     }

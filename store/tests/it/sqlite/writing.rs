@@ -1,17 +1,16 @@
 //! The one writer: many changes share a commit, and a lock that somebody else holds is survived.
 
-use std::future::{Future, poll_fn};
 use std::path::Path;
-use std::pin::Pin;
-use std::task::Poll;
 
-use toolcrib::call::Call;
-use toolcrib::store::{Created, NewCall, Store, StoreError};
+use toolcrib::call::{Call, Status};
+use toolcrib::event::Kind;
+use toolcrib::store::{Created, Saved, Store};
 use toolcrib_store::SqliteStore;
 
 use super::{fresh, is_unavailable, raw};
 use crate::support::{
-    beside, call, database_in, found, history, ids_of, of_project, put, read, requested, running,
+    self, Answer, NOW, beside, call, database_in, ended, found, history, ids_of, of_call,
+    of_project, put, read, record, requested, running, save, saving,
 };
 
 /// How many transactions were committed to this database since its log was made: the counter
@@ -21,21 +20,15 @@ fn commits(path: &Path) -> u32 {
     u32::from_ne_bytes(index[8..12].try_into().unwrap())
 }
 
-type Answer<'a> = Pin<Box<dyn Future<Output = Result<Created, StoreError>> + Send + 'a>>;
-
-fn creating<'a>(store: &'a dyn Store, call: &Call) -> Answer<'a> {
-    store.create(NewCall { call: call.clone(), records: vec![requested()], key: None })
+fn creating<'a>(store: &'a dyn Store, call: &Call) -> Answer<'a, Created> {
+    support::creating(store, call, vec![requested()], None)
 }
 
 /// Lets each begin, which hands its change to the writer; none can be done yet.
-async fn begin(answers: &mut [Answer<'_>]) {
-    poll_fn(|context| {
-        for answer in answers.iter_mut() {
-            assert!(answer.as_mut().poll(context).is_pending());
-        }
-        Poll::Ready(())
-    })
-    .await;
+async fn begin(answers: &mut [Answer<'_, Created>]) {
+    for answer in answers {
+        assert!(futures::poll!(answer.as_mut()).is_pending());
+    }
 }
 
 #[tokio::test]
@@ -56,7 +49,7 @@ async fn a_thousand_concurrent_creates_share_a_few_commits() {
     let store = SqliteStore::open(&path).unwrap();
     let calls: Vec<Call> = (0..1_000).map(|_| call()).collect();
     let before = commits(&path);
-    let mut answers: Vec<Answer<'_>> = calls.iter().map(|call| creating(&store, call)).collect();
+    let mut answers: Vec<_> = calls.iter().map(|call| creating(&store, call)).collect();
     // While somebody else writes, all of them come to wait.
     let other = raw(&path);
     other.execute_batch("BEGIN IMMEDIATE").unwrap();
@@ -102,6 +95,44 @@ async fn everything_handed_over_is_committed_before_the_store_is_gone() {
     assert_eq!(ids_of(&store, "p").await.len(), 100);
 }
 
+/// The database refuses one event in the middle of a group, after much of it was written: each
+/// answer is true, and nothing is half there.
+#[tokio::test]
+async fn a_group_that_fails_in_the_middle_leaves_nothing_behind() {
+    let (directory, store) = fresh();
+    let other = raw(&database_in(&directory));
+    let (there, before, after) = (call(), call(), call());
+    put(&store, &there).await;
+    let refuse = "CREATE TRIGGER no BEFORE INSERT ON events WHEN NEW.kind = 'tool.call.late' \
+                  BEGIN SELECT RAISE(ABORT, 'not this one'); END; BEGIN IMMEDIATE;";
+    other.execute_batch(refuse).unwrap();
+    let done = ended(&there, Status::Succeeded, NOW + 9);
+    let records = vec![record(Kind::Finished), record(Kind::Late)];
+    let mut end = saving(&store, &done, records.clone());
+    let mut answers = vec![creating(&store, &before)];
+    begin(&mut answers).await;
+    assert!(futures::poll!(end.as_mut()).is_pending());
+    answers.push(creating(&store, &after));
+    begin(&mut answers[1..]).await;
+    other.execute_batch("ROLLBACK").unwrap();
+    let saved = end.await;
+    assert!(is_unavailable(&saved), "{saved:?}");
+    assert_eq!(read(&store, &there).await, there);
+    let mut events = 1;
+    for (call, answer) in [&before, &after].into_iter().zip(answers) {
+        let stored = answer.await.is_ok();
+        assert_eq!(found(&store, call).await.is_some(), stored);
+        events += usize::from(stored);
+    }
+    assert_eq!(history(&store, of_project("p")).await.len(), events);
+    put(&store, &call()).await;
+    assert_eq!(store.open_calls(0, 1).await.unwrap()[0].call, there, "it has not ended");
+    other.execute_batch("DROP TRIGGER no").unwrap();
+    assert_eq!(saving(&store, &done, records).await.unwrap(), Saved::Yes);
+    assert_eq!(history(&store, of_call(&there)).await.len(), 3);
+    assert_eq!(read(&store, &there).await, done);
+}
+
 /// Takes as long as the store waits for a lock: five seconds.
 #[tokio::test]
 async fn a_locked_database_refuses_writes_and_nothing_else() {
@@ -127,7 +158,7 @@ async fn a_locked_database_refuses_writes_and_nothing_else() {
     assert_eq!(history(&store, of_project("p")).await.len(), 1);
     store.check().await.unwrap();
     put(&store, &refused).await;
-    assert_eq!(store.save(running(&kept), vec![]).await.unwrap(), toolcrib::store::Saved::Yes);
+    save(&store, &running(&kept)).await;
     let numbers: Vec<u64> =
         history(&store, of_project("p")).await.iter().map(|event| event.number).collect();
     assert_eq!(numbers, [1, 2], "what was refused took no number");

@@ -10,7 +10,7 @@ use toolcrib::tool::{Effect, Executor};
 
 use crate::support::{
     NOW, append, call, ended, found, history, ids_of, json, of_call, on_threads, put, read, record,
-    running, save, target,
+    running, save, saving, target,
 };
 
 /// A call in which no field has the value it would have by default.
@@ -93,7 +93,7 @@ pub async fn a_call_of_another_project_is_none(store: &dyn Store) {
     append(store, &theirs, record(Kind::Late)).await;
     assert_eq!(history(store, of_call(&theirs)).await, []);
     assert_eq!(store.newest_event(of_call(&theirs)).await.unwrap(), 0);
-    let stolen = store.save(running(&theirs), vec![record(Kind::Started)]).await.unwrap();
+    let stolen = saving(store, &running(&theirs), vec![record(Kind::Started)]).await.unwrap();
     assert_eq!(stolen, Saved::Stale);
     assert_eq!(read(store, &mine).await, mine);
     assert_eq!(history(store, of_call(&mine)).await.len(), 1);
@@ -196,7 +196,7 @@ pub async fn saving_a_stale_version_changes_nothing(store: &dyn Store) {
     for version in [0, 1, 2, 4, 9] {
         let stale = Call { version, ..ended(&first, Status::Canceled, NOW + 1) };
         let late = vec![record(Kind::Canceled)];
-        assert_eq!(store.save(stale, late).await.unwrap(), Saved::Stale, "version {version}");
+        assert_eq!(saving(store, &stale, late).await.unwrap(), Saved::Stale, "version {version}");
     }
     assert_eq!(read(store, &first).await, second);
     assert_eq!(history(store, of_call(&first)).await, told);
@@ -205,7 +205,7 @@ pub async fn saving_a_stale_version_changes_nothing(store: &dyn Store) {
 pub async fn saving_an_unknown_call_is_stale(store: &dyn Store) {
     let unknown = running(&call());
     let records = vec![record(Kind::Started)];
-    assert_eq!(store.save(unknown.clone(), records).await.unwrap(), Saved::Stale);
+    assert_eq!(saving(store, &unknown, records).await.unwrap(), Saved::Stale);
     assert_eq!(found(store, &unknown).await, None);
     assert_eq!(history(store, of_call(&unknown)).await, []);
 }
@@ -216,7 +216,7 @@ pub async fn of_many_savers_of_one_version_one_wins(store: &dyn Store) {
     let saved = on_threads(8, async |n| {
         let next = Call { node: Some(format!("node-{n}")), ..running(&first) };
         let won = record(Kind::Started).with("node", n);
-        (n, store.save(next, vec![won]).await.unwrap())
+        (n, saving(store, &next, vec![won]).await.unwrap())
     });
     let winners: Vec<usize> =
         saved.into_iter().filter(|(_, saved)| *saved == Saved::Yes).map(|(n, _)| n).collect();

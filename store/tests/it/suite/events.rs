@@ -2,11 +2,11 @@
 
 use serde_json::json as value;
 use toolcrib::event::{Event, Kind, Record};
-use toolcrib::store::{EventScope, NewCall, Store};
+use toolcrib::store::{EventScope, Store};
 
 use crate::support::{
-    NOW, append, call, call_of, found, history, of_call, of_project, of_run, on_threads, put,
-    record, requested, running,
+    NOW, append, call, call_of, creating, found, history, of_call, of_project, of_run, on_threads,
+    put, record, requested, running, saving,
 };
 
 fn numbers(events: &[Event]) -> Vec<u64> {
@@ -27,7 +27,7 @@ pub async fn numbers_rise_over_everything_in_the_order_of_commits(store: &dyn St
     put(store, &one).await;
     put(store, &two).await;
     store.append("p", &one.id, vec![record(Kind::Progress), record(Kind::Late)]).await.unwrap();
-    store.save(running(&two), vec![record(Kind::Started)]).await.unwrap();
+    saving(store, &running(&two), vec![record(Kind::Started)]).await.unwrap();
     append(store, &one, record(Kind::Recovered)).await;
     let all = history(store, of_project("p")).await;
     assert!(rise(&numbers(&all)), "{all:?}");
@@ -54,8 +54,7 @@ pub async fn every_kind_is_read_back_with_its_facts(store: &dyn Store) {
                 .with("bytes", u64::MAX)
         })
         .collect();
-    let new = NewCall { call: asked.clone(), records: records.clone(), key: None };
-    store.create(new).await.unwrap();
+    creating(store, &asked, records.clone(), None).await.unwrap();
     let told = history(store, of_call(&asked)).await;
     assert!(told.iter().all(|event| event.call_id == asked.id));
     assert_eq!(told.into_iter().map(|event| event.record).collect::<Vec<_>>(), records);
@@ -79,7 +78,7 @@ pub async fn a_run_has_the_events_of_its_calls_in_its_project(store: &dyn Store)
         put(store, call).await;
     }
     for call in others.iter().chain(&mine) {
-        append(store, &call, record(Kind::Progress)).await;
+        append(store, call, record(Kind::Progress)).await;
     }
     let told = history(store, of_run("p", "r")).await;
     assert!(rise(&numbers(&told)));
@@ -183,7 +182,7 @@ pub async fn records_of_one_commit_stay_together(store: &dyn Store) {
     on_threads(4, async |_| {
         for _ in 0..10 {
             let records = vec![requested(), record(Kind::Started), record(Kind::Finished)];
-            store.create(NewCall { call: call(), records, key: None }).await.unwrap();
+            creating(store, &call(), records, None).await.unwrap();
         }
     });
     let all = history(store, of_project("p")).await;

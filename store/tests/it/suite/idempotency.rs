@@ -1,11 +1,11 @@
 //! Idempotency keys: the same key means the same request, once.
 
 use toolcrib::call::{Call, Status};
-use toolcrib::store::{Created, NewCall, Store};
+use toolcrib::store::{Created, Store};
 
 use crate::support::{
-    NOW, call, ended, found, history, ids_of, key, of_call, of_project, on_threads, put, put_keyed,
-    requested, save,
+    NOW, call, creating, ended, found, history, ids_of, key, of_call, of_project, on_threads, put,
+    put_keyed, requested, save,
 };
 
 pub async fn the_same_key_and_request_give_the_first_call(store: &dyn Store) {
@@ -73,8 +73,8 @@ pub async fn of_100_parallel_creates_one_makes_the_call(store: &dyn Store) {
     let created = on_threads(4, async |_| {
         let calls: Vec<Call> = (0..25).map(|_| call()).collect();
         let creates = calls.iter().map(|call| {
-            let (records, key) = (vec![requested()], Some(key("ada", "k", "f")));
-            store.create(NewCall { call: call.clone(), records, key })
+            let key = Some(key("ada", "k", "f"));
+            creating(store, call, vec![requested()], key)
         });
         let answers = futures::future::join_all(creates).await;
         let pairs = calls.into_iter().zip(answers);

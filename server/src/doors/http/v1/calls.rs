@@ -61,8 +61,8 @@ pub(super) struct Listing {
 
 /// A page of calls, newest first.
 #[derive(Serialize, ToSchema)]
-pub(super) struct CallList {
-    tool_calls: Vec<CallBody>,
+pub(super) struct CallList<'a> {
+    tool_calls: Vec<CallBody<'a>>,
     /// For the next page; none on the last.
     next_cursor: Option<String>,
 }
@@ -74,12 +74,13 @@ pub(super) async fn list(
     State(door): State<Door>,
     Who(caller): Who,
     Asked(listing): Asked<Listing>,
-) -> Result<Json<CallList>, Refused> {
+) -> Result<Response, Refused> {
     let page = door.engine.calls(&caller, query(listing)?).await?;
-    Ok(Json(CallList {
+    let list = CallList {
         tool_calls: page.calls.iter().map(CallBody::from).collect(),
         next_cursor: page.before.map(|id| id.to_string()),
-    }))
+    };
+    Ok(Json(list).into_response())
 }
 
 fn query(listing: Listing) -> Result<CallQuery, Error> {
@@ -146,8 +147,8 @@ pub(super) async fn cancel(
     Who(caller): Who,
     CallPath(id): CallPath,
     Body(body): Body<CancelBody>,
-) -> Result<Json<CallBody>, Refused> {
+) -> Result<Response, Refused> {
     let reason = body.reason.map(|reason| reason.chars().take(500).collect());
     let call = door.engine.cancel(&caller, &id, reason).await?;
-    Ok(Json(CallBody::from(call.as_ref())))
+    Ok(Json(CallBody::from(call.as_ref())).into_response())
 }
