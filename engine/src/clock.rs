@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use parking_lot::Mutex;
-use tokio::sync::watch;
+use tokio::sync::Notify;
 
 /// A boxed wait.
 pub type Sleep<'a> = Pin<Box<dyn Future<Output = ()> + Send + 'a>>;
@@ -44,34 +44,42 @@ impl Clock for SystemClock {
     }
 }
 
-/// A clock that stands still until it is told otherwise.
+/// A clock that stands still until it is told otherwise. Who waits is woken in the order they
+/// came, so that a simulation tells the same story each time.
 #[derive(Clone)]
 pub struct ManualClock {
-    now: Arc<Mutex<watch::Sender<u64>>>,
+    now: Arc<(Mutex<u64>, Notify)>,
 }
 
 impl ManualClock {
     /// A clock that shows this time.
     pub fn at(now_ms: u64) -> Self {
-        Self { now: Arc::new(Mutex::new(watch::Sender::new(now_ms))) }
+        Self { now: Arc::new((Mutex::new(now_ms), Notify::new())) }
     }
 
     /// Turns it forward.
     pub fn advance(&self, by_ms: u64) {
-        self.now.lock().send_modify(|now| *now += by_ms);
+        *self.now.0.lock() += by_ms;
+        self.now.1.notify_waiters();
     }
 }
 
 impl Clock for ManualClock {
     fn now_ms(&self) -> u64 {
-        *self.now.lock().borrow()
+        *self.now.0.lock()
     }
 
     fn sleep_until(&self, at_ms: u64) -> Sleep<'_> {
-        let mut seen = self.now.lock().subscribe();
         Box::pin(async move {
-            // The sender lives as long as `self`, so waiting cannot fail.
-            let _ = seen.wait_for(|now| *now >= at_ms).await;
+            loop {
+                let mut turned = std::pin::pin!(self.now.1.notified());
+                // In line before looking, so that a turn between the two is not missed.
+                turned.as_mut().enable();
+                if self.now_ms() >= at_ms {
+                    return;
+                }
+                turned.await;
+            }
         })
     }
 }

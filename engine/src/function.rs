@@ -227,6 +227,7 @@ impl Source for Functions {
         };
         let run = AssertUnwindSafe(async { tool.call(attempt.args, context).await });
         let result = tokio::select! {
+            biased;
             result = run.catch_unwind() => result.unwrap_or_else(|panic| {
                 Err(Fault::runtime(format!("the tool panicked: {}", panic_text(&*panic))))
             }),

@@ -23,7 +23,8 @@
 //! let caller = Caller::local("default");
 //! let ticket = engine.invoke(&caller, Invocation::new("calc.add", r#"{"a":20,"b":22}"#)?).await?;
 //! let call = engine.finished(&caller, &ticket.call.id).await?;
-//! assert_eq!(call.outcome.unwrap().data.unwrap().text(), "42");
+//! let answer = call.outcome.as_ref().and_then(|outcome| outcome.data.as_ref());
+//! assert_eq!(answer.map(|data| data.text()), Some("42"));
 //! # Ok(()) }
 //! ```
 

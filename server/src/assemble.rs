@@ -1,9 +1,11 @@
 //! Puts the parts together: the store, the engine, the built-in tools, the doors. Constructs and
 //! connects; decides nothing.
 
+use std::fs::File;
+use std::path::Path;
 use std::sync::Arc;
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use toolcrib::{Effect, Engine, FnTool, Risk, Tool};
 use toolcrib_store::SqliteStore;
 
@@ -12,9 +14,37 @@ use crate::doors::http::{Door, Settings};
 use crate::sources::builtin;
 use crate::telemetry;
 
+/// Two servers on one database would each believe to be the only writer: the first keeps this
+/// file locked for as long as it lives, however it ends.
+fn lock(store: &Path) -> anyhow::Result<File> {
+    if let Some(directory) = store.parent() {
+        std::fs::create_dir_all(directory)
+            .with_context(|| format!("cannot make {}", directory.display()))?;
+    }
+    let path = store.with_extension("lock");
+    let file = File::create(&path).with_context(|| format!("cannot make {}", path.display()))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(std::fs::TryLockError::WouldBlock) => bail!(
+            "another toolcrib serves {}: stop it, or choose another directory with --data-dir",
+            store.display()
+        ),
+        Err(std::fs::TryLockError::Error(error)) => {
+            Err(error).with_context(|| format!("cannot lock {}", path.display()))
+        }
+    }
+}
+
+/// A server's engine, and what keeps its database its own.
+pub struct Served {
+    pub engine: Engine,
+    _lock: File,
+}
+
 /// The engine of a server: it takes up what is open and runs its reconcilers.
-pub async fn engine(config: &Config) -> anyhow::Result<Engine> {
+pub async fn engine(config: &Config) -> anyhow::Result<Served> {
     let path = config.store_path()?;
+    let lock = lock(&path)?;
     let opened = {
         let path = path.clone();
         tokio::task::spawn_blocking(move || SqliteStore::open(&path)).await?
@@ -29,7 +59,7 @@ pub async fn engine(config: &Config) -> anyhow::Result<Engine> {
     if days > 0.0 {
         builder = builder.retention_ms((days * 86_400_000.0) as u64);
     }
-    Ok(builder.start().await?)
+    Ok(Served { engine: builder.start().await?, _lock: lock })
 }
 
 /// An engine for a look at the directory or a change to it: it runs nothing by itself, and may be

@@ -32,7 +32,8 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     telemetry::start_logging(&config.log.level, config.log.format);
     let listener = bind(&config.listen).await?;
     let address = listener.local_addr().context("the listener has no address")?;
-    let engine = assemble::engine(&config).await?;
+    let served = assemble::engine(&config).await?;
+    let engine = served.engine.clone();
     refuse_open_door(&engine, address)?;
     let router = crate::doors::http::router(assemble::door(&config, engine.clone()));
     first_screen(&config, &engine, address, began.elapsed());

@@ -1,7 +1,7 @@
 //! The desk's book-keeping, under one lock and without waiting: who is connected, what is in line,
 //! who has what in hand.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 
 use tokio::sync::mpsc::UnboundedSender;
 
@@ -44,7 +44,8 @@ struct Client {
     sessions: Vec<Connection>,
     /// In line for this client alone.
     pinned: VecDeque<CallId>,
-    in_hand: HashMap<CallId, InHand>,
+    /// By id, so that what comes again comes in the order it was asked for.
+    in_hand: BTreeMap<CallId, InHand>,
     last_turn: u64,
     last_seen_ms: u64,
 }

@@ -34,6 +34,13 @@ pub struct Door {
     pub metrics: Option<PrometheusHandle>,
 }
 
+impl Door {
+    /// A result and what is written around it.
+    fn max_result_body_bytes(&self) -> usize {
+        self.settings.max_body_bytes.max(self.engine.limits().max_result_bytes + 4_096)
+    }
+}
+
 /// The door's own limits.
 #[derive(Debug, Clone)]
 pub struct Settings {

@@ -41,6 +41,18 @@ impl<T: DeserializeOwned> FromRequest<Door> for Body<T> {
     }
 }
 
+/// A JSON body that carries a result, which may be larger than other bodies.
+pub(super) struct ResultBody<T>(pub(super) T);
+
+impl<T: DeserializeOwned> FromRequest<Door> for ResultBody<T> {
+    type Rejection = Refused;
+
+    async fn from_request(request: Request, door: &Door) -> Result<Self, Refused> {
+        let bytes = read(request, door.max_result_body_bytes()).await?;
+        Ok(Self(parse(&bytes)?))
+    }
+}
+
 /// A JSON document that fits `T`, or where it does not.
 pub(super) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Refused> {
     let unreadable = |error: NotJson| {

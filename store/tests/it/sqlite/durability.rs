@@ -146,12 +146,25 @@ async fn a_call_that_stayed_open_for_long_is_found_again() {
     let open = call();
     put(&store, &open).await;
     make_and_end(&store, 1_500).await;
-    make_and_end(&store, 1_500).await;
     drop(store);
+    let store = SqliteStore::open(&path).unwrap();
+    assert_eq!(open_ids(&store).await, std::slice::from_ref(&open.id));
+    // And while others come and go at the same time, so that they share commits.
+    let mut waiting: Vec<Call> = (0..1_500).map(|_| call()).collect();
+    futures::future::join_all(waiting.iter().map(|call| put(&store, call))).await;
     for _ in 0..2 {
-        let store = SqliteStore::open(&path).unwrap();
-        assert_eq!(open_ids(&store).await, std::slice::from_ref(&open.id));
+        let coming: Vec<Call> = (0..1_500).map(|_| call()).collect();
+        let turns = waiting.iter().zip(&coming).map(async |(old, new)| {
+            let done = ended(old, Status::Succeeded, NOW + 9);
+            futures::join!(save(&store, &done), put(&store, new));
+        });
+        futures::future::join_all(turns).await;
+        waiting = coming;
     }
+    drop(store);
+    let store = SqliteStore::open(&path).unwrap();
+    let found = store.open_calls(0, 10_000).await.unwrap();
+    assert_eq!((found.len(), &found[0].call), (1_501, &open));
 }
 
 /// A quiet server: all that ever was has ended and was purged before the next call comes.

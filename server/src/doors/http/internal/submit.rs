@@ -11,7 +11,7 @@ use utoipa::ToSchema;
 
 use super::super::Door;
 use super::super::answer::{Problem, Refused};
-use super::super::question::{Body, CallPath, Who};
+use super::super::question::{Body, CallPath, ResultBody, Who};
 use super::super::wire::reported_fault;
 
 /// How a call went.
@@ -69,7 +69,7 @@ pub(super) async fn submit(
     State(door): State<Door>,
     Who(caller): Who,
     CallPath(id): CallPath,
-    Body(body): Body<SubmitBody>,
+    ResultBody(body): ResultBody<SubmitBody>,
 ) -> Result<Json<SubmittedBody>, Refused> {
     let call = door.engine.report(&caller, &id, body.report()?).await?;
     let (tool_call_id, status) = (id.to_string(), call.status.as_str());

@@ -59,7 +59,7 @@ pub(in super::super) async fn ws(
     upgrade: WebSocketUpgrade,
 ) -> Result<Response, Refused> {
     toolcrib_provider(&caller)?;
-    let limit = door.settings.max_body_bytes.max(door.engine.limits().max_result_bytes + 4_096);
+    let limit = door.max_result_body_bytes();
     let upgrade = upgrade.max_message_size(limit).max_frame_size(limit);
     Ok(upgrade.on_upgrade(move |socket| converse(door, caller, socket)))
 }

@@ -1,0 +1,267 @@
+//! The engine as an embedding program uses it: in memory, with typed functions.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use toolcrib::args::{From as Comes, Mapping};
+use toolcrib::call::Hold;
+use toolcrib::clock::ManualClock;
+use toolcrib::engine::{CallQuery, Policies};
+use toolcrib::fault::Code;
+use toolcrib::retry::{Backoff, PolicyPatch};
+use toolcrib::task::{dispatch, purge, sweep};
+use toolcrib::tool::Alternate;
+use toolcrib::{
+    Call, Caller, Effect, Engine, Fault, FnTool, Invocation, Limits, Progress, Status, ToolContext,
+};
+
+#[derive(Deserialize, JsonSchema)]
+struct Add {
+    a: i64,
+    b: i64,
+}
+
+#[derive(Serialize, JsonSchema)]
+struct Sum {
+    sum: i64,
+}
+
+#[derive(Deserialize, JsonSchema)]
+struct Nothing {}
+
+fn adder() -> FnTool {
+    FnTool::new("calc.add", "Adds two integers", |args: Add| async move {
+        Ok::<_, Fault>(Sum { sum: args.a + args.b })
+    })
+}
+
+async fn call(engine: &Engine, tool: &str, args: &str) -> Arc<Call> {
+    let caller = Caller::local("default");
+    let ticket = engine.invoke(&caller, Invocation::new(tool, args).unwrap()).await.unwrap();
+    engine.finished(&caller, &ticket.call.id).await.unwrap()
+}
+
+fn fault(call: &Call) -> &Fault {
+    call.outcome.as_ref().unwrap().error.as_ref().unwrap()
+}
+
+#[tokio::test]
+async fn a_typed_function_is_a_tool() {
+    let engine = Engine::builder().tool(adder()).start().await.unwrap();
+    let call = call(&engine, "calc.add", r#"{"a": 20, "b": 22}"#).await;
+    assert_eq!(call.status, Status::Succeeded);
+    assert_eq!(call.outcome.as_ref().unwrap().data.as_ref().unwrap().text(), r#"{"sum":42}"#);
+    let tool = engine.tool(&Caller::local("default"), "calc.add").unwrap();
+    let schema = tool.definition.input_schema.value();
+    assert_eq!(schema["required"], serde_json::json!(["a", "b"]));
+    assert!(tool.definition.output_schema.is_some());
+    engine.shut_down(std::time::Duration::from_secs(1)).await;
+}
+
+#[tokio::test]
+async fn arguments_that_do_not_fit_are_refused_before_anything_is_stored() {
+    let engine = Engine::builder().tool(adder()).start().await.unwrap();
+    let caller = Caller::local("default");
+    let asked = Invocation::new("calc.add", r#"{"a": "x"}"#).unwrap();
+    let error = engine.invoke(&caller, asked).await.err().unwrap();
+    assert_eq!(error.code(), Code::ValidationError);
+    let toolcrib::Error::Refused { fault, .. } = error else { panic!() };
+    assert_eq!(fault.detail.unwrap()["problems"].as_array().unwrap().len(), 2);
+    let page = engine.calls(&caller, CallQuery { limit: 10, ..Default::default() }).await.unwrap();
+    assert!(page.calls.is_empty());
+}
+
+#[tokio::test]
+async fn a_panic_is_the_calls_fault() {
+    let broken = FnTool::new("t.panic", "Breaks", |_: Nothing| async {
+        if true {
+            panic!("out of cheese");
+        }
+        Ok::<_, Fault>(1)
+    });
+    let engine = Engine::builder().tool(broken).tool(adder()).start().await.unwrap();
+    let broken = call(&engine, "t.panic", "{}").await;
+    assert_eq!((broken.status, fault(&broken).code), (Status::Failed, Code::RuntimeError));
+    assert!(fault(&broken).message.contains("out of cheese"));
+    assert_eq!(call(&engine, "calc.add", r#"{"a":1,"b":1}"#).await.status, Status::Succeeded);
+}
+
+#[tokio::test]
+async fn a_read_tool_is_retried_and_an_irreversible_one_is_not() {
+    let tries = Arc::new(AtomicU32::new(0));
+    let flaky = |name: &str, effect| {
+        let tries = tries.clone();
+        FnTool::new(name, "Fails twice", move |_: Nothing| {
+            let n = tries.fetch_add(1, Ordering::SeqCst);
+            async move { if n < 2 { Err(Fault::runtime("not yet")) } else { Ok(n) } }
+        })
+        .effect(effect)
+    };
+    let policies = Policies {
+        global: toolcrib::retry::ExecutionPolicy {
+            backoff: Backoff { initial_ms: 1, ..Backoff::default() },
+            ..Default::default()
+        },
+        ..Policies::default()
+    };
+    let engine = Engine::builder()
+        .tool(flaky("t.read", Effect::Read))
+        .tool(flaky("t.once", Effect::Irreversible))
+        .policies(policies)
+        .start()
+        .await
+        .unwrap();
+    let read = call(&engine, "t.read", "{}").await;
+    let metrics = read.outcome.as_ref().unwrap().metrics;
+    assert_eq!((read.status, metrics.attempts, metrics.retries), (Status::Succeeded, 3, 2));
+    tries.store(0, Ordering::SeqCst);
+    let once = call(&engine, "t.once", "{}").await;
+    assert_eq!((once.status, once.attempt), (Status::Failed, 1));
+}
+
+#[tokio::test]
+async fn a_fallback_takes_over_with_mapped_arguments() {
+    let gone = FnTool::new("t.gone", "Never there", |_: Add| async {
+        Err::<Sum, _>(Fault::unreachable("no route"))
+    })
+    .policy(PolicyPatch { max_retries: Some(0), ..PolicyPatch::default() })
+    .fallback(vec![Alternate {
+        tool: "calc.add".into(),
+        args: Some(Mapping::from([
+            ("a".to_owned(), Comes::From("/b".into())),
+            ("b".to_owned(), Comes::Value(100.into())),
+        ])),
+    }]);
+    let engine = Engine::builder().tool(gone).tool(adder()).start().await.unwrap();
+    let call = call(&engine, "t.gone", r#"{"a":1,"b":2}"#).await;
+    assert_eq!(call.outcome.as_ref().unwrap().data.as_ref().unwrap().text(), r#"{"sum":102}"#);
+    assert_eq!((call.tool_name.as_str(), call.target.tool.as_str()), ("t.gone", "calc.add"));
+}
+
+#[tokio::test]
+async fn max_parallel_holds_and_the_rest_waits_in_line() {
+    let running = Arc::new(AtomicU32::new(0));
+    let most = Arc::new(AtomicU32::new(0));
+    let tool = {
+        let (running, most) = (running.clone(), most.clone());
+        FnTool::new("t.slow", "Counts who runs", move |_: Nothing| {
+            let (running, most) = (running.clone(), most.clone());
+            async move {
+                let now = running.fetch_add(1, Ordering::SeqCst) + 1;
+                most.fetch_max(now, Ordering::SeqCst);
+                tokio::task::yield_now().await;
+                running.fetch_sub(1, Ordering::SeqCst);
+                Ok::<_, Fault>(now)
+            }
+        })
+        .policy(PolicyPatch { max_parallel: Some(2), ..PolicyPatch::default() })
+    };
+    let engine = Engine::builder().tool(tool).start().await.unwrap();
+    let calls = (0..50).map(|_| call(&engine, "t.slow", "{}"));
+    for call in futures::future::join_all(calls).await {
+        assert_eq!(call.status, Status::Succeeded);
+    }
+    assert_eq!(most.load(Ordering::SeqCst), 2);
+}
+
+#[tokio::test]
+async fn a_full_crib_says_when_to_come_again() {
+    let stuck = FnTool::new("t.stuck", "Never ends", |_: Nothing| async {
+        std::future::pending::<Result<u32, Fault>>().await
+    });
+    let limits = Limits { max_open_calls: 3, ..Limits::default() };
+    let engine = Engine::builder().tool(stuck).limits(limits).start().await.unwrap();
+    let caller = Caller::local("default");
+    for _ in 0..3 {
+        engine.invoke(&caller, Invocation::new("t.stuck", "{}").unwrap()).await.unwrap();
+    }
+    let refused = engine.invoke(&caller, Invocation::new("t.stuck", "{}").unwrap()).await.err();
+    let Some(toolcrib::Error::Refused { fault, retry_after_ms }) = refused else { panic!() };
+    assert_eq!((fault.code, retry_after_ms.is_some()), (Code::Overloaded, true));
+}
+
+#[tokio::test]
+async fn deadlines_retries_and_retention_follow_the_clock() {
+    let clock = ManualClock::at(1_700_000_000_000);
+    let stuck = FnTool::new("t.stuck", "Never ends", |_: Nothing| async {
+        std::future::pending::<Result<u32, Fault>>().await
+    })
+    .timeout_ms(5_000);
+    let failing = FnTool::new("t.failing", "Always fails", |_: Nothing| async {
+        Err::<u32, _>(Fault::unreachable("no"))
+    });
+    let engine = Engine::builder().clock(Arc::new(clock.clone())).tool(stuck).tool(failing);
+    let engine = engine.idle().await.unwrap();
+    let caller = Caller::local("default");
+    let asked = Invocation::new("t.stuck", "{}").unwrap();
+    let stuck = engine.invoke(&caller, asked).await.unwrap().call.id.clone();
+    let asked = Invocation::new("t.failing", "{}").unwrap();
+    let failing = engine.invoke(&caller, asked).await.unwrap().call.id.clone();
+    while engine.call(&caller, &failing).await.unwrap().status == Status::Running {
+        tokio::task::yield_now().await;
+    }
+    let waiting = engine.call(&caller, &failing).await.unwrap();
+    assert!(matches!(waiting.hold, Some(Hold::Retry { .. })), "{waiting:?}");
+    assert_eq!(sweep::run_once(&engine).await, 0, "nothing is due yet");
+    clock.advance(5_000);
+    sweep::run_once(&engine).await;
+    assert_eq!(engine.call(&caller, &stuck).await.unwrap().status, Status::Timeout);
+    assert_eq!(dispatch::run_once(&engine).await, 1, "the retry is due");
+    assert_eq!(purge::run_once(&engine, 1_000).await.unwrap(), 0, "too young");
+    clock.advance(1_001);
+    assert_eq!(purge::run_once(&engine, 1_000).await.unwrap(), 1);
+    assert_eq!(engine.call(&caller, &stuck).await.err().unwrap().code(), Code::NotFound);
+}
+
+#[tokio::test]
+async fn cancel_reaches_the_function_and_progress_the_events() {
+    let seen = Arc::new(tokio::sync::Notify::new());
+    let tool = {
+        let seen = seen.clone();
+        FnTool::with_context("t.long", "Waits", move |_: Nothing, context: ToolContext| {
+            let seen = seen.clone();
+            async move {
+                context.progress(Progress { percent: Some(50.0), ..Progress::default() });
+                tokio::spawn(async move {
+                    context.canceled.cancelled().await;
+                    seen.notify_one();
+                });
+                std::future::pending::<Result<u32, Fault>>().await
+            }
+        })
+    };
+    let engine = Engine::builder().tool(tool).start().await.unwrap();
+    let caller = Caller::local("default");
+    let asked = Invocation::new("t.long", "{}").unwrap();
+    let id = engine.invoke(&caller, asked).await.unwrap().call.id.clone();
+    let query = toolcrib::engine::EventQuery::Call(id.clone());
+    let mut after = 0;
+    'progress: loop {
+        for event in engine.events(&caller, &query, after, 10).await.unwrap() {
+            after = event.number;
+            if event.record.kind == toolcrib::event::Kind::Progress {
+                assert_eq!(event.record.data["percent"], 50.0);
+                break 'progress;
+            }
+        }
+    }
+    let canceled = engine.cancel(&caller, &id, Some("changed my mind".into())).await.unwrap();
+    assert_eq!(canceled.status, Status::Canceled);
+    assert!(fault(&canceled).message.contains("changed my mind"));
+    seen.notified().await;
+}
+
+#[tokio::test]
+async fn one_project_does_not_see_another() {
+    let engine = Engine::builder().tool(adder()).start().await.unwrap();
+    let (here, there) = (Caller::local("here"), Caller::local("there"));
+    let asked = Invocation::new("calc.add", r#"{"a":1,"b":1}"#).unwrap();
+    let id = engine.invoke(&here, asked).await.unwrap().call.id.clone();
+    engine.finished(&here, &id).await.unwrap();
+    assert_eq!(engine.call(&there, &id).await.err().unwrap().code(), Code::NotFound);
+    assert_eq!(engine.cancel(&there, &id, None).await.err().unwrap().code(), Code::NotFound);
+    let page = engine.calls(&there, CallQuery { limit: 10, ..Default::default() }).await.unwrap();
+    assert!(page.calls.is_empty());
+}

@@ -1,0 +1,8 @@
+//! The engine from outside: its guarantees under a seeded simulation, and the rules of the house.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod engine;
+mod simulation;
+mod support;
+mod tidy;

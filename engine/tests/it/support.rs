@@ -1,0 +1,158 @@
+//! What the tests share: a store that fails when told to, and numbers from a seed.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use async_trait::async_trait;
+use parking_lot::Mutex;
+use toolcrib::Call;
+use toolcrib::directory::{AuditEntry, Change, Directory};
+use toolcrib::event::{Event, Record};
+use toolcrib::id::CallId;
+use toolcrib::store::{
+    CallFilter, Created, EventScope, MemoryStore, NewCall, Open, Saved, Store, StoreError,
+};
+
+/// Numbers that depend on nothing but the seed.
+#[derive(Clone)]
+pub struct Chance(Arc<Mutex<u64>>);
+
+impl Chance {
+    pub fn of(seed: u64) -> Self {
+        Self(Arc::new(Mutex::new(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)))
+    }
+
+    /// From 0 up to, not including, `below`.
+    pub fn below(&self, below: u64) -> u64 {
+        let mut state = self.0.lock();
+        *state ^= *state << 13;
+        *state ^= *state >> 7;
+        *state ^= *state << 17;
+        (*state >> 11) % below
+    }
+
+    /// True so many times in a hundred.
+    pub fn percent(&self, percent: u64) -> bool {
+        self.below(100) < percent
+    }
+
+    pub fn pick<'a, T>(&self, all: &'a [T]) -> Option<&'a T> {
+        if all.is_empty() { None } else { all.get(self.below(all.len() as u64) as usize) }
+    }
+}
+
+/// A memory store whose writes fail now and then, as a full disk or a lock makes them fail:
+/// nothing of a failed write is done.
+pub struct FlakyStore {
+    inner: MemoryStore,
+    chance: Chance,
+    failing_percent: AtomicU64,
+}
+
+impl FlakyStore {
+    pub fn new(chance: Chance) -> Arc<Self> {
+        let (inner, failing_percent) = (MemoryStore::default(), AtomicU64::new(0));
+        Arc::new(Self { inner, chance, failing_percent })
+    }
+
+    pub fn fail(&self, percent: u64) {
+        self.failing_percent.store(percent, Ordering::Relaxed);
+    }
+
+    fn trouble(&self) -> Result<(), StoreError> {
+        let percent = self.failing_percent.load(Ordering::Relaxed);
+        if percent > 0 && self.chance.percent(percent) {
+            return Err(StoreError::Unavailable("disk full".into()));
+        }
+        Ok(())
+    }
+}
+
+#[async_trait]
+impl Store for FlakyStore {
+    async fn create(&self, new: NewCall) -> Result<Created, StoreError> {
+        self.trouble()?;
+        self.inner.create(new).await
+    }
+
+    async fn save(&self, call: Arc<Call>, records: Vec<Record>) -> Result<Saved, StoreError> {
+        self.trouble()?;
+        self.inner.save(call, records).await
+    }
+
+    async fn append(
+        &self,
+        project: &str,
+        id: &CallId,
+        records: Vec<Record>,
+    ) -> Result<(), StoreError> {
+        self.trouble()?;
+        self.inner.append(project, id, records).await
+    }
+
+    async fn call(&self, project: &str, id: &CallId) -> Result<Option<Call>, StoreError> {
+        self.inner.call(project, id).await
+    }
+
+    async fn calls(&self, filter: CallFilter) -> Result<Vec<Call>, StoreError> {
+        self.inner.calls(filter).await
+    }
+
+    async fn open_calls(&self, after: u64, limit: usize) -> Result<Vec<Open>, StoreError> {
+        self.inner.open_calls(after, limit).await
+    }
+
+    async fn events(
+        &self,
+        scope: EventScope,
+        after: u64,
+        limit: usize,
+    ) -> Result<Vec<Event>, StoreError> {
+        self.inner.events(scope, after, limit).await
+    }
+
+    async fn newest_event(&self, scope: EventScope) -> Result<u64, StoreError> {
+        self.inner.newest_event(scope).await
+    }
+
+    async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<usize, StoreError> {
+        self.inner.purge(ended_before_ms, limit).await
+    }
+
+    async fn directory_version(&self) -> Result<u64, StoreError> {
+        self.inner.directory_version().await
+    }
+
+    async fn directory(&self) -> Result<Directory, StoreError> {
+        self.inner.directory().await
+    }
+
+    async fn change(
+        &self,
+        change: Change,
+        decided_on: u64,
+        audit: Option<AuditEntry>,
+    ) -> Result<Saved, StoreError> {
+        self.inner.change(change, decided_on, audit).await
+    }
+
+    async fn audit(&self, entry: AuditEntry) -> Result<(), StoreError> {
+        self.inner.audit(entry).await
+    }
+
+    async fn audit_log(
+        &self,
+        project: Option<String>,
+        limit: usize,
+    ) -> Result<Vec<AuditEntry>, StoreError> {
+        self.inner.audit_log(project, limit).await
+    }
+
+    async fn check(&self) -> Result<(), StoreError> {
+        self.trouble()
+    }
+
+    async fn size_bytes(&self) -> Result<u64, StoreError> {
+        self.inner.size_bytes().await
+    }
+}

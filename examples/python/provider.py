@@ -1,0 +1,28 @@
+"""A tool provider in Python: offers demo.greet to Toolcrib and executes its calls."""
+import json, os, time, urllib.error, urllib.request
+
+SERVER = os.environ.get("TOOLCRIB_SERVER", "http://127.0.0.1:8080")
+KEY = os.environ.get("TOOLCRIB_KEY")  # a key of the role provider, where the server has keys
+CLIENT = "client_demo"
+SCHEMA = {"type": "object", "required": ["name"],
+          "properties": {"name": {"type": "string"}, "seconds": {"type": "number"}}}
+TOOL = {"name": "demo.greet", "description": "Greets somebody, after some seconds of thought.",
+        "schema": SCHEMA, "timeout_ms": 60000, "effect": "read"}
+
+def ask(method, path, body=None):
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {KEY}"} if KEY else {})
+    request = urllib.request.Request(SERVER + path, body and json.dumps(body).encode(), headers, method=method)
+    while True:  # while the server is away or busy, ask again: the calls are safe there
+        try:
+            return json.load(urllib.request.urlopen(request, timeout=60))
+        except OSError as error:
+            if getattr(error, "code", 503) not in (429, 503):
+                return json.load(error)  # refused, for instance because the call was canceled
+            time.sleep(1)
+
+print(ask("POST", "/internal/tools/register", {"client_id": CLIENT, "tools": [TOOL]}), flush=True)
+while True:
+    for call in ask("GET", f"/internal/ingress/poll?client_id={CLIENT}&wait_ms=30000")["requests"]:
+        time.sleep(call["args"].get("seconds", 0))
+        answer = {"status": "SUCCEEDED", "result": {"greeting": f"Hello, {call['args']['name']}!"}, "client_id": CLIENT}
+        print(ask("POST", f"/internal/tool_calls/{call['tool_call_id']}/submit", answer), flush=True)
