@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 use tokio::sync::watch;
@@ -26,6 +27,23 @@ pub struct Listener {
     seen: watch::Receiver<u64>,
     // Keeps the topic registered while somebody listens; see `LocalBus::wake`.
     _topic: Arc<watch::Sender<u64>>,
+    _followed: Option<Followed>,
+}
+
+/// Counts one listener for as long as it is kept.
+struct Followed(Arc<AtomicUsize>);
+
+impl Followed {
+    fn new(count: &Arc<AtomicUsize>) -> Self {
+        count.fetch_add(1, Ordering::AcqRel);
+        Self(count.clone())
+    }
+}
+
+impl Drop for Followed {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::AcqRel);
+    }
 }
 
 impl Listener {
@@ -42,12 +60,19 @@ pub trait Bus: Send + Sync + 'static {
 
     /// Listens from now on.
     fn listen(&self, topic: Topic) -> Listener;
+
+    /// Whether anybody could listen to more than single calls; asked before such a topic is made.
+    fn is_followed(&self) -> bool {
+        true
+    }
 }
 
 /// Wakes within one process.
 #[derive(Default)]
 pub struct LocalBus {
     topics: Mutex<HashMap<Topic, Arc<watch::Sender<u64>>>>,
+    /// How many runs, projects and directories are listened to.
+    followed: Arc<AtomicUsize>,
 }
 
 impl Bus for LocalBus {
@@ -67,8 +92,13 @@ impl Bus for LocalBus {
         if topics.len() > 1024 && topics.len().is_power_of_two() {
             topics.retain(|_, sender| Arc::strong_count(sender) > 1);
         }
+        let followed = (!matches!(topic, Topic::Call(_))).then(|| Followed::new(&self.followed));
         let sender = topics.entry(topic).or_insert_with(|| Arc::new(watch::Sender::new(0)));
-        Listener { seen: sender.subscribe(), _topic: sender.clone() }
+        Listener { seen: sender.subscribe(), _topic: sender.clone(), _followed: followed }
+    }
+
+    fn is_followed(&self) -> bool {
+        self.followed.load(Ordering::Acquire) > 0
     }
 }
 
@@ -83,6 +113,7 @@ mod tests {
         bus.wake(&Topic::Directory);
         listener.woken().await;
         drop(listener);
+        assert!(!bus.is_followed());
         bus.wake(&Topic::Directory);
         assert!(bus.topics.lock().is_empty(), "a topic without listeners is forgotten");
     }

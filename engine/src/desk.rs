@@ -75,7 +75,8 @@ pub enum Memory {
 pub enum Line {
     /// It is held open, and what was not acknowledged goes back in line when it ends.
     Open,
-    /// One question, one answer; what was not acknowledged goes back after [`POLL_LEASE_MS`].
+    /// One question, one answer; what was lent and not acknowledged goes back after
+    /// [`POLL_LEASE_MS`], what the answer did not bring goes back at once.
     Poll,
 }
 
@@ -139,6 +140,11 @@ impl Desk {
         self.state.lock().view(project)
     }
 
+    /// Hangs up on everybody, for good.
+    pub fn close(&self) {
+        self.state.lock().close();
+    }
+
     /// How many connections are open.
     pub fn connections(&self) -> usize {
         self.state.lock().connections()
@@ -152,9 +158,15 @@ impl Desk {
 }
 
 impl Session {
-    /// The next message; none once another session of this client took over for good.
+    /// The next message; none once the desk was closed.
     pub async fn next(&mut self) -> Option<Message> {
         self.inbox.recv().await
+    }
+
+    /// The request leaves with the answer and may be acknowledged later: it stays with the client
+    /// for [`POLL_LEASE_MS`] after this connection ended.
+    pub fn lend(&self, call_id: &CallId) {
+        self.state.lock().lend(&self.client, call_id, self.clock.now_ms());
     }
 
     /// A message that is already there.

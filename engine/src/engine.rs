@@ -184,6 +184,7 @@ impl Engine {
         self.inner.attempts.close();
         let _ = tokio::time::timeout(limit, self.inner.attempts.wait()).await;
         self.inner.stopping.cancel();
+        self.inner.desk.close();
         self.inner.tasks.close();
         self.inner.tasks.wait().await;
     }

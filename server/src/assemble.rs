@@ -83,7 +83,7 @@ pub fn door(config: &Config, engine: Engine) -> Door {
         window: config.ingress.window as usize,
         default_allow: config.auth.default_allow.clone(),
     };
-    Door { engine, settings: Arc::new(settings), metrics: telemetry::start_metrics() }
+    Door { engine, settings: Arc::new(settings), metrics: telemetry::metrics() }
 }
 
 fn builtin_tools(config: &Config) -> anyhow::Result<Vec<Arc<dyn Tool>>> {

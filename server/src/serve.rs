@@ -5,6 +5,7 @@
 //! takes no more calls, lets what runs finish within a limit, and leaves the rest to the next
 //! start, which settles it.
 
+use std::convert::Infallible;
 use std::io::IsTerminal;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -18,7 +19,6 @@ use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use toolcrib::{Caller, Engine};
-use tower::Service;
 
 use crate::config::Config;
 use crate::{assemble, telemetry};
@@ -38,17 +38,19 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     let router = crate::doors::http::router(assemble::door(&config, engine.clone()));
     first_screen(&config, &engine, address, began.elapsed());
     let stopping = CancellationToken::new();
-    let limits = Limits {
-        connections: config.limits.max_connections,
-        header: Duration::from_millis(config.limits.request_header_timeout_ms),
-    };
+    let limits = Limits::of(&config);
     let connections = TaskTracker::new();
+    let stop = async {
+        told_to_stop().await;
+        tracing::info!("stopping: no more calls are taken, what runs may finish");
+        engine.shut_down(Duration::from_millis(config.shutdown.drain_ms)).await;
+    };
+    // Whoever comes meanwhile is told to come back later, instead of waiting for nothing.
     tokio::select! {
         () = accept(&listener, router, &limits, &connections, &stopping) => {}
-        () = told_to_stop() => {}
+        () = stop => {}
     }
-    tracing::info!("stopping: no more calls are taken, what runs may finish");
-    engine.shut_down(Duration::from_millis(config.shutdown.drain_ms)).await;
+    drop(listener);
     stopping.cancel();
     connections.close();
     let _ = tokio::time::timeout(HANG_UP, connections.wait()).await;
@@ -112,9 +114,30 @@ fn first_screen(config: &Config, engine: &Engine, address: SocketAddr, took: Dur
     );
 }
 
+/// Serves a router on a listener until told to stop: for a program that has its own way to start
+/// and stop.
+pub async fn on(listener: TcpListener, router: Router, config: &Config, stop: CancellationToken) {
+    let (limits, connections) = (Limits::of(config), TaskTracker::new());
+    tokio::select! {
+        () = accept(&listener, router, &limits, &connections, &stop) => {}
+        () = stop.cancelled() => {}
+    }
+    connections.close();
+    let _ = tokio::time::timeout(HANG_UP, connections.wait()).await;
+}
+
 struct Limits {
     connections: usize,
     header: Duration,
+}
+
+impl Limits {
+    fn of(config: &Config) -> Self {
+        Self {
+            connections: config.limits.max_connections,
+            header: Duration::from_millis(config.limits.request_header_timeout_ms),
+        }
+    }
 }
 
 async fn accept(
@@ -155,8 +178,9 @@ async fn serve_connection(
     let _ = stream.set_nodelay(true);
     let service =
         hyper::service::service_fn(move |request: hyper::Request<hyper::body::Incoming>| {
-            let mut router = router.clone();
-            async move { router.call(request.map(axum::body::Body::new)).await }
+            let router = router.clone();
+            let request = request.map(axum::body::Body::new);
+            async move { Ok::<_, Infallible>(crate::doors::http::answer(router, request).await) }
         });
     let connection = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())

@@ -21,6 +21,8 @@ pub(super) struct State {
     clients: HashMap<ClientKey, Client>,
     /// Rises with everything that has an order: sessions, requests, turns.
     count: u64,
+    /// Nobody is given anything any more.
+    closed: bool,
 }
 
 struct Parked {
@@ -34,7 +36,7 @@ struct InHand {
     acknowledged: bool,
     /// The connection it was given on; none = its client hung up.
     session: Option<u64>,
-    /// When an unacknowledged, polled request goes back in line.
+    /// When an unacknowledged request that was handed over goes back in line.
     lease_until_ms: Option<u64>,
 }
 
@@ -88,6 +90,9 @@ impl State {
         now_ms: u64,
     ) -> u64 {
         let number = self.tick();
+        if self.closed {
+            return number;
+        }
         let key = (arrival.project, arrival.client_id);
         let client = self.clients.entry(key.clone()).or_default();
         client.offers = arrival.offers;
@@ -131,18 +136,23 @@ impl State {
         }
     }
 
+    /// A session ends when its connection's sender is gone. What was in line or in hand is left as
+    /// it is: the next start finds it in the store.
+    pub(super) fn close(&mut self) {
+        self.closed = true;
+        self.clients.values_mut().for_each(|client| client.sessions.clear());
+    }
+
     pub(super) fn hang_up(&mut self, key: &ClientKey, number: u64, now_ms: u64) {
         let Some(client) = self.clients.get_mut(key) else { return };
         client.last_seen_ms = now_ms;
         let Some(at) = client.sessions.iter().position(|c| c.number == number) else { return };
-        let line = client.sessions.remove(at).line;
+        client.sessions.remove(at);
         let mut back = Vec::new();
         for (id, held) in client.in_hand.iter_mut().filter(|(_, h)| h.session == Some(number)) {
             held.session = None;
-            match (line, held.acknowledged) {
-                (Line::Open, false) => back.push(id.clone()),
-                (Line::Poll, false) => held.lease_until_ms = Some(now_ms + POLL_LEASE_MS),
-                (_, true) => {}
+            if !held.acknowledged && held.lease_until_ms.is_none() {
+                back.push(id.clone());
             }
         }
         self.take_back(key, back, now_ms);
@@ -304,6 +314,14 @@ impl State {
         if let Some(held) = self.clients.get_mut(&key).and_then(|c| c.in_hand.get_mut(id)) {
             held.acknowledged = true;
             held.lease_until_ms = None;
+        }
+    }
+
+    pub(super) fn lend(&mut self, key: &ClientKey, id: &CallId, now_ms: u64) {
+        if let Some(held) = self.clients.get_mut(key).and_then(|c| c.in_hand.get_mut(id))
+            && !held.acknowledged
+        {
+            held.lease_until_ms = Some(now_ms + POLL_LEASE_MS);
         }
     }
 

@@ -143,6 +143,7 @@ async fn a_polled_request_comes_again_when_its_lease_is_over() {
     let call = room.put(Effect::Irreversible, None, None).await;
     let mut poll = room.connect("one", Line::Poll, Memory::Forgets, 1);
     assert_eq!(ids(&mut poll), [(call.clone(), false)]);
+    poll.lend(&call);
     drop(poll);
     let mut poll = room.connect("one", Line::Poll, Memory::Forgets, 1);
     assert_eq!(ids(&mut poll), [], "it is being worked on");
@@ -151,6 +152,18 @@ async fn a_polled_request_comes_again_when_its_lease_is_over() {
     room.desk.run_once();
     let mut poll = room.connect("one", Line::Poll, Memory::Forgets, 1);
     assert_eq!(ids(&mut poll), [(call, true)]);
+}
+
+#[tokio::test]
+async fn what_a_poll_did_not_bring_goes_back_in_line_at_once() {
+    let room = Room::new();
+    let read = room.put(Effect::Read, None, None).await;
+    let unread = room.put(Effect::Read, None, None).await;
+    let mut poll = room.connect("one", Line::Poll, Memory::Forgets, 2);
+    assert!(matches!(poll.ready(), Some(Message::Request(request)) if request.call_id == read));
+    drop(poll);
+    let mut two = room.connect("two", Line::Open, Memory::Forgets, 8);
+    assert_eq!(ids(&mut two), [(read, true), (unread, true)]);
 }
 
 #[tokio::test]
@@ -181,4 +194,16 @@ async fn a_cancel_reaches_the_client_that_has_it() {
     room.desk.settled(&waiting, 1);
     let mut nobody = room.connect("nobody", Line::Open, Memory::Forgets, 8);
     assert_eq!(ids(&mut nobody), [], "what is canceled is not given out");
+}
+
+#[tokio::test]
+async fn a_closed_desk_hangs_up_on_everybody() {
+    let room = Room::new();
+    let mut before = room.connect("one", Line::Open, Memory::Forgets, 8);
+    room.desk.close();
+    assert!(before.next().await.is_none());
+    room.put(Effect::Read, None, None).await;
+    let mut after = room.connect("one", Line::Poll, Memory::Forgets, 8);
+    assert!(after.next().await.is_none());
+    assert_eq!(room.desk.connections(), 0);
 }

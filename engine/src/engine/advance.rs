@@ -158,6 +158,9 @@ impl Inner {
     /// Wakes whoever waits for news of this call.
     pub(crate) fn announce(&self, call: &Call) {
         self.bus.wake(&Topic::Call(call.id.clone()));
+        if !self.bus.is_followed() {
+            return;
+        }
         let (project, run_id) = (call.project.clone(), call.run_id.clone());
         self.bus.wake(&Topic::Run { project, run_id });
         self.bus.wake(&Topic::Project(call.project.clone()));

@@ -100,8 +100,7 @@ impl Inner {
         tool: &str,
     ) -> Result<(), Error> {
         let Decision::Denied(reason) = catalog.decide(caller, tool) else {
-            metrics::counter!("toolcrib_policy_decisions_total", "decision" => "allow")
-                .increment(1);
+            measure::allowed();
             return Ok(());
         };
         metrics::counter!("toolcrib_policy_decisions_total", "decision" => "deny").increment(1);

@@ -1,14 +1,63 @@
 //! What `/metrics` shows about calls. Counts only; never an id or an argument.
+//!
+//! The counters that every call touches are looked up once and kept; those of failures are looked
+//! up when one happens.
 
-use metrics::{counter, histogram};
+use std::sync::LazyLock;
 
-use crate::call::Call;
+use metrics::{Counter, Histogram, counter, histogram};
+
+use crate::call::{Call, Status};
 use crate::source::Started;
 use crate::tool::Executor;
 
+struct Usual {
+    accepted: Counter,
+    succeeded: Counter,
+    latency: Histogram,
+    queue: Histogram,
+    /// Attempts that were ok, failed or parked.
+    attempts: [Counter; 3],
+}
+
+const ATTEMPTS: [&str; 3] = ["ok", "failed", "parked"];
+
+/// By executor, in the order of [`Executor::ALL`].
+static USUAL: LazyLock<Vec<Usual>> = LazyLock::new(|| {
+    let of = |executor: &Executor| {
+        let source = executor.as_str();
+        Usual {
+            accepted: counter!("toolcrib_tool_calls_accepted_total", "source" => source),
+            succeeded: counter!(
+                "toolcrib_tool_calls_total",
+                "source" => source, "status" => Status::Succeeded.as_str(), "error_code" => ""
+            ),
+            latency: histogram!("toolcrib_tool_call_duration_seconds", "source" => source),
+            queue: histogram!("toolcrib_tool_call_queue_seconds", "source" => source),
+            attempts: ATTEMPTS.map(|outcome| {
+                counter!(
+                    "toolcrib_dispatch_attempts_total",
+                    "source" => source, "outcome" => outcome
+                )
+            }),
+        }
+    };
+    Executor::ALL.iter().map(of).collect()
+});
+
+static ALLOWED: LazyLock<Counter> =
+    LazyLock::new(|| counter!("toolcrib_policy_decisions_total", "decision" => "allow"));
+
+fn usual(executor: Executor) -> &'static Usual {
+    &USUAL[executor as usize]
+}
+
+pub(super) fn allowed() {
+    ALLOWED.increment(1);
+}
+
 pub(super) fn accepted(call: &Call) {
-    counter!("toolcrib_tool_calls_accepted_total", "source" => call.target.executor.as_str())
-        .increment(1);
+    usual(call.target.executor).accepted.increment(1);
 }
 
 pub(super) fn moved(before: &Call, after: &Call) {
@@ -16,29 +65,39 @@ pub(super) fn moved(before: &Call, after: &Call) {
         return;
     }
     let Some(outcome) = &after.outcome else { return };
-    let code = outcome.error.as_ref().map_or("", |fault| fault.code.as_str());
-    let source = after.target.executor.as_str();
-    counter!(
-        "toolcrib_tool_calls_total",
-        "source" => source, "status" => after.status.as_str(), "error_code" => code
-    )
-    .increment(1);
+    let usual = usual(after.target.executor);
+    match &outcome.error {
+        None => usual.succeeded.increment(1),
+        Some(fault) => counter!(
+            "toolcrib_tool_calls_total",
+            "source" => after.target.executor.as_str(),
+            "status" => after.status.as_str(),
+            "error_code" => fault.code.as_str()
+        )
+        .increment(1),
+    }
     let seconds = |ms: u64| ms as f64 / 1_000.0;
-    histogram!("toolcrib_tool_call_duration_seconds", "source" => source)
-        .record(seconds(outcome.metrics.latency_ms));
-    histogram!("toolcrib_tool_call_queue_seconds", "source" => source)
-        .record(seconds(outcome.metrics.queue_ms));
+    usual.latency.record(seconds(outcome.metrics.latency_ms));
+    usual.queue.record(seconds(outcome.metrics.queue_ms));
 }
 
 pub(super) fn attempted(executor: Executor, started: &Started) {
-    let outcome = match started {
-        Started::Done(Ok(_)) => "ok",
-        Started::Done(Err(_)) => "failed",
-        Started::Parked => "parked",
+    let which = match started {
+        Started::Done(Ok(_)) => 0,
+        Started::Done(Err(_)) => 1,
+        Started::Parked => 2,
     };
-    counter!(
-        "toolcrib_dispatch_attempts_total",
-        "source" => executor.as_str(), "outcome" => outcome
-    )
-    .increment(1);
+    usual(executor).attempts[which].increment(1);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn executors_are_counted_apart() {
+        for (n, executor) in Executor::ALL.into_iter().enumerate() {
+            assert_eq!(executor as usize, n);
+        }
+    }
 }

@@ -13,17 +13,18 @@ use std::sync::Arc;
 use axum::Router;
 use axum::extract::{DefaultBodyLimit, Request};
 use axum::http::{HeaderValue, StatusCode};
-use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
+use futures::FutureExt;
 use metrics_exporter_prometheus::PrometheusHandle;
 use toolcrib::Engine;
 use toolcrib::fault::{Code, Fault};
-use tower_http::catch_panic::CatchPanicLayer;
+use tower::Service;
 use utoipa::OpenApi;
 use utoipa_axum::router::OpenApiRouter;
 
 pub use answer::Problem;
-use answer::problem;
+pub use docs::errors_page;
+use answer::{problem, problem_as};
 use docs::Security;
 
 /// What the door needs to know.
@@ -107,8 +108,6 @@ pub fn router(door: Door) -> Router {
         .method_not_allowed_fallback(wrong_method)
         // Bodies are read and limited by `question::Body`, which answers in our own words.
         .layer(DefaultBodyLimit::disable())
-        .layer(CatchPanicLayer::custom(panicked))
-        .layer(axum::middleware::from_fn(stamp))
 }
 
 async fn unknown_path(request: Request) -> Response {
@@ -120,9 +119,7 @@ async fn unknown_path(request: Request) -> Response {
 async fn wrong_method(request: Request) -> Response {
     let path: String = request.uri().path().chars().take(200).collect();
     let message = format!("{path} does not answer {}", request.method());
-    let mut answer = problem(&Fault::new(Code::BadRequest, message), None);
-    *answer.status_mut() = StatusCode::METHOD_NOT_ALLOWED;
-    answer
+    problem_as(StatusCode::METHOD_NOT_ALLOWED, &Fault::new(Code::BadRequest, message), None)
 }
 
 /// A panic in a door is one request's misfortune; the log has it.
@@ -133,15 +130,22 @@ fn panicked(panic: Box<dyn std::any::Any + Send + 'static>) -> Response {
     problem(&Fault::new(Code::Internal, "internal error"), None).into_response()
 }
 
-/// Every answer carries the request's id (the caller's own, if it sent one) and the version.
-async fn stamp(request: Request, next: Next) -> Response {
-    const REQUEST_ID: &str = "x-request-id";
+const REQUEST_ID: &str = "x-request-id";
+
+/// Answers one request: what every answer carries, and what a panic becomes. Done around the
+/// router and not as its layers, because each layer there costs a call a few allocations.
+pub async fn answer(mut router: Router, request: Request) -> Response {
     let given = request.headers().get(REQUEST_ID).filter(|id| id.len() <= 128).cloned();
     let id = given.unwrap_or_else(|| {
         let fresh = format!("req_{}", ulid::Ulid::generate());
         HeaderValue::from_str(&fresh).unwrap_or(HeaderValue::from_static("req"))
     });
-    let mut answer = next.run(request).await;
+    let answered = std::panic::AssertUnwindSafe(router.call(request)).catch_unwind().await;
+    let mut answer = match answered {
+        Ok(Ok(answer)) => answer,
+        Ok(Err(never)) => match never {},
+        Err(panic) => panicked(panic),
+    };
     if answer.status().is_server_error() {
         tracing::warn!(request_id = ?id, status = answer.status().as_u16(), "answered");
     }

@@ -50,7 +50,8 @@ impl Desk {
             ])?;
         let place = self.connection.last_insert_rowid();
         if call.completed_ms.is_none() {
-            self.opened.push(place);
+            self.opened.push((place, call.id.clone()));
+            self.places.insert(call.id.clone(), (call.project.as_str().into(), place));
         }
         if let Some(key) = key {
             self.connection
@@ -84,22 +85,16 @@ impl Desk {
 
     pub(super) fn save(&mut self, row: &CallRow, records: &[RecordRow]) -> rusqlite::Result<Saved> {
         let call = &row.call;
-        // Looked up first: RETURNING would build a table for its one row, each time.
-        let place: Option<i64> = self
+        let before = call.version as i64 - 1;
+        let Some(place) = self.place_of(&call.project, &call.id)? else {
+            return Ok(Saved::Stale);
+        };
+        let saved = self
             .connection
-            .prepare_cached(
-                "SELECT place FROM calls WHERE project = ?1 AND id = ?2 AND version = ?3",
-            )?
-            .query_row(params![call.project, call.id.as_str(), call.version as i64 - 1], |row| {
-                row.get(0)
-            })
-            .optional()?;
-        let Some(place) = place else { return Ok(Saved::Stale) };
-        self.connection
             .prepare_cached(
                 "UPDATE calls SET executor = ?1, status = ?2, hold = ?3, started_ms = ?4, \
                  completed_ms = ?5, version = ?6, result = ?7, error = ?8, state = ?9, \
-                 events = events || ?10 WHERE place = ?11",
+                 events = events || ?10 WHERE place = ?11 AND version = ?12",
             )?
             .execute(params![
                 call.target.executor.as_str(),
@@ -113,9 +108,13 @@ impl Desk {
                 row.state,
                 self.numbers(records.len()),
                 place,
+                before,
             ])?;
+        if saved == 0 {
+            return Ok(Saved::Stale);
+        }
         if call.completed_ms.is_some() {
-            self.ended.push(place);
+            self.ended.push((place, call.id.clone()));
         }
         self.record(place, records)?;
         Ok(Saved::Yes)
@@ -127,16 +126,24 @@ impl Desk {
         id: &CallId,
         records: &[RecordRow],
     ) -> rusqlite::Result<()> {
-        let place: Option<i64> = self
-            .connection
-            .prepare_cached("SELECT place FROM calls WHERE project = ?1 AND id = ?2")?
-            .query_row(params![project, id.as_str()], |row| row.get(0))
-            .optional()?;
-        let Some(place) = place else { return Ok(()) };
+        let Some(place) = self.place_of(project, id)? else { return Ok(()) };
         self.connection
             .prepare_cached("UPDATE calls SET events = events || ?1 WHERE place = ?2")?
             .execute(params![self.numbers(records.len()), place])?;
         self.record(place, records)
+    }
+
+    /// Where a call is. The places of calls that this writer opened are known.
+    fn place_of(&self, project: &str, id: &CallId) -> rusqlite::Result<Option<i64>> {
+        if let Some((owner, place)) = self.places.get(id)
+            && **owner == *project
+        {
+            return Ok(Some(*place));
+        }
+        self.connection
+            .prepare_cached("SELECT place FROM calls WHERE project = ?1 AND id = ?2")?
+            .query_row(params![project, id.as_str()], |row| row.get(0))
+            .optional()
     }
 
     /// The numbers that the next records will have, as a call keeps them.

@@ -139,7 +139,7 @@ pub(super) fn calls(
         sql.push_str(&format!(" AND status = '{}'", status.as_str()));
     }
     if not_ok {
-        sql.push_str(" AND status IN ('FAILED', 'TIMEOUT', 'CANCELED')");
+        sql.push_str(" AND error IS NOT NULL");
     }
     let limit = i64::try_from(filter.limit).unwrap_or(i64::MAX);
     sql.push_str(&format!(" ORDER BY id DESC LIMIT {limit}"));

@@ -9,6 +9,7 @@
 //! so: nothing of it happened. When a flush fails, nobody can know what is on the disk: the writer
 //! takes nothing more until the process is started again.
 
+use std::collections::HashMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
@@ -36,6 +37,8 @@ const MAX_WAITING: usize = 65_536;
 /// this many changes when nobody waits.
 const LOG_PAGES: u32 = 4_096;
 const CHANGES_IDLE: u32 = 1_000;
+/// Nobody waits when nobody came for so long.
+const IDLE_AFTER: Duration = Duration::from_millis(100);
 /// The log is made this long beforehand: more than it has when it is copied.
 const LOG_BYTES: u64 = 20 << 20;
 /// The mark of the first open call is moved after so many calls have ended.
@@ -149,6 +152,7 @@ impl Writer {
             open,
             opened: Vec::new(),
             ended: Vec::new(),
+            places: HashMap::new(),
             ended_since_mark: 0,
             keeps_mark: log == Log::Grown,
         };
@@ -229,8 +233,10 @@ pub(super) struct Desk {
     changes: u32,
     open: OpenCalls,
     /// What the group under way opened and ended; true once it is committed.
-    pub(super) opened: Vec<i64>,
-    pub(super) ended: Vec<i64>,
+    pub(super) opened: Vec<(i64, CallId)>,
+    pub(super) ended: Vec<(i64, CallId)>,
+    /// The open calls that this writer wrote first: their project and place.
+    pub(super) places: HashMap<CallId, (Box<str>, i64)>,
     ended_since_mark: usize,
     /// Only the server's own writer knows what is open.
     keeps_mark: bool,
@@ -240,26 +246,30 @@ impl Desk {
     fn run(&mut self, waiting: &mpsc::Receiver<Op>) {
         let mut group = Vec::with_capacity(MAX_GROUP);
         loop {
-            let first = match waiting.try_recv() {
-                Ok(op) => op,
-                Err(mpsc::TryRecvError::Disconnected) => break,
-                Err(mpsc::TryRecvError::Empty) => {
+            match waiting.recv_timeout(IDLE_AFTER) {
+                Ok(op) => group.push(op),
+                Err(mpsc::RecvTimeoutError::Disconnected) => break,
+                Err(mpsc::RecvTimeoutError::Timeout) => {
                     self.checkpoint(CHANGES_IDLE);
                     match waiting.recv() {
-                        Ok(op) => op,
+                        Ok(op) => group.push(op),
                         Err(_) => break,
                     }
                 }
-            };
-            group.push(first);
+            }
             group.extend(waiting.try_iter().take(MAX_GROUP - 1));
-            self.commit(&mut group);
+            if let Some(why) = self.commit(&mut group) {
+                // Who came while the lock was waited for must not wait for it all over again.
+                waiting.try_iter().for_each(|op| refuse(op, &why));
+            }
         }
         // What is in the log is safe there; copying it now makes the next start faster.
         self.checkpoint(1);
     }
 
-    fn commit(&mut self, group: &mut Vec<Op>) {
+    /// Commits a group, or tells everybody in it why not. Answers with the reason when it was that
+    /// another process holds the database.
+    fn commit(&mut self, group: &mut Vec<Op>) -> Option<String> {
         let (began, size) = (Instant::now(), group.len());
         let mut told = Vec::with_capacity(size);
         let number_before = self.last_number;
@@ -267,13 +277,18 @@ impl Desk {
         let Err(error) = written else {
             metrics::histogram!("toolcrib_store_commit_duration_seconds").record(began.elapsed());
             metrics::histogram!("toolcrib_store_commit_group_size").record(size as f64);
-            self.opened.drain(..).for_each(|place| self.open.insert(place));
-            self.ended.drain(..).for_each(|place| self.open.remove(place));
+            self.opened.drain(..).for_each(|(place, _)| self.open.insert(place));
+            for (place, id) in self.ended.drain(..) {
+                self.open.remove(place);
+                self.places.remove(&id);
+            }
             told.into_iter().for_each(Told::tell);
-            return;
+            return None;
         };
         self.last_number = number_before;
-        self.opened.clear();
+        for (_, id) in self.opened.drain(..) {
+            self.places.remove(&id);
+        }
         self.ended.clear();
         if !self.connection.is_autocommit() {
             let _ = self.connection.execute_batch("ROLLBACK");
@@ -288,6 +303,8 @@ impl Desk {
         for op in group.drain(..) {
             refuse(op, &why);
         }
+        let locked = error.sqlite_error_code() == Some(rusqlite::ErrorCode::DatabaseBusy);
+        locked.then_some(why)
     }
 
     fn write_group(&mut self, group: &mut Vec<Op>, told: &mut Vec<Told>) -> rusqlite::Result<()> {
@@ -323,7 +340,7 @@ impl Desk {
         }
         self.ended_since_mark = 0;
         // As of the last commit: what this group ends only makes it lag.
-        let opened = self.opened.iter().min().copied();
+        let opened = self.opened.iter().map(|(place, _)| *place).min();
         let Some(first) = self.open.first().into_iter().chain(opened).min() else {
             return Ok(());
         };

@@ -30,8 +30,17 @@ pub struct Problem {
 
 /// A refusal as an answer.
 pub(super) fn problem(fault: &Fault, retry_after_ms: Option<u64>) -> Response {
+    let status = StatusCode::from_u16(fault.code.http_status()).unwrap_or_default();
+    problem_as(status, fault, retry_after_ms)
+}
+
+/// The same with another status than the code's own.
+pub(super) fn problem_as(
+    status: StatusCode,
+    fault: &Fault,
+    retry_after_ms: Option<u64>,
+) -> Response {
     let code = fault.code;
-    let status = StatusCode::from_u16(code.http_status()).unwrap_or_default();
     let body = Problem {
         kind: format!("/docs/errors#{}", code.as_str().to_lowercase()),
         title: code.title().to_owned(),

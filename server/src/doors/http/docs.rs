@@ -36,7 +36,7 @@ async fn errors() -> impl IntoResponse {
 }
 
 /// The table of codes as a page; also committed as docs/errors.md.
-pub(crate) fn errors_page() -> String {
+pub fn errors_page() -> String {
     let mut page = String::from(
         "# Errors\n\n\
          Made from the table in `engine/src/fault.rs`; do not edit by hand.\n\n\

@@ -1,14 +1,17 @@
 //! Alive, ready, and counted. No key is asked for; nothing here tells of a call.
 
-use axum::extract::{Query, State};
+use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::Deserialize;
+use toolcrib::fault::{Code, Fault};
 use utoipa::IntoParams;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::Door;
+use super::answer::problem;
+use super::question::Asked;
 
 pub(super) fn routes() -> OpenApiRouter<Door> {
     OpenApiRouter::new()
@@ -41,7 +44,7 @@ struct Verbose {
 /// The store answers and everything found open at the start is in hand again.
 #[utoipa::path(get, path = "/readyz", tag = "operators", params(Verbose),
     responses((status = 200, body = String), (status = 503, body = String)))]
-async fn readyz(State(door): State<Door>, Query(verbose): Query<Verbose>) -> Response {
+async fn readyz(State(door): State<Door>, Asked(verbose): Asked<Verbose>) -> Response {
     let store = door.engine.check_store().await;
     let parts = [
         ("store", store.err().map(|error| error.to_string())),
@@ -67,7 +70,8 @@ async fn readyz(State(door): State<Door>, Query(verbose): Query<Verbose>) -> Res
     responses((status = 200, body = String)))]
 async fn metrics(State(door): State<Door>) -> Response {
     let Some(handle) = &door.metrics else {
-        return (StatusCode::NOT_FOUND, "metrics are not collected").into_response();
+        let fault = Fault::new(Code::NotFound, "this process does not collect metrics");
+        return problem(&fault, None);
     };
     let engine = &door.engine;
     metrics::gauge!("toolcrib_tool_calls_open").set(engine.open_calls() as f64);

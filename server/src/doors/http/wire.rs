@@ -221,6 +221,16 @@ pub(super) fn event_text(event: &Event) -> String {
     Value::Object(body).to_string()
 }
 
+/// A time-out as somebody wrote it. A number that is out of any range becomes one that is out of
+/// ours, so that it is refused as that and not as something that is no number.
+pub(super) fn timeout_ms<'de, D>(deserializer: D) -> Result<Option<u64>, D::Error>
+where
+    D: serde::Deserializer<'de>,
+{
+    let given = Option::<i128>::deserialize(deserializer)?;
+    Ok(given.map(|ms| u64::try_from(ms.max(0)).unwrap_or(u64::MAX)))
+}
+
 /// A failure as a provider reports it: a text, or an object with at least a message.
 pub(super) fn reported_fault(error: Option<&Value>) -> Fault {
     let text = |name: &str| error.and_then(|e| e.get(name)).and_then(Value::as_str);

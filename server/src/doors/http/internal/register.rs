@@ -14,6 +14,7 @@ use utoipa::{IntoParams, ToSchema};
 use super::super::Door;
 use super::super::answer::{Problem, Refused};
 use super::super::question::{Asked, Body, NamePath, Who};
+use super::super::wire::timeout_ms;
 
 /// A client's tools.
 #[derive(Deserialize, ToSchema)]
@@ -34,6 +35,7 @@ pub(super) struct OfferBody {
     #[schema(value_type = Object)]
     schema: toolcrib::Json,
     /// 1 to 86400000; 30000 unless said.
+    #[serde(default, deserialize_with = "timeout_ms")]
     timeout_ms: Option<u64>,
     #[serde(default)]
     description: String,

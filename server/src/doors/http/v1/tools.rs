@@ -12,7 +12,7 @@ use utoipa::{IntoParams, ToSchema};
 use super::super::Door;
 use super::super::answer::{Problem, Refused};
 use super::super::question::{Asked, Body, NamePath, Who};
-use super::super::wire::{CallBody, ToolBody};
+use super::super::wire::{CallBody, ToolBody, timeout_ms};
 
 /// The tools the caller may call.
 #[derive(Serialize, ToSchema)]
@@ -53,6 +53,7 @@ pub(super) struct InvokeBody {
     /// The caller's own id for this call; shown with it, never compared.
     call_id: Option<String>,
     /// How long until there must be an outcome: 1 to 86400000.
+    #[serde(default, deserialize_with = "timeout_ms")]
     timeout_ms: Option<u64>,
     /// How many attempts may follow the first.
     retry: Option<u32>,

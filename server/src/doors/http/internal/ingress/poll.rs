@@ -73,7 +73,9 @@ pub(in super::super) async fn poll(
     let mut requests = Vec::new();
     for message in messages {
         let Message::Request(request) = message else { continue };
-        if !explicit {
+        if explicit {
+            session.lend(&request.call_id);
+        } else {
             let attempt = Some(request.attempt);
             let taken = engine.take(&caller, &request.call_id, &polling.client_id, attempt).await;
             match taken {

@@ -9,11 +9,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::extract::State;
-use axum::extract::ws::{Message as Frame, WebSocket, WebSocketUpgrade};
+use axum::extract::ws::rejection::WebSocketUpgradeRejection;
+use axum::extract::ws::{CloseFrame, Message as Frame, WebSocket, WebSocketUpgrade, close_code};
 use axum::response::Response;
 use serde::Deserialize;
 use serde_json::{Value, json};
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::{AcquireError, OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use toolcrib::desk::{Line, Memory, Session};
@@ -31,6 +32,9 @@ use super::{message_body, window};
 
 /// Messages of one client that are handled at a time; more are not read until these are done.
 const AT_ONCE: usize = 64;
+
+/// Messages that are about a call.
+const ABOUT_A_CALL: [&str; 3] = ["tool_ack", "tool_progress", "tool_result"];
 
 /// The first message.
 #[derive(Deserialize)]
@@ -56,9 +60,13 @@ struct Header {
 pub(in super::super) async fn ws(
     State(door): State<Door>,
     Who(caller): Who,
-    upgrade: WebSocketUpgrade,
+    upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response, Refused> {
     toolcrib_provider(&caller)?;
+    let upgrade = upgrade.map_err(|error| {
+        let message = format!("this is for WebSocket connections only: {}", error.body_text());
+        Error::refused(Code::BadRequest, message)
+    })?;
     let limit = door.max_result_body_bytes();
     let upgrade = upgrade.max_message_size(limit).max_frame_size(limit);
     Ok(upgrade.on_upgrade(move |socket| converse(door, caller, socket)))
@@ -156,7 +164,10 @@ impl Conversation {
         loop {
             tokio::select! {
                 message = session.next() => {
-                    let Some(message) = message else { break };
+                    let Some(message) = message else {
+                        this.send(&mut socket, Frame::Close(Some(stopping()))).await;
+                        break;
+                    };
                     let body = message_body(&this.engine, &message);
                     if !this.send(&mut socket, text(&body)).await { break }
                 }
@@ -169,15 +180,15 @@ impl Conversation {
                     if silent || !alive.await { break }
                     last_on_call.retain(|_, task| !task.is_finished());
                 }
-                frame = socket.recv() => {
-                    let Some(Ok(frame)) = frame else { break };
+                (place, frame) = next_frame(&places, &mut socket) => {
+                    let (Ok(place), Some(Ok(frame))) = (place, frame) else { break };
                     heard = Instant::now();
-                    let Frame::Text(said) = frame else {
-                        if matches!(frame, Frame::Close(_)) { break }
-                        continue;
+                    let (header, said) = match frame {
+                        Frame::Text(said) => (parse_header(&said), said),
+                        Frame::Binary(_) => (Err(not_text()), Default::default()),
+                        Frame::Ping(_) | Frame::Pong(_) => continue,
+                        Frame::Close(_) => break,
                     };
-                    let Ok(place) = places.clone().acquire_owned().await else { break };
-                    let header = parse_header(&said);
                     let id = header.as_ref().ok().and_then(|header| header.id());
                     let before = id.as_ref().and_then(|id| last_on_call.remove(id));
                     let (this, answers) = (this.clone(), answers.clone());
@@ -222,10 +233,7 @@ impl Conversation {
     }
 
     async fn handle(&self, header: &Header, said: &[u8]) -> Result<Option<Value>, Error> {
-        let id = header.id().ok_or_else(|| {
-            let named = header.tool_call_id.as_deref().unwrap_or("nothing");
-            Error::refused(Code::NotFound, format!("there is no call \"{named}\""))
-        })?;
+        let id = header.about()?;
         match header.kind.as_str() {
             "tool_ack" => {
                 self.engine.take(&self.caller, &id, &self.client_id, header.attempt).await?;
@@ -245,10 +253,7 @@ impl Conversation {
                 let status = call.status.as_str();
                 Ok(Some(json!({ "type": "result_ack", "tool_call_id": id, "status": status })))
             }
-            other => {
-                let message = format!("there is no message of the type \"{other}\"");
-                Err(Error::refused(Code::BadRequest, message))
-            }
+            _ => Ok(None),
         }
     }
 }
@@ -257,6 +262,35 @@ impl Header {
     fn id(&self) -> Option<CallId> {
         self.tool_call_id.as_ref()?.parse().ok()
     }
+
+    /// The call that a message is about, if it is one of those that are about a call.
+    fn about(&self) -> Result<CallId, Error> {
+        let kind: String = self.kind.chars().take(80).collect();
+        if !ABOUT_A_CALL.contains(&kind.as_str()) {
+            let message = format!("there is no message of the type \"{kind}\"");
+            return Err(Error::refused(Code::BadRequest, message));
+        }
+        let Some(named) = &self.tool_call_id else {
+            return Err(Error::refused(Code::BadRequest, format!("{kind} needs a tool_call_id")));
+        };
+        let named: String = named.chars().take(80).collect();
+        let unknown = || Error::refused(Code::NotFound, format!("there is no call \"{named}\""));
+        self.id().ok_or_else(unknown)
+    }
+}
+
+/// The next frame, once there is a place to handle it at. While there is none, the connection goes
+/// on answering: it is the answers that have been sent that make places free.
+async fn next_frame(
+    places: &Arc<Semaphore>,
+    socket: &mut WebSocket,
+) -> (Result<OwnedSemaphorePermit, AcquireError>, Option<Result<Frame, axum::Error>>) {
+    let place = places.clone().acquire_owned().await;
+    (place, socket.recv().await)
+}
+
+fn not_text() -> Error {
+    Error::refused(Code::BadRequest, "messages are JSON in text frames; this one was binary")
 }
 
 fn parse_header(said: &str) -> Result<Header, Error> {
@@ -276,6 +310,10 @@ fn error_body(id: Option<&str>, error: &Error) -> Value {
         }
     };
     json!({ "type": "error", "tool_call_id": id, "error": FaultBody::from(&fault) })
+}
+
+fn stopping() -> CloseFrame {
+    CloseFrame { code: close_code::AWAY, reason: "the server is stopping".into() }
 }
 
 fn text(body: &Value) -> Frame {

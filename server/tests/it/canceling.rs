@@ -1,0 +1,178 @@
+//! Canceling reaches whoever executes the call, and happens once.
+
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use toolcrib::{Engine, FnTool, ToolContext};
+
+use crate::support::api::{message, offer, offer_with};
+use crate::support::ws::Ws;
+use crate::support::{Api, Server, soon};
+
+async fn cancel(api: &Api, id: &str, body: Value) -> crate::support::api::Reply {
+    api.post(&format!("/v1/tool_calls/{id}/cancel"), body).await
+}
+
+#[tokio::test]
+async fn a_call_that_nobody_has_taken() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("a.tool")])).await;
+    let id = api.invoke("a.tool", json!({})).await;
+    let call = cancel(&api, &id, json!({ "reason": "not needed" })).await.is(200);
+    assert_eq!(call["status"], "CANCELED");
+    assert_eq!(call["error"]["code"], "CANCELED");
+    assert_eq!(message(&call["error"]), "canceled by default: not needed");
+    assert_eq!(call["outcome"]["ok"], false);
+    assert!(call["completed_at"].is_u64());
+    let again = cancel(&api, &id, json!({ "reason": "another" })).await.is(200);
+    assert_eq!(again, call, "canceling twice is the same as once");
+    let path = "/internal/ingress/poll?client_id=c1";
+    assert_eq!(api.get(path).await.is(200), json!({ "requests": [] }), "nobody is given it");
+}
+
+#[tokio::test]
+async fn without_a_body() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("a.tool")])).await;
+    let id = api.invoke("a.tool", json!({})).await;
+    let request = api.request(reqwest::Method::POST, &format!("/v1/tool_calls/{id}/cancel"));
+    let call = api.send(request).await.is(200);
+    assert_eq!(message(&call["error"]), "canceled by default");
+}
+
+#[tokio::test]
+async fn the_client_that_has_taken_it_is_told() {
+    let server = Server::start().await;
+    let api = server.api();
+    let mut client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
+    let id = api.invoke("a.tool", json!({})).await;
+    let request = client.take().await;
+    api.until_status(&id, "RUNNING").await;
+    let call = cancel(&api, &id, json!({})).await.is(200);
+    assert_eq!(call["status"], "CANCELED");
+    assert!(message(&call["error"]).contains("may have taken effect"), "{call}");
+    let told = client.hear_a("tool_cancel").await;
+    assert_eq!((&told["tool_call_id"], &told["attempt"]), (&json!(id), &json!(1)));
+    // A result that comes all the same changes nothing, and the client is told what the call is.
+    client
+        .say(json!({
+            "type": "tool_result", "tool_call_id": request["tool_call_id"],
+            "attempt": 1, "status": "SUCCEEDED", "result": "too late"
+        }))
+        .await;
+    let answer = client.hear_a("error").await;
+    assert_eq!(answer["error"]["code"], "CONFLICT");
+    assert_eq!(answer["error"]["detail"]["status"], "CANCELED");
+    assert_eq!(api.call(&id).await, call, "nothing changed");
+    assert_eq!(api.history(&id).await.last().unwrap(), "tool.call.late");
+}
+
+#[tokio::test]
+async fn the_client_that_was_given_it_and_has_not_acknowledged_is_told_too() {
+    let server = Server::start().await;
+    let api = server.api();
+    let mut client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
+    let id = api.invoke("a.tool", json!({})).await;
+    client.hear_a("tool_request").await;
+    let call = cancel(&api, &id, json!({})).await.is(200);
+    assert!(!message(&call["error"]).contains("may have"), "it had not begun: {call}");
+    assert_eq!(client.hear_a("tool_cancel").await["tool_call_id"], json!(id));
+}
+
+#[tokio::test]
+async fn a_client_on_sse_is_told() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("a.tool")])).await;
+    let mut work = api.follow("/internal/ingress/sse?client_id=c1", None).await;
+    let id = api.invoke("a.tool", json!({})).await;
+    assert_eq!(work.event().await.name, "tool_request");
+    cancel(&api, &id, json!({})).await.is(200);
+    let told = work.event().await;
+    assert_eq!(told.name, "tool_cancel");
+    assert_eq!(told.data["tool_call_id"], json!(id));
+}
+
+#[tokio::test]
+async fn a_client_is_told_when_the_time_of_a_call_is_over() {
+    let server = Server::start().await;
+    let api = server.api();
+    let mut client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
+    let body = json!({ "run_id": "run_1", "args": {}, "timeout_ms": 300 });
+    let id = api.invoke_with("a.tool", body).await;
+    client.take().await;
+    assert_eq!(client.hear_a("tool_cancel").await["tool_call_id"], json!(id));
+    assert_eq!(api.finished(&id).await["status"], "TIMEOUT");
+}
+
+#[tokio::test]
+async fn a_call_that_has_ended_stays_as_it_is() {
+    let server = Server::start().await;
+    let api = server.api();
+    let id = api.invoke("calculation.eval", json!({ "expression": "1+1" })).await;
+    let call = api.finished(&id).await;
+    let error = cancel(&api, &id, json!({})).await.refused(409, "CONFLICT");
+    assert_eq!(error["detail"]["status"], "SUCCEEDED", "what it already is");
+    assert_eq!(error["retryable"], false);
+    assert!(message(&error).contains("SUCCEEDED"), "{error}");
+    assert_eq!(api.call(&id).await, call);
+    cancel(&api, "tc_01ARZ3NDEKTSV4RRFFQ69G5FAV", json!({})).await.refused(404, "NOT_FOUND");
+}
+
+#[derive(serde::Deserialize, schemars::JsonSchema)]
+struct Nothing {}
+
+#[tokio::test]
+async fn a_tool_of_the_server_hears_of_it() {
+    let (heard, mut hears) = tokio::sync::mpsc::unbounded_channel();
+    let body = move |_: Nothing, context: ToolContext| {
+        let heard = heard.clone();
+        // What is dropped with the attempt tells, whether or not the tool looks.
+        struct Told(tokio::sync::mpsc::UnboundedSender<&'static str>);
+        impl Drop for Told {
+            fn drop(&mut self) {
+                let _ = self.0.send("stopped");
+            }
+        }
+        async move {
+            let _told = Told(heard.clone());
+            let _ = heard.send("began");
+            context.canceled.cancelled().await;
+            Err::<(), String>("stopped by itself".into())
+        }
+    };
+    let engine = Engine::builder()
+        .tool(FnTool::with_context("slow.tool", "Waits to be canceled", body))
+        .start()
+        .await
+        .unwrap();
+    let server = Server::of(engine).await;
+    let api = server.api();
+    let id = api.invoke("slow.tool", json!({})).await;
+    assert_eq!(soon("the tool to begin", hears.recv()).await, Some("began"));
+    assert_eq!(api.call(&id).await["status"], "RUNNING");
+    let call = cancel(&api, &id, json!({})).await.is(200);
+    assert_eq!(call["status"], "CANCELED");
+    assert_eq!(soon("the tool to stop", hears.recv()).await, Some("stopped"));
+    assert_eq!(api.call(&id).await, call);
+}
+
+#[tokio::test]
+async fn a_call_that_waits_for_a_place_frees_the_line() {
+    let server = Server::start().await;
+    let api = server.api();
+    let tool = offer_with("a.tool", json!({ "policy": { "max_parallel": 1 } }));
+    let mut client = Ws::offering(&api, "c1", json!([tool])).await;
+    let first = api.invoke("a.tool", json!({})).await;
+    let second = api.invoke("a.tool", json!({})).await;
+    let third = api.invoke("a.tool", json!({})).await;
+    let request = client.take().await;
+    assert_eq!(request["tool_call_id"], json!(first));
+    assert_eq!(api.call(&second).await["hold"]["reason"], "queue");
+    cancel(&api, &second, json!({})).await.is(200);
+    client.succeed(&request, json!(1)).await;
+    let next = tokio::time::timeout(Duration::from_secs(30), client.take()).await.unwrap();
+    assert_eq!(next["tool_call_id"], json!(third), "the canceled one is passed over");
+}

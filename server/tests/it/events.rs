@@ -1,0 +1,194 @@
+//! Events of a call, of a run and of the project: in order, complete, and resumable.
+
+use serde_json::{Value, json};
+
+use crate::support::Server;
+use crate::support::api::offer;
+use crate::support::sse::Event;
+use crate::support::ws::Ws;
+
+fn names(events: &[Event]) -> Vec<&str> {
+    events.iter().map(|event| event.name.trim_start_matches("tool.call.")).collect()
+}
+
+#[tokio::test]
+async fn a_call_is_followed_to_its_end() {
+    let server = Server::start().await;
+    let api = server.api();
+    let mut client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
+    let id = api.invoke("a.tool", json!({ "n": 1 })).await;
+    let mut events = api.follow(&format!("/v1/tool_calls/{id}/events"), None).await;
+    let requested = events.event().await;
+    assert_eq!(requested.name, "tool.call.requested");
+    assert_eq!(requested.data["type"], "tool.call.requested");
+    assert_eq!(requested.data["tool_call_id"], json!(id));
+    assert_eq!(requested.data["tool"], "a.tool");
+    assert_eq!(requested.data["number"].as_u64(), requested.id);
+    assert!(requested.data["at_ms"].is_u64() && requested.data["attempt"].is_u64());
+    let request = client.take().await;
+    assert_eq!(events.event().await.name, "tool.call.started");
+    let taken = events.event().await;
+    assert_eq!((taken.name.as_str(), &taken.data["by"]), ("tool.call.taken", &json!("c1")));
+    client.succeed(&request, json!("done")).await;
+    let finished = events.event().await;
+    assert_eq!(finished.name, "tool.call.finished");
+    assert!(finished.data["latency_ms"].is_u64());
+    assert_eq!(events.next().await, None, "the stream ends with the call");
+}
+
+#[tokio::test]
+async fn progress_appears_as_it_is_made() {
+    let server = Server::start().await;
+    let api = server.api();
+    let mut client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
+    let id = api.invoke("a.tool", json!({})).await;
+    let mut events = api.follow(&format!("/v1/tool_calls/{id}/events"), None).await;
+    let request = client.take().await;
+    events.named("tool.call.taken").await;
+    client
+        .say(json!({
+            "type": "tool_progress", "tool_call_id": id, "attempt": 1,
+            "percent": 40.5, "message": "half way", "data": { "page": 2 }
+        }))
+        .await;
+    let progress = events.event().await;
+    assert_eq!(progress.name, "tool.call.progress");
+    assert_eq!(progress.data["percent"], 40.5);
+    assert_eq!(progress.data["message"], "half way");
+    assert_eq!(progress.data["data"], json!({ "page": 2 }));
+    let body = json!({ "client_id": "c1", "message": "by HTTP" });
+    let answer = api.post(&format!("/internal/tool_calls/{id}/progress"), body).await.is(200);
+    assert_eq!(answer, json!({ "ok": true }));
+    assert_eq!(events.event().await.data["message"], "by HTTP");
+    client.succeed(&request, json!(1)).await;
+    assert_eq!(names(&events.rest().await), ["finished"]);
+    let body = json!({ "message": "after the end" });
+    let late = api.post(&format!("/internal/tool_calls/{id}/progress"), body).await;
+    late.refused(409, "CONFLICT");
+}
+
+#[tokio::test]
+async fn progress_is_kept_up_to_a_limit() {
+    let server = Server::with(|config| config.limits.max_progress_events = 3).await;
+    let api = server.api();
+    api.register("c1", json!([offer("a.tool")])).await;
+    let id = api.invoke("a.tool", json!({})).await;
+    for n in 0..6 {
+        let body = json!({ "message": format!("{n}") });
+        api.post(&format!("/internal/tool_calls/{id}/progress"), body).await.is(200);
+    }
+    api.succeed(&id, json!(1)).await;
+    let history = api.history(&id).await;
+    let kept = history.iter().filter(|name| *name == "tool.call.progress").count();
+    assert_eq!(kept, 3, "{history:?}");
+}
+
+#[tokio::test]
+async fn whoever_comes_back_goes_on_without_gap_or_repeat() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("a.tool")])).await;
+    let id = api.invoke("a.tool", json!({})).await;
+    let path = format!("/v1/tool_calls/{id}/events");
+    let mut seen: Vec<Event> = Vec::new();
+    for n in 0..10 {
+        let body = json!({ "message": format!("step {n}") });
+        api.post(&format!("/internal/tool_calls/{id}/progress"), body).await.is(200);
+        // A new connection each time, which goes on after what was seen last.
+        let mut events = api.follow(&path, seen.last().and_then(|event| event.id)).await;
+        let wanted = if n == 0 { 2 } else { 1 };
+        for _ in 0..wanted {
+            seen.push(events.event().await);
+        }
+    }
+    api.succeed(&id, json!(1)).await;
+    let mut events = api.follow(&path, seen.last().unwrap().id).await;
+    seen.extend(events.rest().await);
+    let mut at_once = api.follow(&path, None).await;
+    assert_eq!(seen, at_once.rest().await, "as if it had been one connection");
+    let steps: Vec<&str> = seen.iter().filter_map(|event| event.data["message"].as_str()).collect();
+    let wanted: Vec<String> = (0..10).map(|n| format!("step {n}")).collect();
+    assert_eq!(steps, wanted);
+    let last = seen.last().unwrap().id.unwrap();
+    let mut nothing = api.follow(&path, Some(last)).await;
+    assert_eq!(nothing.next().await, None, "all was seen, and there is no more");
+    let mut asked = api.follow(&format!("{path}?after={}", last - 1), None).await;
+    assert_eq!(asked.event().await.id, Some(last), "as a query parameter");
+}
+
+#[tokio::test]
+async fn a_run_is_followed_across_its_calls() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("a.tool")])).await;
+    let begin = |run: &'static str| {
+        let api = api.clone();
+        async move { api.invoke_with("a.tool", json!({ "run_id": run, "args": {} })).await }
+    };
+    let first = begin("run_a").await;
+    begin("run_b").await;
+    let mut events = api.follow("/v1/runs/run_a/events", None).await;
+    assert_eq!(events.event().await.data["tool_call_id"], json!(first), "from its first event on");
+    api.succeed(&first, json!(1)).await;
+    assert_eq!(events.event().await.name, "tool.call.started");
+    let finished = events.event().await;
+    assert_eq!(finished.name, "tool.call.finished");
+    // A run has no end: its next call appears on the same stream.
+    let second = begin("run_a").await;
+    let requested = events.event().await;
+    assert_eq!(requested.data["tool_call_id"], json!(second));
+    let mut resumed = api.follow("/v1/runs/run_a/events", finished.id).await;
+    assert_eq!(resumed.event().await, requested, "no gap, no repeat");
+}
+
+#[tokio::test]
+async fn a_project_is_followed_from_now_on() {
+    let server = Server::start().await;
+    let api = server.api();
+    let old = api.invoke("calculation.eval", json!({ "expression": "1" })).await;
+    api.finished(&old).await;
+    let mut events = api.follow("/v1/events", None).await;
+    let new = api.invoke("calculation.eval", json!({ "expression": "2" })).await;
+    let first = events.event().await;
+    assert_eq!(first.data["tool_call_id"], json!(new), "not what was before");
+    assert_eq!(first.name, "tool.call.requested");
+    let mut all = api.follow("/v1/events?after=0", None).await;
+    assert_eq!(all.event().await.data["tool_call_id"], json!(old), "unless told otherwise");
+}
+
+#[tokio::test]
+async fn what_is_not_an_events_number_is_refused() {
+    let server = Server::start().await;
+    let api = server.api();
+    let id = api.invoke("calculation.eval", json!({ "expression": "1" })).await;
+    api.finished(&id).await;
+    let path = format!("/v1/tool_calls/{id}/events");
+    let request = api.request(reqwest::Method::GET, &path).header("last-event-id", "soon");
+    api.send(request).await.refused(400, "BAD_REQUEST");
+    let mut far = api.follow(&path, Some(u64::MAX)).await;
+    assert_eq!(far.rest().await, Vec::<Event>::new());
+    let unknown = "/v1/tool_calls/tc_01ARZ3NDEKTSV4RRFFQ69G5FAV/events";
+    api.get(unknown).await.refused(404, "NOT_FOUND");
+}
+
+#[tokio::test]
+async fn events_are_numbered_in_order_over_many_calls_at_once() {
+    let server = Server::start().await;
+    let api = server.api();
+    let calls = (0..40).map(|n| {
+        let api = api.clone();
+        async move {
+            let args = json!({ "expression": format!("{n}+1") });
+            let id = api.invoke("calculation.eval", args).await;
+            api.finished(&id).await
+        }
+    });
+    let calls: Vec<Value> = futures::future::join_all(calls).await;
+    assert!(calls.iter().all(|call| call["status"] == "SUCCEEDED"));
+    let mut events = api.follow("/v1/runs/run_1/events", None).await;
+    let mut numbers = Vec::new();
+    for _ in 0..120 {
+        numbers.push(events.event().await.id.unwrap());
+    }
+    assert!(numbers.is_sorted_by(|a, b| a < b), "{numbers:?}");
+}

@@ -1,0 +1,137 @@
+//! The same key with the same request is the same ticket.
+
+use std::collections::HashSet;
+
+use serde_json::{Value, json};
+
+use crate::support::api::{Reply, message, offer};
+use crate::support::{Api, Server};
+
+async fn invoke(api: &Api, key: &str, body: Value) -> Reply {
+    let request = api.request(reqwest::Method::POST, "/v1/tools/a.tool/invoke");
+    api.send(request.header("idempotency-key", key).json(&body)).await
+}
+
+fn body(n: u64) -> Value {
+    json!({ "run_id": "run_1", "args": { "n": n } })
+}
+
+async fn started() -> (Server, Api) {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("a.tool")])).await;
+    (server, api)
+}
+
+#[tokio::test]
+async fn the_same_request_gets_the_same_ticket() {
+    let (_server, api) = started().await;
+    let first = invoke(&api, "key-1", body(1)).await;
+    assert_eq!(first.header("idempotent-replayed"), None);
+    let first = first.is(202);
+    let second = invoke(&api, "key-1", body(1)).await;
+    assert_eq!(second.header("idempotent-replayed"), Some("true"));
+    assert_eq!(second.is(202), first, "to the letter");
+    let spaced = "{ \"args\": {\"n\":  1}, \"run_id\": \"run_1\" }";
+    let request = api.request(reqwest::Method::POST, "/v1/tools/a.tool/invoke");
+    let third = api.send(request.header("idempotency-key", "key-1").body(spaced)).await;
+    assert_eq!(third.is(202), first, "however it is written");
+    let other = invoke(&api, "key-2", body(1)).await.is(202);
+    assert_ne!(other["tool_call_id"], first["tool_call_id"], "another key, another call");
+    let list = api.get("/v1/tool_calls").await.is(200);
+    assert_eq!(list["tool_calls"].as_array().unwrap().len(), 2);
+}
+
+#[tokio::test]
+async fn it_works_in_the_body_too_and_after_the_end() {
+    let (_server, api) = started().await;
+    let mut within = body(1);
+    within["idempotency_key"] = json!("key-1");
+    let id = api.invoke_with("a.tool", within.clone()).await;
+    api.succeed(&id, json!("done")).await;
+    let again = invoke(&api, "key-1", within).await;
+    assert_eq!(again.header("idempotent-replayed"), Some("true"));
+    assert_eq!(again.is(202)["tool_call_id"], json!(id));
+    let request = api.request(reqwest::Method::POST, "/v1/tools/a.tool/invoke?wait_ms=20000");
+    let call = api.send(request.header("idempotency-key", "key-1").json(&body(1))).await.is(202);
+    assert_eq!((&call["status"], &call["result"]), (&json!("SUCCEEDED"), &json!("done")));
+}
+
+#[tokio::test]
+async fn another_request_under_the_same_key_is_refused() {
+    let (_server, api) = started().await;
+    let first = invoke(&api, "key-1", body(1)).await.is(202);
+    for other in [
+        body(2),
+        json!({ "run_id": "run_2", "args": { "n": 1 } }),
+        json!({ "run_id": "run_1", "args": { "n": 1 }, "timeout_ms": 5_000 }),
+    ] {
+        let error = invoke(&api, "key-1", other).await.refused(422, "IDEMPOTENCY_MISMATCH");
+        assert_eq!(error["detail"]["tool_call_id"], first["tool_call_id"]);
+        assert!(message(&error).contains("another request"), "{error}");
+    }
+    assert_eq!(invoke(&api, "key-1", body(1)).await.is(202), first, "the first still holds");
+}
+
+#[tokio::test]
+async fn keys_that_cannot_be_used() {
+    let (_server, api) = started().await;
+    let mut both = body(1);
+    both["idempotency_key"] = json!("key-1");
+    let error = invoke(&api, "key-2", both).await.refused(400, "BAD_REQUEST");
+    assert!(message(&error).contains("different"), "{error}");
+    invoke(&api, &"k".repeat(256), body(1)).await.refused(400, "BAD_REQUEST");
+    invoke(&api, "", body(1)).await.refused(400, "BAD_REQUEST");
+    for key in ["k".repeat(256), String::new()] {
+        let mut within = body(1);
+        within["idempotency_key"] = json!(key);
+        let answer = api.post("/v1/tools/a.tool/invoke", within).await;
+        answer.refused(422, "VALIDATION_ERROR");
+    }
+    invoke(&api, &"k".repeat(255), body(1)).await.is(202);
+    let list = api.get("/v1/tool_calls").await.is(200);
+    assert_eq!(list["tool_calls"].as_array().unwrap().len(), 1);
+}
+
+#[tokio::test]
+async fn fifty_at_once_make_one_call() {
+    let (_server, api) = started().await;
+    let answers = (0..50).map(|_| invoke(&api, "key-1", body(1)));
+    let answers = futures::future::join_all(answers).await;
+    let replayed = |reply: &&Reply| reply.header("idempotent-replayed").is_some();
+    assert_eq!(answers.iter().filter(replayed).count(), 49);
+    let ids: HashSet<String> =
+        answers.into_iter().map(|reply| reply.is(202)["tool_call_id"].to_string()).collect();
+    assert_eq!(ids.len(), 1);
+    let list = api.get("/v1/tool_calls").await.is(200);
+    assert_eq!(list["tool_calls"].as_array().unwrap().len(), 1);
+    let request = api.poll("c1").await;
+    assert!(ids.contains(&request["tool_call_id"].to_string()));
+    let more = api.get("/internal/ingress/poll?client_id=c1").await.is(200);
+    assert_eq!(more, json!({ "requests": [] }), "the client is given it once");
+}
+
+#[tokio::test]
+async fn agents_and_projects_do_not_meet() {
+    let server = Server::start().await;
+    let provider = server.keyed("p", "tools", "provider", &[]).await;
+    provider.register("c1", json!([offer("a.tool")])).await;
+    let ada = server.keyed("p", "ada", "agent", &["*"]).await;
+    let bob = server.keyed("p", "bob", "agent", &["*"]).await;
+    let first = invoke(&ada, "key-1", body(1)).await.is(202);
+    let other = invoke(&bob, "key-1", body(2)).await;
+    assert_eq!(other.header("idempotent-replayed"), None);
+    assert_ne!(other.is(202)["tool_call_id"], first["tool_call_id"]);
+}
+
+#[tokio::test]
+async fn a_key_outlives_a_restart() {
+    let (server, api) = started().await;
+    let first = invoke(&api, "key-1", body(1)).await.is(202);
+    let server = server.restart().await;
+    let api = server.api();
+    let again = invoke(&api, "key-1", body(1)).await;
+    assert_eq!(again.header("idempotent-replayed"), Some("true"));
+    assert_eq!(again.is(202), first);
+    invoke(&api, "key-1", body(2)).await.refused(422, "IDEMPOTENCY_MISMATCH");
+}

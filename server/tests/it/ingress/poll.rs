@@ -1,0 +1,150 @@
+//! Long poll: one question, one answer.
+
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
+
+use crate::support::Server;
+use crate::support::api::{message, offer};
+
+const POLL: &str = "/internal/ingress/poll?client_id=c1";
+
+#[tokio::test]
+async fn work_that_waits_is_handed_over_and_taken() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("a.tool")])).await;
+    assert_eq!(api.get(POLL).await.is(200), json!({ "requests": [] }));
+    let id = api.invoke("a.tool", json!({ "n": 1 })).await;
+    let request = api.poll("c1").await;
+    assert_eq!(request["type"], "tool_request");
+    assert_eq!(request["tool_call_id"], json!(id));
+    assert_eq!((&request["args"], &request["tool_name"]), (&json!({ "n": 1 }), &json!("a.tool")));
+    let call = api.call(&id).await;
+    assert_eq!((&call["status"], &call["taken_by"]), (&json!("RUNNING"), &json!("c1")));
+    assert_eq!(api.get(POLL).await.is(200), json!({ "requests": [] }), "not a second time");
+    let body = json!({ "status": "SUCCEEDED", "result": 2, "client_id": "c1", "attempt": 1 });
+    assert_eq!(api.submit(&id, body).await.is(200)["status"], "SUCCEEDED");
+    assert_eq!(api.call(&id).await["result"], 2);
+}
+
+#[tokio::test]
+async fn a_poll_waits_for_work() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("a.tool")])).await;
+    let began = Instant::now();
+    let empty = api.get(&format!("{POLL}&wait_ms=100")).await.is(200);
+    assert_eq!(empty, json!({ "requests": [] }));
+    assert!(began.elapsed() >= Duration::from_millis(100));
+    let polling = {
+        let api = api.clone();
+        tokio::spawn(async move { api.poll("c1").await })
+    };
+    crate::support::until("the poll", || async {
+        (server.engine.client_connections() == 1).then_some(())
+    })
+    .await;
+    let id = api.invoke("a.tool", json!({})).await;
+    assert_eq!(polling.await.unwrap()["tool_call_id"], json!(id));
+}
+
+#[tokio::test]
+async fn several_at_once_and_no_more_than_asked() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("a.tool")])).await;
+    let mut ids = Vec::new();
+    for _ in 0..5 {
+        ids.push(Value::from(api.invoke("a.tool", json!({})).await));
+    }
+    let mut given = Vec::new();
+    for (max, count) in [(3, 3), (3, 2), (3, 0)] {
+        let answer = api.get(&format!("{POLL}&max={max}")).await.is(200);
+        let requests = answer["requests"].as_array().unwrap();
+        assert_eq!(requests.len(), count);
+        given.extend(requests.iter().map(|request| request["tool_call_id"].clone()));
+    }
+    assert_eq!(given, ids, "the oldest first");
+}
+
+#[tokio::test]
+async fn a_client_may_acknowledge_by_itself() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("a.tool")])).await;
+    let id = api.invoke("a.tool", json!({})).await;
+    let answer = api.get(&format!("{POLL}&ack=explicit")).await.is(200);
+    assert_eq!(answer["requests"][0]["tool_call_id"], json!(id));
+    assert_eq!(api.call(&id).await["status"], "PENDING", "handed over and not taken");
+    let ack = format!("/internal/tool_calls/{id}/ack");
+    let body = json!({ "client_id": "c1", "attempt": 1 });
+    let taken = api.post(&ack, body.clone()).await.is(200);
+    assert_eq!(taken, json!({ "ok": true, "tool_call_id": id, "status": "RUNNING" }));
+    assert_eq!(api.post(&ack, body).await.is(200), taken, "twice is the same as once");
+    api.succeed(&id, json!(1)).await;
+    let error = api.post(&ack, json!({ "client_id": "c1" })).await.refused(409, "CONFLICT");
+    assert_eq!(error["detail"]["status"], "SUCCEEDED");
+}
+
+#[tokio::test]
+async fn two_pollers_do_not_get_the_same() {
+    let server = Server::start().await;
+    let api = server.api();
+    let tools = json!([offer("a.tool")]);
+    api.register("c1", tools.clone()).await;
+    api.register("c2", tools).await;
+    let polls = ["c1", "c2"].map(|client| {
+        let api = api.clone();
+        tokio::spawn(async move { api.poll(client).await["tool_call_id"].to_string() })
+    });
+    crate::support::until("both polls", || async {
+        (server.engine.client_connections() == 2).then_some(())
+    })
+    .await;
+    let mut made = Vec::new();
+    for _ in 0..2 {
+        made.push(json!(api.invoke("a.tool", json!({})).await).to_string());
+    }
+    let mut given = Vec::new();
+    for poll in polls {
+        given.push(poll.await.unwrap());
+    }
+    given.sort();
+    assert_eq!(given, made);
+}
+
+#[tokio::test]
+async fn a_poll_that_goes_away_takes_nothing_with_it() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("a.tool")])).await;
+    let gone = {
+        let api = api.clone();
+        tokio::spawn(async move { api.poll("c1").await })
+    };
+    crate::support::until("the poll", || async {
+        (server.engine.client_connections() == 1).then_some(())
+    })
+    .await;
+    gone.abort();
+    crate::support::until("its end", || async {
+        (server.engine.client_connections() == 0).then_some(())
+    })
+    .await;
+    let id = api.invoke("a.tool", json!({})).await;
+    assert_eq!(api.poll("c1").await["tool_call_id"], json!(id));
+}
+
+#[tokio::test]
+async fn what_cannot_be_polled() {
+    let server = Server::start().await;
+    let api = server.api();
+    let error = api.get(POLL).await.refused(404, "NOT_FOUND");
+    assert!(message(&error).contains("has not registered"), "{error}");
+    let error = api.get("/internal/ingress/poll").await.refused(400, "BAD_REQUEST");
+    assert!(message(&error).contains("client_id"), "{error}");
+    api.register("c1", json!([offer("a.tool")])).await;
+    let error = api.get(&format!("{POLL}&ack=never")).await.refused(422, "VALIDATION_ERROR");
+    assert!(message(&error).contains("explicit"), "{error}");
+}

@@ -1,0 +1,185 @@
+//! Offering tools, offering them anew, and taking them back.
+
+use serde_json::{Value, json};
+
+use crate::support::api::{message, offer, offer_with};
+use crate::support::ws::Ws;
+use crate::support::{Api, Server};
+
+async fn register(api: &Api, client_id: &str, tools: Value) -> crate::support::api::Reply {
+    let body = json!({ "client_id": client_id, "tools": tools });
+    api.post("/internal/tools/register", body).await
+}
+
+async fn client_tools(api: &Api) -> Vec<String> {
+    let list = api.get("/v1/tools").await.is(200);
+    let tools = list["tools"].as_array().unwrap().iter();
+    let mine = tools.filter(|tool| tool["source"] == "client");
+    mine.map(|tool| tool["name"].as_str().unwrap().to_owned()).collect()
+}
+
+#[tokio::test]
+async fn registering_again_is_updating() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("a.tool"), offer("b.tool")])).await;
+    let before = api.get("/v1/tools/a.tool").await.is(200);
+    api.register("c1", json!([offer("a.tool")])).await;
+    assert_eq!(api.get("/v1/tools/a.tool").await.is(200), before, "the same is the same");
+    let changed = json!({
+        "name": "a.tool", "timeout_ms": 1_234, "description": "Does more now",
+        "schema": { "type": "object", "required": ["n"] },
+        "output_schema": { "type": "integer" },
+        "effect": "read", "risk": "low", "metadata": { "team": "blue" }
+    });
+    api.register("c1", json!([changed])).await;
+    let after = api.get("/v1/tools/a.tool").await.is(200);
+    for field in ["timeout_ms", "description", "schema", "output_schema", "effect", "risk"] {
+        assert_eq!(after[field], changed[field], "{field}");
+    }
+    assert_eq!(after["metadata"], changed["metadata"]);
+    assert_ne!(after["version"], before["version"]);
+    let body = json!({ "run_id": "run_1", "args": {} });
+    api.post("/v1/tools/a.tool/invoke", body).await.refused(422, "VALIDATION_ERROR");
+    assert_eq!(client_tools(&api).await, ["a.tool", "b.tool"], "what was not named is kept");
+}
+
+#[tokio::test]
+async fn what_is_not_said_has_a_default() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([{ "name": "a.tool" }])).await;
+    let tool = api.get("/v1/tools/a.tool").await.is(200);
+    assert_eq!(tool["timeout_ms"], 30_000);
+    assert_eq!(tool["effect"], "irreversible", "nobody said that twice is fine");
+    assert_eq!(tool["risk"], "medium");
+    assert_eq!(tool["executor"], "client");
+    assert_eq!(tool["schema"], json!({}));
+    assert_eq!(tool["output_schema"], Value::Null);
+}
+
+#[tokio::test]
+async fn tools_are_taken_back_one_by_one_or_by_replacing() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("a.tool"), offer("b.tool"), offer("c.tool")])).await;
+    api.register("c2", json!([offer("a.tool")])).await;
+    assert_eq!(api.delete("/internal/tools/a.tool?client_id=c1").await.status, 204);
+    assert_eq!(client_tools(&api).await, ["a.tool", "b.tool", "c.tool"], "c2 offers it still");
+    assert_eq!(api.delete("/internal/tools/b.tool?client_id=c1").await.status, 204);
+    assert_eq!(client_tools(&api).await, ["a.tool", "c.tool"]);
+    let again = api.delete("/internal/tools/b.tool?client_id=c1").await;
+    again.refused(404, "NOT_FOUND");
+    let body = json!({ "client_id": "c1", "tools": [offer("d.tool")], "replace": true });
+    api.post("/internal/tools/register", body).await.is(200);
+    assert_eq!(client_tools(&api).await, ["a.tool", "d.tool"]);
+    api.get("/v1/tools/c.tool").await.refused(404, "TOOL_NOT_FOUND");
+}
+
+#[tokio::test]
+async fn another_schema_under_the_same_name_is_a_conflict() {
+    let server = Server::start().await;
+    let api = server.api();
+    let one = json!({ "type": "object", "properties": { "x": { "type": "string" } } });
+    let same = json!({ "properties": { "x": { "type": "string" } }, "type": "object" });
+    let other = json!({ "type": "object", "properties": { "x": { "type": "integer" } } });
+    api.register("c1", json!([offer_with("a.tool", json!({ "schema": one }))])).await;
+    let refused = register(
+        &api,
+        "c2",
+        json!([offer("fine.tool"), offer_with("a.tool", json!({ "schema": other }))]),
+    )
+    .await;
+    let error = refused.refused(409, "CONFLICT");
+    assert_eq!(error["detail"]["tool"], "a.tool");
+    assert!(message(&error).contains("different schema"), "{error}");
+    assert_eq!(client_tools(&api).await, ["a.tool"], "all or nothing");
+    api.register("c2", json!([offer_with("a.tool", json!({ "schema": same }))])).await;
+    let mine = register(&api, "c1", json!([offer_with("a.tool", json!({ "schema": other }))]));
+    mine.await.refused(409, "CONFLICT");
+}
+
+#[tokio::test]
+async fn a_built_in_tools_name_is_taken() {
+    let server = Server::start().await;
+    let api = server.api();
+    let before = api.get("/v1/tools/weather.query").await.is(200);
+    let error = register(&api, "c1", json!([offer("weather.query")])).await;
+    let error = error.refused(409, "CONFLICT");
+    assert!(message(&error).contains("built-in"), "{error}");
+    assert_eq!(api.get("/v1/tools/weather.query").await.is(200), before);
+}
+
+#[tokio::test]
+async fn what_cannot_be_registered() {
+    let server = Server::with(|config| config.limits.max_tools_per_registration = 5).await;
+    let api = server.api();
+    let many: Vec<Value> = (0..6).map(|n| offer(&format!("t{n}.tool"))).collect();
+    let cases = [
+        (json!([offer("a.tool"), offer("a.tool")]), 409, "CONFLICT"),
+        (json!([offer("not a name")]), 422, "VALIDATION_ERROR"),
+        (json!([offer("")]), 422, "VALIDATION_ERROR"),
+        (json!([offer_with("a.tool", json!({ "timeout_ms": 0 }))]), 422, "VALIDATION_ERROR"),
+        (json!([offer_with("a.tool", json!({ "timeout_ms": -1 }))]), 422, "VALIDATION_ERROR"),
+        (
+            json!([offer_with("a.tool", json!({ "timeout_ms": 86_400_001 }))]),
+            422,
+            "VALIDATION_ERROR",
+        ),
+        (json!([offer_with("a.tool", json!({ "timeout_ms": "1s" }))]), 400, "BAD_REQUEST"),
+        (json!([offer_with("a.tool", json!({ "effect": "nice" }))]), 400, "BAD_REQUEST"),
+        (
+            json!([offer_with("a.tool", json!({ "policy": { "max_parallel": 0 } }))]),
+            422,
+            "VALIDATION_ERROR",
+        ),
+        (json!(many), 413, "PAYLOAD_TOO_LARGE"),
+    ];
+    for (tools, status, code) in cases {
+        register(&api, "c1", tools).await.refused(status, code);
+    }
+    register(&api, "", json!([offer("a.tool")])).await.refused(422, "VALIDATION_ERROR");
+    register(&api, "two words", json!([])).await.refused(422, "VALIDATION_ERROR");
+    assert_eq!(client_tools(&api).await, Vec::<String>::new(), "nothing was registered");
+}
+
+#[tokio::test]
+async fn a_client_that_is_away_keeps_its_tools_and_its_calls_wait() {
+    let server = Server::start().await;
+    let api = server.api();
+    let client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
+    client.hang_up().await;
+    assert_eq!(client_tools(&api).await, ["a.tool"]);
+    let id = api.invoke("a.tool", json!({})).await;
+    assert_eq!(api.call(&id).await["status"], "PENDING");
+    let server = server.restart().await;
+    let api = server.api();
+    assert_eq!(client_tools(&api).await, ["a.tool"], "also over a restart");
+    let mut client = Ws::hello(&api, "c1", json!({})).await;
+    let request = client.take().await;
+    assert_eq!(request["tool_call_id"], json!(id));
+    client.succeed(&request, json!("at last")).await;
+    assert_eq!(api.call(&id).await["result"], "at last");
+}
+
+#[tokio::test]
+async fn a_tool_registered_by_http_reaches_a_connection_that_is_open() {
+    let server = Server::start().await;
+    let api = server.api();
+    let mut client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
+    api.register("c1", json!([offer("b.tool")])).await;
+    let id = api.invoke("b.tool", json!({})).await;
+    assert_eq!(client.take().await["tool_call_id"], json!(id));
+}
+
+#[tokio::test]
+async fn a_name_with_a_slash_is_written_with_percent_2f() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("mcp/github.create")])).await;
+    let tool = api.get("/v1/tools/mcp%2Fgithub.create").await.is(200);
+    assert_eq!(tool["name"], "mcp/github.create");
+    let id = api.invoke("mcp%2Fgithub.create", json!({})).await;
+    api.succeed(&id, json!(1)).await;
+    assert_eq!(api.call(&id).await["tool_name"], "mcp/github.create");
+}

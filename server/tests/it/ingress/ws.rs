@@ -1,0 +1,231 @@
+//! The conversation on a WebSocket.
+
+use std::time::Duration;
+
+use futures::{SinkExt, StreamExt};
+use serde_json::{Value, json};
+use tokio_tungstenite::tungstenite::Message;
+
+use crate::support::api::{message, offer};
+use crate::support::ws::Ws;
+use crate::support::{Server, soon, until};
+
+#[tokio::test]
+async fn the_whole_conversation() {
+    let server = Server::start().await;
+    let api = server.api();
+    let mut client = Ws::open(&api).await.unwrap();
+    let tool = json!({ "name": "a.tool", "schema": { "type": "object" }, "timeout_ms": 7_000 });
+    client.say(json!({ "type": "hello", "client_id": "c1", "tools": [tool] })).await;
+    let answer = client.hear_a("hello_ack").await;
+    let expected = json!({
+        "type": "hello_ack", "client_id": "c1", "heartbeat_ms": 15_000, "dead_after_ms": 45_000
+    });
+    assert_eq!(answer, expected);
+    let id = api.invoke("a.tool", json!({ "n": 1.10 })).await;
+    let request = client.hear_a("tool_request").await;
+    assert_eq!(request["tool_call_id"], json!(id));
+    assert_eq!(request["run_id"], "run_1");
+    assert_eq!(request["tool_name"], "a.tool");
+    assert_eq!(request["args"], json!({ "n": 1.10 }));
+    assert_eq!(request["attempt"], 1);
+    assert_eq!(request["effect"], "irreversible");
+    assert_eq!(request["redelivered"], false);
+    assert!((1..=7_000).contains(&request["timeout_ms"].as_u64().unwrap()), "{request}");
+    assert_eq!(request["deadline_at_ms"], api.call(&id).await["deadline_at_ms"]);
+    let call = api.call(&id).await;
+    assert_eq!((&call["status"], &call["hold"]["reason"]), (&json!("PENDING"), &json!("parked")));
+    client.ack(&request).await;
+    let call = api.until_status(&id, "RUNNING").await;
+    assert_eq!(call["taken_by"], "c1");
+    client.say(json!({ "type": "tool_progress", "tool_call_id": id, "percent": 50 })).await;
+    let answer = client.succeed(&request, json!({ "ok": "yes" })).await;
+    assert_eq!(answer["status"], "SUCCEEDED");
+    let call = api.call(&id).await;
+    assert_eq!((&call["status"], &call["result"]), (&json!("SUCCEEDED"), &json!({ "ok": "yes" })));
+    let history = api.history(&id).await;
+    let kinds = ["requested", "started", "taken", "progress", "finished"];
+    assert_eq!(history, kinds.map(|kind| format!("tool.call.{kind}")));
+    client.quiet().await;
+}
+
+#[tokio::test]
+async fn a_result_without_an_acknowledgement_is_enough() {
+    let server = Server::start().await;
+    let api = server.api();
+    let mut client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
+    let id = api.invoke("a.tool", json!({})).await;
+    let request = client.hear_a("tool_request").await;
+    client.succeed(&request, json!(7)).await;
+    let call = api.call(&id).await;
+    assert_eq!((&call["result"], &call["taken_by"]), (&json!(7), &json!("c1")));
+    client.succeed(&request, json!(7)).await;
+    client
+        .say(json!({
+            "type": "tool_result", "tool_call_id": id, "status": "SUCCEEDED", "result": 8
+        }))
+        .await;
+    let error = client.hear_a("error").await;
+    assert_eq!(error["tool_call_id"], json!(id));
+    assert_eq!(error["error"]["code"], "CONFLICT");
+    assert_eq!(api.call(&id).await, call, "the same again is fine, another changes nothing");
+}
+
+#[tokio::test]
+async fn garbage_is_answered_with_an_error_and_the_connection_stays() {
+    let server = Server::start().await;
+    let api = server.api();
+    let mut client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
+    let nowhere = "tc_01ARZ3NDEKTSV4RRFFQ69G5FAV";
+    let deep = format!("{}{}", "[".repeat(65), "]".repeat(65));
+    let cases = [
+        ("not json".to_owned(), "BAD_REQUEST", "line 1 column"),
+        ("[1, 2]".to_owned(), "BAD_REQUEST", "line 1"),
+        ("{}".to_owned(), "BAD_REQUEST", "type"),
+        (json!({ "type": 7 }).to_string(), "BAD_REQUEST", "line 1"),
+        (json!({ "type": "dance" }).to_string(), "BAD_REQUEST", "dance"),
+        (json!({ "type": "dance", "tool_call_id": nowhere }).to_string(), "BAD_REQUEST", "dance"),
+        (json!({ "type": "tool_ack" }).to_string(), "BAD_REQUEST", "tool_call_id"),
+        (json!({ "type": "tool_ack", "tool_call_id": "x" }).to_string(), "NOT_FOUND", "\"x\""),
+        (json!({ "type": "tool_ack", "tool_call_id": nowhere }).to_string(), "NOT_FOUND", nowhere),
+        (format!("{{\"type\":\"ping\",\"x\":{deep}}}"), "BAD_REQUEST", "64 levels"),
+    ];
+    for (said, code, names) in cases {
+        client.say_raw(Message::text(said.clone())).await;
+        let answer = client.hear_a("error").await;
+        assert_eq!(answer["error"]["code"], code, "{said}: {answer}");
+        assert!(message(&answer["error"]).contains(names), "{said}: {answer}");
+    }
+    client.say_raw(Message::binary(vec![0xff, 0x00])).await;
+    assert_eq!(client.hear_a("error").await["error"]["code"], "BAD_REQUEST");
+    let id = api.invoke("a.tool", json!({})).await;
+    let bad = json!({ "type": "tool_result", "tool_call_id": id, "status": "PERHAPS" });
+    client.hear_a("tool_request").await;
+    client.say(bad).await;
+    let answer = client.hear_a("error").await;
+    assert_eq!(answer["error"]["code"], "VALIDATION_ERROR");
+    assert_eq!(answer["tool_call_id"], json!(id));
+    let request = json!({ "tool_call_id": id, "attempt": 1 });
+    client.succeed(&request, json!("still here")).await;
+    assert_eq!(api.call(&id).await["result"], "still here");
+}
+
+#[tokio::test]
+async fn a_conversation_begins_with_hello() {
+    let server = Server::start().await;
+    let api = server.api();
+    for (first, code) in [
+        ("gibberish", "BAD_REQUEST"),
+        (r#"{"type":"ping"}"#, "BAD_REQUEST"),
+        (r#"{"type":"hello"}"#, "BAD_REQUEST"),
+        (r#"{"type":"hello","client_id":""}"#, "VALIDATION_ERROR"),
+        (r#"{"type":"hello","client_id":"nobody_knows"}"#, "NOT_FOUND"),
+        (r#"{"type":"hello","client_id":"c1","tools":[{"name":"weather.query"}]}"#, "CONFLICT"),
+    ] {
+        let mut client = Ws::open(&api).await.unwrap();
+        client.say_raw(Message::text(first)).await;
+        let answer = client.hear_a("error").await;
+        assert_eq!(answer["error"]["code"], code, "{first}: {answer}");
+        assert_eq!(client.next().await, None, "and that was all");
+    }
+}
+
+#[tokio::test]
+async fn what_is_no_websocket_is_told_so() {
+    let server = Server::start().await;
+    let api = server.api();
+    let error = api.get("/internal/ingress/ws").await.refused(400, "BAD_REQUEST");
+    assert!(message(&error).contains("WebSocket"), "{error}");
+}
+
+#[tokio::test]
+async fn a_flood_of_messages_is_answered_to_the_last() {
+    const MANY: usize = 40_000;
+    let server = Server::start().await;
+    let api = server.api();
+    let client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
+    let (mut says, mut hears) = client.socket.split();
+    let saying = tokio::spawn(async move {
+        for _ in 0..MANY {
+            says.feed(Message::text(r#"{"type":"ping"}"#)).await.unwrap();
+        }
+        says.flush().await.unwrap();
+        says
+    });
+    let mut heard = 0;
+    while heard < MANY {
+        match soon("an answer", hears.next()).await {
+            Some(Ok(Message::Text(_))) => heard += 1,
+            Some(Ok(_)) => {}
+            other => panic!("after {heard} answers: {other:?}"),
+        }
+    }
+    drop(saying.await.unwrap());
+}
+
+#[tokio::test]
+async fn a_large_result_comes_through() {
+    let server = Server::start().await;
+    let api = server.api();
+    let mut client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
+    let id = api.invoke("a.tool", json!({})).await;
+    let request = client.take().await;
+    let large = "x".repeat(5 << 20);
+    client.succeed(&request, json!(large)).await;
+    assert_eq!(api.call(&id).await["result"], json!(large));
+}
+
+fn impatient(config: &mut toolcrib_server::config::Config) {
+    config.ingress.heartbeat_ms = 50;
+    config.ingress.dead_after_ms = 300;
+}
+
+#[tokio::test]
+async fn a_dead_connection_is_noticed_and_its_work_goes_to_another() {
+    let server = Server::with(impatient).await;
+    let api = server.api();
+    let tools = json!([offer("a.tool")]);
+    // It is never read from again, so nothing answers the pings.
+    let dead = Ws::offering(&api, "dead", tools.clone()).await;
+    let id = api.invoke("a.tool", json!({})).await;
+    let mut alive = Ws::offering(&api, "alive", tools).await;
+    let request = alive.hear_a("tool_request").await;
+    assert_eq!((&request["tool_call_id"], &request["redelivered"]), (&json!(id), &json!(true)));
+    let connections = |name: &'static str| {
+        let api = api.clone();
+        async move {
+            let list = api.get("/v1/clients").await.is(200);
+            let clients = list["clients"].as_array().unwrap().clone();
+            let found = clients.into_iter().find(|client| client["client_id"] == name).unwrap();
+            found["connections"].as_u64().unwrap()
+        }
+    };
+    assert_eq!(connections("dead").await, 0);
+    assert_eq!(connections("alive").await, 1);
+    drop(dead);
+}
+
+#[tokio::test]
+async fn a_connection_that_is_only_quiet_stays() {
+    let server = Server::with(impatient).await;
+    let api = server.api();
+    let mut client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
+    // Reading answers the server's pings; many times its patience pass with nothing to say.
+    let quiet = tokio::time::timeout(Duration::from_millis(1_500), client.hear()).await;
+    assert!(quiet.is_err(), "{quiet:?}");
+    client.quiet().await;
+    let id = api.invoke("a.tool", json!({})).await;
+    let request = client.take().await;
+    client.succeed(&request, json!(1)).await;
+    assert_eq!(api.call(&id).await["status"], "SUCCEEDED");
+}
+
+#[tokio::test]
+async fn whoever_never_says_hello_is_hung_up_on() {
+    let server = Server::with(impatient).await;
+    let api = server.api();
+    let mut silent = Ws::open(&api).await.unwrap();
+    assert_eq!(silent.next().await, None::<Value>);
+    until("no connection", || async { (server.engine.client_connections() == 0).then_some(()) })
+        .await;
+}

@@ -1,0 +1,154 @@
+//! Listing calls: every filter, and pages without gaps or repeats while calls are being made.
+
+use std::collections::HashSet;
+
+use serde_json::{Value, json};
+
+use crate::support::api::{message, offer};
+use crate::support::{Api, Server};
+
+fn ids(list: &Value) -> Vec<String> {
+    let calls = list["tool_calls"].as_array().unwrap();
+    calls.iter().map(|call| call["tool_call_id"].as_str().unwrap().to_owned()).collect()
+}
+
+async fn list(api: &Api, query: &str) -> Vec<String> {
+    ids(&api.get(&format!("/v1/tool_calls?{query}")).await.is(200))
+}
+
+async fn call_in(api: &Api, tool: &str, run_id: &str) -> String {
+    api.invoke_with(tool, json!({ "run_id": run_id, "args": {} })).await
+}
+
+#[tokio::test]
+async fn newest_first_and_every_filter() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("a.tool"), offer("b.tool")])).await;
+    assert_eq!(list(&api, "").await, Vec::<String>::new());
+    let a1 = call_in(&api, "a.tool", "run_1").await;
+    let b1 = call_in(&api, "b.tool", "run_1").await;
+    let a2 = call_in(&api, "a.tool", "run_2").await;
+    let b2 = call_in(&api, "b.tool", "run_2").await;
+    api.succeed(&a1, json!(1)).await;
+    api.fail(&a2, json!("no")).await;
+    let all = [&b2, &a2, &b1, &a1].map(String::clone);
+    assert_eq!(list(&api, "").await, all, "newest first");
+    assert_eq!(list(&api, "run_id=run_1").await, [b1.clone(), a1.clone()]);
+    assert_eq!(list(&api, "tool_name=a.tool").await, [a2.clone(), a1.clone()]);
+    assert_eq!(list(&api, "status=PENDING").await, [b2.clone(), b1.clone()]);
+    assert_eq!(list(&api, "status=succeeded").await, [a1.clone()], "either casing");
+    assert_eq!(list(&api, "status=FAILED&run_id=run_2").await, [a2.clone()]);
+    assert_eq!(list(&api, "run_id=run_1&tool_name=a.tool&status=SUCCEEDED").await, [a1.clone()]);
+    assert_eq!(list(&api, "run_id=run_1&tool_name=a.tool&status=FAILED").await.len(), 0);
+    assert_eq!(list(&api, "run_id=run_9").await.len(), 0);
+    assert_eq!(list(&api, "status=&run_id=run_2&since=").await, [b2.clone(), a2.clone()]);
+    let one = api.get("/v1/tool_calls?run_id=run_2&tool_name=a.tool").await.is(200);
+    assert_eq!(one["tool_calls"][0], api.call(&a2).await, "the same as looked at alone");
+    assert_eq!(one["next_cursor"], Value::Null);
+}
+
+#[tokio::test]
+async fn since_is_seconds_milliseconds_or_a_written_time() {
+    let server = Server::start().await;
+    let api = server.api();
+    let first = api.invoke("calculation.eval", json!({ "expression": "1" })).await;
+    let first_ms = api.finished(&first).await["created_at_ms"].as_u64().unwrap();
+    // The next call is made in another millisecond.
+    crate::support::until("the clock", || async {
+        (server.engine.now_ms() > first_ms).then_some(())
+    })
+    .await;
+    let second = api.invoke("calculation.eval", json!({ "expression": "2" })).await;
+    let second_ms = api.finished(&second).await["created_at_ms"].as_u64().unwrap();
+    let both = [second.clone(), first.clone()];
+    assert_eq!(list(&api, &format!("since={first_ms}")).await, both);
+    assert_eq!(list(&api, &format!("since={second_ms}")).await, [second.clone()]);
+    assert_eq!(list(&api, &format!("since={}", first_ms / 1_000)).await, both, "seconds");
+    assert_eq!(list(&api, &format!("since={}", second_ms / 1_000 + 60)).await.len(), 0);
+    assert_eq!(list(&api, "since=2020-01-01T00:00:00Z").await, both);
+    assert_eq!(list(&api, "since=2999-01-01T00:00:00%2B02:00").await.len(), 0);
+    assert_eq!(list(&api, "since=18446744073709551615").await.len(), 0, "very far ahead");
+    assert_eq!(list(&api, "since=9223372036854775807").await.len(), 0, "very far ahead");
+}
+
+#[tokio::test]
+async fn pages_have_no_gaps_and_no_repeats_while_calls_are_made() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("a.tool")])).await;
+    let mut made = Vec::new();
+    for _ in 0..23 {
+        made.push(call_in(&api, "a.tool", "run_1").await);
+    }
+    let (mut walked, mut cursor) = (Vec::new(), None);
+    loop {
+        let path = match &cursor {
+            None => "/v1/tool_calls?limit=5&run_id=run_1".to_owned(),
+            Some(cursor) => format!("/v1/tool_calls?limit=5&run_id=run_1&cursor={cursor}"),
+        };
+        let page = api.get(&path).await.is(200);
+        assert!(ids(&page).len() <= 5);
+        walked.extend(ids(&page));
+        // Newer calls, of this run and another, come while somebody walks; nothing shifts.
+        call_in(&api, "a.tool", "run_1").await;
+        call_in(&api, "a.tool", "run_2").await;
+        match page["next_cursor"].as_str() {
+            Some(next) => cursor = Some(next.to_owned()),
+            None => break,
+        }
+    }
+    made.reverse();
+    assert_eq!(walked, made);
+}
+
+#[tokio::test]
+async fn a_page_that_is_exactly_full_is_the_last() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("a.tool")])).await;
+    for _ in 0..4 {
+        call_in(&api, "a.tool", "run_1").await;
+    }
+    let page = api.get("/v1/tool_calls?limit=4").await.is(200);
+    assert_eq!((ids(&page).len(), &page["next_cursor"]), (4, &Value::Null));
+    let page = api.get("/v1/tool_calls?limit=3").await.is(200);
+    let cursor = page["next_cursor"].as_str().unwrap();
+    let rest = api.get(&format!("/v1/tool_calls?limit=3&cursor={cursor}")).await.is(200);
+    assert_eq!((ids(&rest).len(), &rest["next_cursor"]), (1, &Value::Null));
+}
+
+#[tokio::test]
+async fn what_cannot_be_asked_is_refused_with_what_can() {
+    let server = Server::start().await;
+    let api = server.api();
+    let cases = [
+        ("status=DONE", "status", "SUCCEEDED"),
+        ("since=yesterday", "since", "RFC 3339"),
+        ("since=-5", "since", "Unix seconds"),
+        ("cursor=not-one", "cursor", "given out"),
+        ("limit=0", "limit", "1 to 200"),
+        ("limit=201", "limit", "1 to 200"),
+    ];
+    for (query, names, says) in cases {
+        let error = api.get(&format!("/v1/tool_calls?{query}")).await;
+        let error = error.refused(422, "VALIDATION_ERROR");
+        assert!(message(&error).contains(names), "{query}: {error}");
+        assert!(message(&error).contains(says), "{query}: {error}");
+    }
+    let error = api.get("/v1/tool_calls?limit=many").await.refused(400, "BAD_REQUEST");
+    assert!(message(&error).contains("limit"), "{error}");
+}
+
+#[tokio::test]
+async fn the_largest_page_and_the_usual_one() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("a.tool")])).await;
+    let made = (0..60).map(|_| call_in(&api, "a.tool", "run_1"));
+    let made: HashSet<String> = futures::future::join_all(made).await.into_iter().collect();
+    assert_eq!(made.len(), 60);
+    assert_eq!(list(&api, "").await.len(), 50, "50 unless said");
+    let all: HashSet<String> = list(&api, "limit=200").await.into_iter().collect();
+    assert_eq!(all, made);
+}

@@ -1,0 +1,14 @@
+//! The server as its users meet it: real HTTP and WebSocket against a server in this process.
+//!
+//! One binary, one module per promise. `support` starts servers and talks to them.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod canceling;
+mod events;
+mod idempotency;
+mod ingress;
+mod listing;
+mod seed;
+mod support;
+mod waiting;

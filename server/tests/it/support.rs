@@ -1,0 +1,148 @@
+//! What the tests stand on: a server in this process on a free port, and someone to talk to it.
+//!
+//! Nothing here sleeps in the hope that something has happened: what must happen is waited for,
+//! for at most [`PATIENCE`], and a wait that is over fails with what was there instead.
+
+pub mod api;
+pub mod sse;
+pub mod weather;
+pub mod ws;
+
+use std::future::Future;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+use toolcrib::Engine;
+use toolcrib_server::assemble::Served;
+use toolcrib_server::config::Config;
+use toolcrib_server::doors::http::{Door, Settings, router};
+use toolcrib_server::{assemble, serve};
+
+pub use api::Api;
+
+/// How long anything that must happen may take, on a slow machine with much else to do.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A running server; it goes away with the value.
+pub struct Server {
+    pub address: String,
+    pub engine: Engine,
+    pub config: Config,
+    stop: CancellationToken,
+    dir: Arc<TempDir>,
+    /// Keeps the data its own.
+    served: Option<Served>,
+}
+
+impl Server {
+    /// As it starts with no configuration.
+    pub async fn start() -> Self {
+        Self::with(|_| {}).await
+    }
+
+    /// With some settings other than the default.
+    pub async fn with(change: impl FnOnce(&mut Config)) -> Self {
+        let dir = Arc::new(tempfile::tempdir().unwrap());
+        let mut config = Config { data_dir: dir.path().join("data"), ..Config::default() };
+        change(&mut config);
+        Self::on(dir, config).await
+    }
+
+    async fn on(dir: Arc<TempDir>, config: Config) -> Self {
+        std::fs::create_dir_all(&config.data_dir).unwrap();
+        let served = assemble::engine(&config).await.unwrap();
+        let door = assemble::door(&config, served.engine.clone());
+        let mut server = Self::open(dir, config, door).await;
+        server.served = Some(served);
+        server
+    }
+
+    /// Around an engine that the test has put together.
+    pub async fn of(engine: Engine) -> Self {
+        let dir = Arc::new(tempfile::tempdir().unwrap());
+        let settings = Arc::new(Settings::default());
+        let door = Door { engine, settings, metrics: None };
+        Self::open(dir, Config::default(), door).await
+    }
+
+    async fn open(dir: Arc<TempDir>, config: Config, door: Door) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let (engine, stop) = (door.engine.clone(), CancellationToken::new());
+        let serving = (router(door), config.clone(), stop.clone());
+        tokio::spawn(async move {
+            let (router, config, stop) = serving;
+            serve::on(listener, router, &config, stop).await;
+        });
+        Self { address, engine, config, stop, dir, served: None }
+    }
+
+    /// Stops it and starts another on the same data.
+    pub async fn restart(self) -> Self {
+        let (dir, config) = (self.dir.clone(), self.config.clone());
+        self.engine.shut_down(Duration::from_millis(100)).await;
+        drop(self);
+        Self::on(dir, config).await
+    }
+
+    /// Someone without a key.
+    pub fn api(&self) -> Api {
+        Api::new(&self.address)
+    }
+
+    /// Someone with this key.
+    pub fn with_key(&self, key: &str) -> Api {
+        self.api().key(key)
+    }
+
+    /// Makes a key as the operator at the machine does, and gives someone who has it.
+    pub async fn keyed(&self, project: &str, agent: &str, role: &str, allow: &[&str]) -> Api {
+        let new = toolcrib::engine::NewKey {
+            project: project.to_owned(),
+            agent: agent.to_owned(),
+            role: role.parse().unwrap(),
+            allow: allow.iter().map(|pattern| (*pattern).to_owned()).collect(),
+        };
+        let operator = toolcrib::Caller::local("default");
+        let secret = toolcrib_server::auth::new_secret();
+        let shown = self.engine.create_key(&operator, new, secret).await.unwrap();
+        self.with_key(&shown.secret)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.stop.cancel();
+        let engine = self.engine.clone();
+        if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+            runtime.spawn(async move { engine.shut_down(Duration::ZERO).await });
+        }
+    }
+}
+
+/// Waits for something that must come.
+pub async fn soon<T>(what: &str, future: impl Future<Output = T>) -> T {
+    match tokio::time::timeout(PATIENCE, future).await {
+        Ok(value) => value,
+        Err(_) => panic!("waited {PATIENCE:?} for {what}"),
+    }
+}
+
+/// Looks again and again until there is an answer.
+pub async fn until<T, F, Fut>(what: &str, mut look: F) -> T
+where
+    F: FnMut() -> Fut,
+    Fut: Future<Output = Option<T>>,
+{
+    let began = Instant::now();
+    loop {
+        if let Some(found) = look().await {
+            return found;
+        }
+        assert!(began.elapsed() < PATIENCE, "waited {PATIENCE:?} for {what}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}

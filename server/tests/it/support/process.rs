@@ -1,0 +1,391 @@
+//! The real binary as a process: started on a free loopback port with its own directory, killed,
+//! terminated and started again; and a checker that reads what it left on the disk.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicU16, Ordering};
+use std::time::{Duration, Instant};
+
+use reqwest::{Client, RequestBuilder, StatusCode};
+use rusqlite::{Connection, OpenFlags};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+/// The binary under test.
+pub const TOOLCRIB: &str = env!("CARGO_BIN_EXE_toolcrib");
+
+/// How long a start, a stop or a first answer may take on a busy machine.
+pub const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Waits until something is so, and says what was waited for when it never is.
+pub async fn eventually<T, F>(what: &str, limit: Duration, mut look: impl FnMut() -> F) -> T
+where
+    F: Future<Output = Option<T>>,
+{
+    let began = Instant::now();
+    loop {
+        if let Some(seen) = look().await {
+            return seen;
+        }
+        assert!(began.elapsed() < limit, "{what}: not within {limit:?}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+/// A port that is free now, and that no outgoing connection is given by the system meanwhile.
+pub fn free_port() -> u16 {
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    let offset = (std::process::id() % 2_000) as u16 * 8;
+    loop {
+        let step = NEXT.fetch_add(1, Ordering::Relaxed);
+        let port = 12_000 + (offset + step) % 18_000;
+        if std::net::TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
+    }
+}
+
+/// A directory with a server's data, and the server in it when one runs.
+pub struct Server {
+    pub directory: TempDir,
+    pub port: u16,
+    environment: Vec<(String, String)>,
+    wrapper: Vec<String>,
+    data_dir: Option<PathBuf>,
+    child: Option<Child>,
+    pub http: Client,
+}
+
+impl Server {
+    /// A directory and a port; nothing runs yet.
+    pub fn new() -> Self {
+        Self {
+            directory: tempfile::tempdir().unwrap(),
+            port: free_port(),
+            environment: Vec::new(),
+            wrapper: Vec::new(),
+            data_dir: None,
+            child: None,
+            http: Client::builder().no_proxy().timeout(Duration::from_secs(60)).build().unwrap(),
+        }
+    }
+
+    /// A server that is ready.
+    pub async fn ready() -> Self {
+        let mut server = Self::new();
+        server.start().await;
+        server
+    }
+
+    /// A setting, as an environment variable without its prefix: `SHUTDOWN__DRAIN_MS`.
+    pub fn with(mut self, setting: &str, value: impl ToString) -> Self {
+        self.environment.push((format!("TOOLCRIB_{setting}"), value.to_string()));
+        self
+    }
+
+    /// A program that ends by becoming the server: `sh -c '…; exec "$0" "$@"'`.
+    pub fn through(mut self, wrapper: &[&str]) -> Self {
+        self.wrapper = wrapper.iter().map(ToString::to_string).collect();
+        self
+    }
+
+    /// Another place for the data than `data` in the server's directory.
+    pub fn keeping_data_in(mut self, data_dir: &Path) -> Self {
+        self.data_dir = Some(data_dir.to_owned());
+        self
+    }
+
+    pub fn data_dir(&self) -> PathBuf {
+        self.data_dir.clone().unwrap_or_else(|| self.directory.path().join("data"))
+    }
+
+    pub fn database(&self) -> PathBuf {
+        self.data_dir().join("toolcrib.db")
+    }
+
+    /// A command of the binary on this data directory, with nothing else in its environment.
+    pub fn command(&self, arguments: &[&str]) -> Command {
+        let mut words = self.wrapper.iter().map(String::as_str).chain([TOOLCRIB]);
+        let mut command = Command::new(words.next().unwrap());
+        command.args(words).args(arguments).arg("--data-dir").arg(self.data_dir());
+        command.current_dir(self.directory.path());
+        for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("TOOLCRIB_")) {
+            command.env_remove(name);
+        }
+        command.envs(self.environment.iter().map(|(name, value)| (name, value)));
+        command.env("TOOLCRIB_QUIET", "1").stdin(Stdio::null());
+        command
+    }
+
+    /// Starts the process, without waiting for anything.
+    pub fn spawn(&mut self) {
+        assert!(self.child.is_none(), "it runs already");
+        let log = File::options().create(true).append(true).open(self.log_file()).unwrap();
+        let listen = format!("127.0.0.1:{}", self.port);
+        let mut command = self.command(&["serve", "--listen", &listen]);
+        let child = command.stdout(log.try_clone().unwrap()).stderr(log).spawn().unwrap();
+        self.child = Some(child);
+    }
+
+    /// Starts it and waits until it is ready. Answers with how long that took.
+    pub async fn start(&mut self) -> Duration {
+        let began = Instant::now();
+        self.spawn();
+        let url = self.url("/readyz");
+        loop {
+            let answer = self.http.get(&url).send().await;
+            if answer.is_ok_and(|answer| answer.status() == StatusCode::OK) {
+                return began.elapsed();
+            }
+            let ended = self.child.as_mut().unwrap().try_wait().unwrap();
+            let waited = began.elapsed();
+            assert!(ended.is_none(), "the server ended: {ended:?}\n{}", self.log());
+            assert!(waited < PATIENCE, "not ready after {waited:?}\n{}", self.log());
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    }
+
+    /// SIGKILL: nothing is said, nothing is finished.
+    pub fn kill(&mut self) {
+        let mut child = self.child.take().unwrap();
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+
+    /// Any other signal, by its name.
+    pub fn signal(&self, name: &str) {
+        let sent = Command::new("kill").args(["-s", name, &self.pid().to_string()]).status();
+        assert!(sent.unwrap().success());
+    }
+
+    /// SIGTERM, and the end of the process.
+    pub async fn stop(&mut self) -> ExitStatus {
+        self.signal("TERM");
+        self.ended(PATIENCE).await
+    }
+
+    /// Waits for the end of the process.
+    pub async fn ended(&mut self, limit: Duration) -> ExitStatus {
+        let mut child = self.child.take().unwrap();
+        let log = self.log_file();
+        let began = Instant::now();
+        loop {
+            if let Some(status) = child.try_wait().unwrap() {
+                return status;
+            }
+            if began.elapsed() > limit {
+                child.kill().unwrap();
+                child.wait().unwrap();
+                panic!("it did not end within {limit:?}\n{}", tail(&log));
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.as_ref().unwrap().id()
+    }
+
+    fn log_file(&self) -> PathBuf {
+        self.directory.path().join("server.log")
+    }
+
+    /// The end of what it logged.
+    pub fn log(&self) -> String {
+        tail(&self.log_file())
+    }
+
+    pub fn url(&self, path: &str) -> String {
+        format!("http://127.0.0.1:{}{path}", self.port)
+    }
+
+    pub fn invoking(&self, tool: &str, body: &Value) -> RequestBuilder {
+        self.http.post(self.url(&format!("/v1/tools/{tool}/invoke"))).json(body)
+    }
+
+    /// Invokes a tool; the answer must be 202.
+    pub async fn invoke(&self, tool: &str, body: Value) -> Value {
+        let answer = self.invoking(tool, &body).send().await.unwrap();
+        let (status, body) = (answer.status(), answer.json::<Value>().await.unwrap());
+        assert_eq!(status, StatusCode::ACCEPTED, "{body}");
+        body
+    }
+
+    /// Invokes a tool and answers with the ticket's id.
+    pub async fn ticket(&self, tool: &str, body: Value) -> String {
+        text(&self.invoke(tool, body).await, "tool_call_id")
+    }
+
+    /// A call of the calculator that has succeeded.
+    pub async fn evaluated(&self, expression: &str) -> Value {
+        let args = json!({ "expression": expression });
+        let body = json!({ "run_id": "run_eval", "args": args, "wait_ms": 10_000 });
+        let call = self.invoke("calculation.eval", body).await;
+        assert_eq!(call["status"], "SUCCEEDED", "{call}");
+        call
+    }
+
+    /// A call, once it has ended or the wait is over.
+    pub async fn call(&self, id: &str, wait_ms: u64) -> Value {
+        let url = self.url(&format!("/v1/tool_calls/{id}?wait_ms={wait_ms}"));
+        let answer = self.http.get(url).send().await.unwrap();
+        let (status, body) = (answer.status(), answer.json::<Value>().await.unwrap());
+        assert_eq!(status, StatusCode::OK, "{id}: {body}");
+        body
+    }
+
+    pub async fn get(&self, path: &str) -> StatusCode {
+        self.http.get(self.url(path)).send().await.unwrap().status()
+    }
+
+    /// Posts to the provider's side; the answer must be 200.
+    pub async fn post(&self, path: &str, body: Value) -> Value {
+        let answer = self.http.post(self.url(path)).json(&body).send().await.unwrap();
+        let (status, body) = (answer.status(), answer.json::<Value>().await.unwrap());
+        assert_eq!(status, StatusCode::OK, "{path}: {body}");
+        body
+    }
+
+    /// Offers one tool with this effect.
+    pub async fn register(&self, client_id: &str, tool: &str, effect: &str) {
+        let tools = json!([{ "name": tool, "schema": {"type": "object"}, "effect": effect }]);
+        let body = json!({ "client_id": client_id, "tools": tools });
+        self.post("/internal/tools/register", body).await;
+    }
+
+    /// Asks for work once, taking it.
+    pub async fn poll(&self, client_id: &str, max: usize, wait_ms: u64) -> Vec<Value> {
+        let query = format!("client_id={client_id}&max={max}&wait_ms={wait_ms}");
+        let answer = self.http.get(self.url(&format!("/internal/ingress/poll?{query}")));
+        let body = answer.send().await.unwrap().json::<Value>().await.unwrap();
+        body["requests"].as_array().unwrap_or_else(|| panic!("{body}")).clone()
+    }
+
+    pub async fn submit(&self, id: &str, body: Value) -> Value {
+        self.post(&format!("/internal/tool_calls/{id}/submit"), body).await
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+        if std::thread::panicking() {
+            eprintln!("the server's log ends with:\n{}", self.log());
+        }
+    }
+}
+
+fn tail(path: &Path) -> String {
+    let log = std::fs::read_to_string(path).unwrap_or_default();
+    let lines: Vec<&str> = log.lines().collect();
+    lines[lines.len().saturating_sub(30)..].join("\n")
+}
+
+/// A field that is a text.
+pub fn text(body: &Value, field: &str) -> String {
+    body[field].as_str().unwrap_or_else(|| panic!("no {field} in {body}")).to_owned()
+}
+
+/// What the checker found in a database that is in order.
+#[derive(Debug, Default)]
+pub struct Stored {
+    /// Every call's status.
+    pub calls: HashMap<String, String>,
+    pub open: usize,
+    pub events: usize,
+}
+
+impl Stored {
+    /// How many calls have this status.
+    pub fn count(&self, status: &str) -> usize {
+        self.calls.values().filter(|stored| *stored == status).count()
+    }
+}
+
+/// Reads a copy of what a server left in this directory, and fails where anything contradicts
+/// anything else.
+pub fn check(data_dir: &Path) -> Stored {
+    let copy = tempfile::tempdir().unwrap();
+    for name in ["toolcrib.db", "toolcrib.db-wal"] {
+        if data_dir.join(name).exists() {
+            std::fs::copy(data_dir.join(name), copy.path().join(name)).unwrap();
+        }
+    }
+    let flags = OpenFlags::SQLITE_OPEN_READ_WRITE;
+    let database = Connection::open_with_flags(copy.path().join("toolcrib.db"), flags).unwrap();
+    let verdict: String =
+        database.query_row("PRAGMA integrity_check", [], |row| row.get(0)).unwrap();
+    assert_eq!(verdict, "ok");
+    nothing_is(&database, "SELECT id FROM calls WHERE version < 1");
+    nothing_is(&database, "SELECT id FROM calls WHERE started_ms < created_ms");
+    nothing_is(&database, "SELECT id FROM calls WHERE completed_ms < started_ms");
+    nothing_is(&database, "SELECT id FROM calls WHERE completed_ms < created_ms");
+    nothing_is(&database, "SELECT id FROM calls WHERE deadline_ms <= created_ms");
+    nothing_is(
+        &database,
+        "SELECT id FROM calls WHERE status = 'TIMEOUT' AND completed_ms < deadline_ms",
+    );
+    nothing_is(&database, "SELECT number FROM events GROUP BY number HAVING count(*) > 1");
+    nothing_is(&database, "SELECT number FROM events WHERE place NOT IN (SELECT place FROM calls)");
+    nothing_is(
+        &database,
+        "SELECT key FROM idempotency_keys WHERE place NOT IN (SELECT place FROM calls)",
+    );
+    nothing_is(&database, "SELECT id FROM calls GROUP BY id HAVING count(*) > 1");
+    check_events(&database)
+}
+
+/// Fails when the query finds anything.
+fn nothing_is(database: &Connection, query: &str) {
+    let mut select = database.prepare(query).unwrap();
+    let mut rows = select.query([]).unwrap();
+    if let Some(row) = rows.next().unwrap() {
+        panic!("{query}: {:?}", row.get::<_, rusqlite::types::Value>(0).unwrap());
+    }
+}
+
+/// Each call's events tell its story: asked for first, ended once and as its status says, and
+/// nothing after the end but what came late.
+fn check_events(database: &Connection) -> Stored {
+    let mut stories: HashMap<i64, Vec<(i64, String)>> = HashMap::new();
+    let mut stored = Stored::default();
+    let mut select =
+        database.prepare("SELECT place, number, kind FROM events ORDER BY number").unwrap();
+    let mut rows = select.query([]).unwrap();
+    while let Some(row) = rows.next().unwrap() {
+        let told = (row.get(1).unwrap(), row.get(2).unwrap());
+        stories.entry(row.get(0).unwrap()).or_default().push(told);
+        stored.events += 1;
+    }
+    let mut select = database.prepare("SELECT place, id, status, events FROM calls").unwrap();
+    let mut rows = select.query([]).unwrap();
+    while let Some(row) = rows.next().unwrap() {
+        let (id, status): (String, String) = (row.get(1).unwrap(), row.get(2).unwrap());
+        let story = stories.remove(&row.get(0).unwrap()).unwrap_or_default();
+        let numbers: String = story.iter().map(|(number, _)| format!("{number},")).collect();
+        assert_eq!(row.get::<_, String>(3).unwrap(), numbers, "{id} names other events");
+        let kinds: Vec<&str> =
+            story.iter().filter_map(|(_, kind)| kind.strip_prefix("tool.call.")).collect();
+        assert_eq!(kinds.first(), Some(&"requested"), "{id}: {kinds:?}");
+        let ended = |kind: &&&str| matches!(**kind, "finished" | "failed" | "timeout" | "canceled");
+        let ends: Vec<&&str> = kinds.iter().filter(ended).collect();
+        let expected: &[&str] = match status.as_str() {
+            "SUCCEEDED" => &["finished"],
+            "FAILED" => &["failed"],
+            "TIMEOUT" => &["timeout"],
+            "CANCELED" => &["canceled"],
+            _ => &[],
+        };
+        assert!(ends.iter().map(|kind| **kind).eq(expected.iter().copied()), "{id}: {kinds:?}");
+        let after = kinds.iter().skip_while(|kind| !ended(kind)).skip(1);
+        assert!(after.into_iter().all(|kind| *kind == "late"), "{id}: {kinds:?}");
+        stored.open += usize::from(expected.is_empty());
+        stored.calls.insert(id, status);
+    }
+    stored
+}
