@@ -175,3 +175,15 @@ pub struct Metrics {
     pub attempts: u32,
     pub retries: u32,
 }
+
+impl Metrics {
+    /// What it took, from a call's timestamps.
+    pub fn of(created_ms: u64, started_ms: Option<u64>, completed_ms: u64, attempts: u32) -> Self {
+        Self {
+            latency_ms: completed_ms.saturating_sub(created_ms),
+            queue_ms: started_ms.unwrap_or(completed_ms).saturating_sub(created_ms),
+            attempts,
+            retries: attempts.saturating_sub(1),
+        }
+    }
+}

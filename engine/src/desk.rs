@@ -127,7 +127,8 @@ impl Desk {
 
     /// A client acknowledged a request: it stays with that client now.
     pub fn acknowledged(&self, project: &str, client_id: &str, call_id: &CallId) {
-        self.state.lock().acknowledged(project, client_id, call_id);
+        let now_ms = self.clock.now_ms();
+        self.state.lock().acknowledged(project, client_id, call_id, now_ms);
     }
 
     /// Who has this request in hand.

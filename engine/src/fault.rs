@@ -63,7 +63,7 @@ const TABLE: [Row; 17] = [
         422,
         false,
         "arguments or result do not fit the schema",
-        "correct each place listed in detail.problems and call again",
+        "correct what the message names; where there are several places, detail.problems lists them",
     ),
     row(
         Code::BadRequest,
@@ -108,7 +108,7 @@ const TABLE: [Row; 17] = [
         403,
         false,
         "the caller may not do this",
-        "an operator can grant it: toolcrib allow --agent AGENT PATTERN",
+        "the message names what decided; an operator can change it (toolcrib allow, toolcrib keys)",
     ),
     row(
         Code::Conflict,

@@ -233,6 +233,8 @@ fn deadline(call: &Call, now_ms: u64) -> Result<Step, Refusal> {
     let mut fault = Fault::new(Code::Timeout, message);
     if call.status != Status::Running {
         fault = fault.not_happened().retryable(true);
+    } else if call.target.effect == Effect::Read {
+        fault = fault.retryable(true);
     }
     let mut actions = stop(call);
     actions.push(Action::Ended);
@@ -308,16 +310,11 @@ fn put_back(next: &mut Call, at_ms: u64) {
 type End = (bool, Option<Json>, Option<Fault>);
 
 fn end(mut call: Call, status: Status, (ok, data, error): End, now_ms: u64) -> Call {
-    let begun_ms = call.started_ms.unwrap_or(now_ms);
-    let metrics = Metrics {
-        latency_ms: now_ms.saturating_sub(call.created_ms),
-        queue_ms: begun_ms.saturating_sub(call.created_ms),
-        attempts: call.attempt,
-        retries: call.attempt.saturating_sub(1),
-    };
+    let completed_ms = now_ms.max(call.created_ms);
+    let metrics = Metrics::of(call.created_ms, call.started_ms, completed_ms, call.attempt);
     call.status = status;
     call.hold = None;
-    call.completed_ms = Some(now_ms.max(call.created_ms));
+    call.completed_ms = Some(completed_ms);
     call.outcome = Some(Outcome { ok, data, error, metrics });
     call
 }

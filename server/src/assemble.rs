@@ -91,18 +91,8 @@ fn builtin_tools(config: &Config) -> anyhow::Result<Vec<Arc<dyn Tool>>> {
     if config.builtin.enabled {
         tools = builtin::tools(builtin::Settings {
             data_dir: config.data_dir.clone(),
-            database: builtin::DatabaseSettings {
-                url: config.builtin.database.url.clone(),
-                max_rows: config.builtin.database.max_rows,
-                max_bytes: config.builtin.database.max_bytes,
-                timeout_ms: config.builtin.database.timeout_ms,
-                allow_superuser: config.builtin.database.allow_superuser,
-            },
-            weather: builtin::WeatherSettings {
-                geocoding_url: config.builtin.weather.geocoding_url.clone(),
-                forecast_url: config.builtin.weather.forecast_url.clone(),
-                timeout_ms: config.builtin.weather.timeout_ms,
-            },
+            database: config.builtin.database.clone(),
+            weather: config.builtin.weather.clone(),
         })
         .map_err(|error| anyhow::anyhow!("the built-in tools cannot be set up: {error}"))?;
     }

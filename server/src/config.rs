@@ -14,7 +14,6 @@ mod validate;
 mod tests;
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::path::{Path, PathBuf};
 
 use schemars::JsonSchema;
@@ -22,6 +21,8 @@ use serde::Deserialize;
 use toolcrib::engine::{Policies, ToolOverride};
 use toolcrib::retry::{Backoff, ExecutionPolicy, PolicyPatch};
 use toolcrib::tool::Alternate;
+
+use crate::sources::builtin::{DatabaseSettings, WeatherSettings};
 
 pub use layers::ConfigError;
 
@@ -323,70 +324,6 @@ impl Default for BuiltinSettings {
     fn default() -> Self {
         let (database, weather) = (DatabaseSettings::default(), WeatherSettings::default());
         Self { enabled: true, database, weather }
-    }
-}
-
-/// The tool `database.query`.
-#[derive(Clone, PartialEq, Deserialize, JsonSchema)]
-#[serde(default, deny_unknown_fields)]
-pub struct DatabaseSettings {
-    /// `postgres://…`, `sqlite:PATH` or the path of a SQLite file; without it, a small sample
-    /// database in the data directory.
-    pub url: Option<String>,
-    /// Rows of one answer; more are cut off, and the answer says so.
-    pub max_rows: usize,
-    /// Size of one answer.
-    pub max_bytes: usize,
-    /// How long one query may take.
-    pub timeout_ms: u64,
-    /// Permits a PostgreSQL role that is a superuser, which can do more than read.
-    pub allow_superuser: bool,
-}
-
-impl Default for DatabaseSettings {
-    fn default() -> Self {
-        Self {
-            url: None,
-            max_rows: 1_000,
-            max_bytes: 1 << 20,
-            timeout_ms: 10_000,
-            allow_superuser: false,
-        }
-    }
-}
-
-/// The URL may hold a password, so it is not shown.
-impl fmt::Debug for DatabaseSettings {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DatabaseSettings")
-            .field("url", &self.url.as_ref().map(|_| "(not shown)"))
-            .field("max_rows", &self.max_rows)
-            .field("max_bytes", &self.max_bytes)
-            .field("timeout_ms", &self.timeout_ms)
-            .field("allow_superuser", &self.allow_superuser)
-            .finish()
-    }
-}
-
-/// The tool `weather.query`.
-#[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
-#[serde(default, deny_unknown_fields)]
-pub struct WeatherSettings {
-    /// Where places are looked up: a server that answers as Open-Meteo's geocoding does.
-    pub geocoding_url: String,
-    /// Where the forecast comes from: a server that answers as Open-Meteo's forecast does.
-    pub forecast_url: String,
-    /// How long both together may take.
-    pub timeout_ms: u64,
-}
-
-impl Default for WeatherSettings {
-    fn default() -> Self {
-        Self {
-            geocoding_url: "https://geocoding-api.open-meteo.com".into(),
-            forecast_url: "https://api.open-meteo.com".into(),
-            timeout_ms: 5_000,
-        }
     }
 }
 

@@ -18,7 +18,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use toolcrib::{Caller, Engine};
+use toolcrib::{Caller, Engine, Executor};
 
 use crate::config::Config;
 use crate::{assemble, telemetry};
@@ -84,14 +84,21 @@ fn refuse_open_door(engine: &Engine, address: SocketAddr) -> anyhow::Result<()> 
 }
 
 fn first_screen(config: &Config, engine: &Engine, address: SocketAddr, took: Duration) {
-    let base = format!("http://{address}");
     let tools = engine.tools(&Caller::local("default"));
-    let names: Vec<&str> = tools.iter().map(|tool| tool.definition.name.as_str()).collect();
+    let own = tools.iter().filter(|tool| tool.definition.executor == Executor::Builtin);
+    let names: Vec<&str> = own.map(|tool| tool.definition.name.as_str()).collect();
     tracing::info!(%address, data_dir = %config.data_dir.display(), tools = names.len(), "ready");
     if !std::io::stdout().is_terminal() && std::env::var_os("TOOLCRIB_QUIET").is_some() {
         return;
     }
-    let keys = if engine.has_keys() { "needed (toolcrib keys)" } else { "none: loopback only" };
+    // Every address is reached by the loopback one as well.
+    let ip = if address.ip().is_unspecified() { [127, 0, 0, 1].into() } else { address.ip() };
+    let base = format!("http://{}", SocketAddr::new(ip, address.port()));
+    let program = std::env::args().next().unwrap_or_else(|| "toolcrib".to_owned());
+    let (keys, key_flag, key_header) = match engine.has_keys() {
+        true => ("needed: toolcrib keys", " --key KEY", " -H 'Authorization: Bearer KEY'"),
+        false => ("none: loopback only, everything allowed", "", ""),
+    };
     let settings =
         config.file.as_ref().map_or("defaults".to_owned(), |path| path.display().to_string());
     println!(
@@ -102,8 +109,9 @@ fn first_screen(config: &Config, engine: &Engine, address: SocketAddr, took: Dur
          Settings  {settings}\n  \
          Keys      {keys}\n  \
          Tools     {} built in: {}\n\n  \
-         Try       toolcrib call calculation.eval expression='2*21'\n  \
-         or        curl -s '{base}/v1/tools/calculation.eval/invoke?wait_ms=5000' \\\n  \
+         Try       {program} --server {base}{key_flag} call calculation.eval \
+         expression='2*21'\n  \
+         or        curl -s '{base}/v1/tools/calculation.eval/invoke?wait_ms=5000'{key_header} \\\n  \
          {:>10}-d '{{\"run_id\":\"run_001\",\"args\":{{\"expression\":\"2*21\"}}}}'\n",
         env!("CARGO_PKG_VERSION"),
         took.as_millis(),

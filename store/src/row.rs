@@ -53,27 +53,23 @@ struct State {
     taken_by: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     node: Option<String>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    metrics: Option<StoredMetrics>,
 }
 
+/// Rows are small because they are flushed: what a column says already is left out, and what an
+/// outcome took follows from the timestamps.
 #[derive(Serialize, Deserialize)]
 struct StoredTarget {
-    tool: String,
+    /// Only where it is not the tool that was asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    tool: Option<String>,
     version: String,
-    executor: Executor,
+    /// Only of alternates; the call's own is a column.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    executor: Option<Executor>,
     effect: Effect,
     /// Only where they are not the call's own arguments.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     args: Option<Json>,
-}
-
-#[derive(Serialize, Deserialize)]
-struct StoredMetrics {
-    latency_ms: u64,
-    queue_ms: u64,
-    attempts: u32,
-    retries: u32,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -150,20 +146,14 @@ impl CallRow {
         let state = State {
             attempt: call.attempt,
             target_attempts: call.target_attempts,
-            target: stored_target(&call.target, replaced),
-            alternates: call.alternates.iter().map(|t| stored_target(t, true)).collect(),
+            target: stored_target(&call, &call.target, replaced),
+            alternates: call.alternates.iter().map(|t| stored_target(&call, t, true)).collect(),
             retry_at_ms: match call.hold {
                 Some(Hold::Retry { at_ms }) => Some(at_ms),
                 _ => None,
             },
             taken_by: call.taken_by.clone(),
             node: call.node.clone(),
-            metrics: outcome.map(|outcome| StoredMetrics {
-                latency_ms: outcome.metrics.latency_ms,
-                queue_ms: outcome.metrics.queue_ms,
-                attempts: outcome.metrics.attempts,
-                retries: outcome.metrics.retries,
-            }),
         };
         Ok(Self {
             hold: call.hold.map(Hold::as_str),
@@ -177,21 +167,21 @@ impl CallRow {
     }
 }
 
-fn stored_target(target: &Target, with_args: bool) -> StoredTarget {
+fn stored_target(call: &Call, target: &Target, with_args: bool) -> StoredTarget {
     StoredTarget {
-        tool: target.tool.clone(),
+        tool: (target.tool != call.tool_name).then(|| target.tool.clone()),
         version: target.version.clone(),
-        executor: target.executor,
+        executor: (target.executor != call.target.executor).then_some(target.executor),
         effect: target.effect,
         args: with_args.then(|| target.args.clone()),
     }
 }
 
-fn target_of(stored: StoredTarget, args: &Json) -> Target {
+fn target_of(stored: StoredTarget, tool_name: &str, executor: Executor, args: &Json) -> Target {
     Target {
-        tool: stored.tool,
+        tool: stored.tool.unwrap_or_else(|| tool_name.to_owned()),
         version: stored.version,
-        executor: stored.executor,
+        executor: stored.executor.unwrap_or(executor),
         effect: stored.effect,
         args: stored.args.unwrap_or_else(|| args.clone()),
     }
@@ -219,24 +209,24 @@ pub(crate) fn read_call(row: &Row<'_>) -> Result<(u64, Call), StoreError> {
     };
     let data = maybe(14)?.map(|text| parse(&text)).transpose()?;
     let error = maybe(15)?.map(|text| read_fault(&text)).transpose()?;
-    let metrics = state.metrics.map(|m| Metrics {
-        latency_ms: m.latency_ms,
-        queue_ms: m.queue_ms,
-        attempts: m.attempts,
-        retries: m.retries,
-    });
-    let outcome = status.is_terminal().then(|| Outcome {
+    let (created_ms, started_ms) = (number(8)? as u64, time(10)?.map(|ms| ms as u64));
+    let completed_ms = time(11)?.map(|ms| ms as u64);
+    let outcome = completed_ms.map(|completed_ms| Outcome {
         ok: status == Status::Succeeded,
         data,
         error,
-        metrics: metrics.unwrap_or_default(),
+        metrics: Metrics::of(created_ms, started_ms, completed_ms, state.attempt),
     });
+    let (tool_name, executor) = (text(4)?, text(5)?);
+    let executor: Executor =
+        executor.parse().map_err(|()| StoreError::Corrupt(format!("executor {executor}")))?;
+    let target = |stored| target_of(stored, &tool_name, executor, &args);
     let id = text(1)?;
     let call = Call {
         id: id.parse().map_err(|_| StoreError::Corrupt(format!("call id {id}")))?,
         project: text(2)?,
         run_id: text(3)?,
-        tool_name: text(4)?,
+        tool_name: tool_name.clone(),
         asked: Asked {
             agent: envelope.agent,
             call_id: envelope.call_id,
@@ -244,8 +234,8 @@ pub(crate) fn read_call(row: &Row<'_>) -> Result<(u64, Call), StoreError> {
             user_id: envelope.user_id,
             idempotency_key: envelope.idempotency_key,
         },
-        target: target_of(state.target, &args),
-        alternates: state.alternates.into_iter().map(|t| target_of(t, &args)).collect(),
+        target: target(state.target),
+        alternates: state.alternates.into_iter().map(target).collect(),
         max_retries: envelope.max_retries,
         backoff: envelope.backoff,
         status,
@@ -254,10 +244,10 @@ pub(crate) fn read_call(row: &Row<'_>) -> Result<(u64, Call), StoreError> {
         target_attempts: state.target_attempts,
         taken_by: state.taken_by,
         node: state.node,
-        created_ms: number(8)? as u64,
+        created_ms,
         deadline_ms: number(9)? as u64,
-        started_ms: time(10)?.map(|ms| ms as u64),
-        completed_ms: time(11)?.map(|ms| ms as u64),
+        started_ms,
+        completed_ms,
         outcome,
         version: number(12)? as u64,
     };

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use rusqlite::{Connection, OpenFlags};
-use tokio::sync::oneshot;
+use tokio::sync::{Semaphore, oneshot};
 use toolcrib::call::Call;
 use toolcrib::directory::{AuditEntry, Change, Directory};
 use toolcrib::event::{Event, Record};
@@ -23,6 +23,10 @@ use crate::row::{CallRow, record_rows};
 use open::OpenCalls;
 use reader::Readers;
 use writer::{Op, Writer};
+
+/// Most who read at once. Each has a thread, a connection and its cache; more would only share the
+/// same disk and cores.
+const MAX_READING: usize = 16;
 
 /// Why a database was not opened.
 #[derive(Debug, thiserror::Error)]
@@ -48,6 +52,7 @@ pub enum OpenError {
 pub struct SqliteStore {
     writer: Writer,
     readers: Arc<Readers>,
+    turns: Arc<Semaphore>,
     open: OpenCalls,
     path: PathBuf,
 }
@@ -82,7 +87,8 @@ impl SqliteStore {
         let open = OpenCalls::load(&connection)?;
         let writer = Writer::start(connection, path, log, open.clone())?;
         let readers = Arc::new(Readers::new(path.to_owned()));
-        Ok(Self { writer, readers, open, path: path.to_owned() })
+        let turns = Arc::new(Semaphore::new(MAX_READING));
+        Ok(Self { writer, readers, turns, open, path: path.to_owned() })
     }
 
     /// Whether the file is in order, as SQLite sees it.
@@ -109,8 +115,11 @@ impl SqliteStore {
         &self,
         look: impl FnOnce(&Connection) -> Result<T, StoreError> + Send + 'static,
     ) -> Result<T, StoreError> {
+        let gone = |_| StoreError::Unavailable("the store is closed".to_owned());
+        let turn = self.turns.clone().acquire_owned().await.map_err(gone)?;
         let readers = self.readers.clone();
-        let read = tokio::task::spawn_blocking(move || readers.with(look)).await;
+        // The turn ends with the reading, also when nobody waits for it any more.
+        let read = tokio::task::spawn_blocking(move || (readers.with(look), turn).0).await;
         read.map_err(|error| StoreError::Unavailable(error.to_string()))?
     }
 }

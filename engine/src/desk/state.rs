@@ -309,11 +309,26 @@ impl State {
         client.in_hand.insert(id, held);
     }
 
-    pub(super) fn acknowledged(&mut self, project: &str, client_id: &str, id: &CallId) {
+    pub(super) fn acknowledged(
+        &mut self,
+        project: &str,
+        client_id: &str,
+        id: &CallId,
+        now_ms: u64,
+    ) {
         let key = (project.to_owned(), client_id.to_owned());
-        if let Some(held) = self.clients.get_mut(&key).and_then(|c| c.in_hand.get_mut(id)) {
-            held.acknowledged = true;
-            held.lease_until_ms = None;
+        let Some(client) = self.clients.get_mut(&key) else { return };
+        let Some(held) = client.in_hand.get_mut(id) else { return };
+        held.acknowledged = true;
+        held.lease_until_ms = None;
+        let session = client.sessions.iter().find(|c| Some(c.number) == held.session);
+        let Some(parked) = self.requests.get(id) else { return };
+        let harmless = parked.request.effect != Effect::Irreversible;
+        if session.is_some_and(|session| session.line == Line::Poll) && harmless {
+            // A client that polls is never seen to go away. Where twice is as good as once, it has
+            // half of the call's time before the request is given again.
+            let rest_ms = parked.request.deadline_ms.saturating_sub(now_ms);
+            held.lease_until_ms = Some(now_ms.saturating_add(POLL_LEASE_MS.max(rest_ms / 2)));
         }
     }
 

@@ -33,7 +33,9 @@ impl Entry {
     /// Compiles a definition.
     pub fn compile(definition: Definition) -> Result<Self, Fault> {
         let refused = |field: &str, error: crate::schema::SchemaError| {
-            let message = format!("{}: {field} is not usable: {error}", definition.name);
+            let (name, place) = (&definition.name, &error.pointer);
+            let reason = &error.reason;
+            let message = format!("{name}: {field} is not usable at {field}{place}: {reason}");
             let detail = json!({
                 "tool": definition.name,
                 "pointer": format!("/{field}{}", error.pointer),
@@ -200,6 +202,13 @@ impl Engine {
         let allowed = catalog.decide(caller, name) == Decision::Allowed;
         let found = catalog.find(&caller.project, name).filter(|_| allowed);
         found.ok_or_else(|| not_found(&catalog, caller, name))
+    }
+
+    /// How long a call of a tool has that says nothing itself.
+    pub fn default_timeout_ms(&self, caller: &Caller) -> u64 {
+        let policies = &self.inner.policies;
+        let own = policies.projects.get(&caller.project).and_then(|p| p.default_timeout_ms);
+        own.unwrap_or(policies.global.default_timeout_ms)
     }
 
     /// A client offers tools. Answers with how many.

@@ -124,7 +124,10 @@ impl Inner {
         let now_ms = self.clock.now_ms();
         let definition = &tool.definition;
         let policy = self.policy_of(&caller.project, tool);
-        let timeout_ms = asked.timeout_ms.unwrap_or(definition.timeout_ms);
+        // The operator's word on this tool goes before the tool's own.
+        let over = self.policies.tools.get(&definition.name);
+        let over_ms = over.and_then(|over| over.policy.default_timeout_ms);
+        let timeout_ms = asked.timeout_ms.or(over_ms).unwrap_or(definition.timeout_ms);
         Call {
             id: self.minter.call(now_ms),
             project: caller.project.clone(),

@@ -23,9 +23,9 @@ use utoipa::OpenApi;
 use utoipa_axum::router::OpenApiRouter;
 
 pub use answer::Problem;
-pub use docs::errors_page;
 use answer::{problem, problem_as};
 use docs::Security;
+pub use docs::errors_page;
 
 /// What the door needs to know.
 #[derive(Clone)]

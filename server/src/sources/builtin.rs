@@ -14,6 +14,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use schemars::JsonSchema;
 use serde::Deserialize;
 use toolcrib::Tool;
 
@@ -27,7 +28,7 @@ pub struct Settings {
 }
 
 /// What `database.query` reads, and how much.
-#[derive(Clone, Deserialize)]
+#[derive(Clone, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct DatabaseSettings {
     /// A SQLite file (`shop.db`, `sqlite:shop.db`) or `postgres://user:password@host/name`; none
@@ -70,7 +71,7 @@ impl fmt::Debug for DatabaseSettings {
 }
 
 /// Whom `weather.query` asks.
-#[derive(Debug, Clone, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct WeatherSettings {
     /// Finds places: an address that answers `/v1/search` as Open-Meteo does.

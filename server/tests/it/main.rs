@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod canceling;
+mod crash;
 mod events;
 mod idempotency;
 mod ingress;

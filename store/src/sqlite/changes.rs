@@ -133,6 +133,17 @@ impl Desk {
         self.record(place, records)
     }
 
+    /// Writes something that nobody reads.
+    pub(super) fn check(&self) -> rusqlite::Result<()> {
+        self.connection
+            .prepare_cached(
+                "INSERT INTO counters VALUES ('checks', 1) \
+                 ON CONFLICT (name) DO UPDATE SET value = value + 1",
+            )?
+            .execute([])
+            .map(|_| ())
+    }
+
     /// Where a call is. The places of calls that this writer opened are known.
     fn place_of(&self, project: &str, id: &CallId) -> rusqlite::Result<Option<i64>> {
         if let Some((owner, place)) = self.places.get(id)

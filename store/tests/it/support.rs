@@ -125,7 +125,8 @@ pub fn running(call: &Call) -> Call {
 /// The next version of a call: ended like this, then.
 pub fn ended(call: &Call, status: Status, completed_ms: u64) -> Call {
     let ok = status == Status::Succeeded;
-    let metrics = Metrics { latency_ms: 12, queue_ms: 3, attempts: 1, retries: 0 };
+    let (created_ms, started_ms) = (call.created_ms, call.started_ms);
+    let metrics = Metrics::of(created_ms, started_ms, completed_ms, call.attempt);
     let (data, error) = if ok {
         (Some(json(r#"{"sky":"clear"}"#)), None)
     } else {

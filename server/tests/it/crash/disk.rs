@@ -124,7 +124,10 @@ async fn without_room(mut server: Server, disk: Disk) {
     assert_eq!(server.call(&parked, 0).await["status"], "SUCCEEDED");
     for id in &acked[1..] {
         let call = server.call(id, 0).await;
-        assert_eq!((&call["status"], &call["hold"]["reason"]), (&json!("PENDING"), &json!("parked")));
+        assert_eq!(
+            (&call["status"], &call["hold"]["reason"]),
+            (&json!("PENDING"), &json!("parked"))
+        );
     }
     let stored = check(&disk.data(&server));
     assert_eq!(stored.open, acked.len() - 1, "what was refused did not happen");

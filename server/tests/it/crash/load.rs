@@ -192,8 +192,8 @@ async fn all_end(server: &Server, acked: &[Acked]) -> Vec<(Acked, Value)> {
         let args = &call.body["args"];
         match (call.tool, ended["status"].as_str().unwrap()) {
             ("calculation.eval", "SUCCEEDED") => {
-                let number: u64 =
-                    args["expression"].as_str().unwrap().split(' ').next().unwrap().parse().unwrap();
+                let (number, _) = args["expression"].as_str().unwrap().split_once(' ').unwrap();
+                let number: u64 = number.parse().unwrap();
                 assert_eq!(ended["result"]["result"], json!(number * 3), "{ended}");
             }
             (_, "SUCCEEDED") => assert_eq!(ended["result"], json!({ "echo": args }), "{ended}"),

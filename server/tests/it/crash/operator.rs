@@ -1,1 +1,60 @@
-//! To come.
+//! An operator works on the data directory while the server runs: it takes effect within seconds.
+
+use std::time::Duration;
+
+use reqwest::StatusCode;
+use serde_json::{Value, json};
+
+use crate::support::process::{Server, eventually, text};
+
+const SOON: Duration = Duration::from_secs(2);
+
+/// Runs a command on the data directory. Answers with what it printed.
+fn run(server: &Server, arguments: &[&str]) -> Value {
+    let ran = server.command(arguments).arg("--json").output().unwrap();
+    assert!(ran.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&ran.stderr));
+    serde_json::from_slice(&ran.stdout).unwrap()
+}
+
+async fn invoked(server: &Server, tool: &str, args: &Value, key: Option<&str>) -> StatusCode {
+    let mut asked = server.invoking(tool, &json!({ "run_id": "run_operator", "args": args }));
+    if let Some(key) = key {
+        asked = asked.bearer_auth(key);
+    }
+    asked.send().await.unwrap().status()
+}
+
+#[tokio::test]
+async fn keys_and_rules_take_effect_beside_a_running_server() {
+    let mut server = Server::ready().await;
+    let (eval, sum) = ("calculation.eval", json!({ "expression": "1+1" }));
+    let (query, sql) = ("database.query", json!({ "sql": "SELECT 1" }));
+    let soon = async |tool: &str, args: &Value, key: Option<&str>, status: StatusCode| {
+        let what = format!("{tool} is answered {status}");
+        let answered = async || (invoked(&server, tool, args, key).await == status).then_some(());
+        eventually(&what, SOON, answered).await;
+    };
+    assert_eq!(invoked(&server, eval, &sum, None).await, StatusCode::ACCEPTED);
+
+    let made = run(&server, &["keys", "create", "--agent", "ada", "--allow", eval]);
+    let (id, key) = (text(&made, "id"), text(&made, "key"));
+    soon(eval, &sum, None, StatusCode::UNAUTHORIZED).await;
+    let ada = Some(key.as_str());
+    assert_eq!(invoked(&server, eval, &sum, Some("tck_wrong")).await, StatusCode::UNAUTHORIZED);
+    assert_eq!(invoked(&server, eval, &sum, ada).await, StatusCode::ACCEPTED);
+    assert_eq!(invoked(&server, query, &sql, ada).await, StatusCode::FORBIDDEN);
+
+    run(&server, &["allow", "--agent", "ada", "database.*"]);
+    soon(query, &sql, ada, StatusCode::ACCEPTED).await;
+    run(&server, &["deny", "--agent", "ada", eval]);
+    soon(eval, &sum, ada, StatusCode::FORBIDDEN).await;
+    assert_eq!(invoked(&server, query, &sql, ada).await, StatusCode::ACCEPTED);
+
+    run(&server, &["keys", "revoke", &id]);
+    soon(query, &sql, ada, StatusCode::UNAUTHORIZED).await;
+    soon(eval, &sum, None, StatusCode::UNAUTHORIZED).await;
+
+    server.kill();
+    server.start().await;
+    assert_eq!(invoked(&server, query, &sql, ada).await, StatusCode::UNAUTHORIZED);
+}

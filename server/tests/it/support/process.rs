@@ -121,10 +121,14 @@ impl Server {
 
     /// Starts the process, without waiting for anything.
     pub fn spawn(&mut self) {
+        self.spawn_on(&format!("127.0.0.1:{}", self.port));
+    }
+
+    /// The same on another address.
+    pub fn spawn_on(&mut self, listen: &str) {
         assert!(self.child.is_none(), "it runs already");
         let log = File::options().create(true).append(true).open(self.log_file()).unwrap();
-        let listen = format!("127.0.0.1:{}", self.port);
-        let mut command = self.command(&["serve", "--listen", &listen]);
+        let mut command = self.command(&["serve", "--listen", listen]);
         let child = command.stdout(log.try_clone().unwrap()).stderr(log).spawn().unwrap();
         self.child = Some(child);
     }
@@ -261,6 +265,17 @@ impl Server {
         let answer = self.http.get(self.url(&format!("/internal/ingress/poll?{query}")));
         let body = answer.send().await.unwrap().json::<Value>().await.unwrap();
         body["requests"].as_array().unwrap_or_else(|| panic!("{body}")).clone()
+    }
+
+    /// Takes so many requests; they come as their calls are parked.
+    pub async fn taken(&self, client_id: &str, count: usize) -> Vec<Value> {
+        let mut taken = Vec::new();
+        while taken.len() < count {
+            let requests = self.poll(client_id, count - taken.len(), 10_000).await;
+            assert!(!requests.is_empty(), "{} of {count} came", taken.len());
+            taken.extend(requests);
+        }
+        taken
     }
 
     pub async fn submit(&self, id: &str, body: Value) -> Value {

@@ -1,5 +1,7 @@
 //! A tool provider on a WebSocket.
 
+use std::collections::VecDeque;
+
 use futures::{SinkExt, StreamExt};
 use serde_json::{Value, json};
 use tokio::net::TcpStream;
@@ -13,6 +15,8 @@ use super::soon;
 /// One connection.
 pub struct Ws {
     pub socket: WebSocketStream<MaybeTlsStream<TcpStream>>,
+    /// Heard while something else was waited for.
+    kept: VecDeque<Value>,
 }
 
 impl Ws {
@@ -25,7 +29,7 @@ impl Ws {
             request.headers_mut().insert("authorization", value);
         }
         let (socket, _) = soon("a WebSocket", connect_async(request)).await?;
-        Ok(Self { socket })
+        Ok(Self { socket, kept: VecDeque::new() })
     }
 
     /// Connects, says hello with these fields, and waits for the answer.
@@ -57,6 +61,13 @@ impl Ws {
 
     /// The next message; none when the connection has ended.
     pub async fn next(&mut self) -> Option<Value> {
+        if let Some(kept) = self.kept.pop_front() {
+            return Some(kept);
+        }
+        self.next_heard().await
+    }
+
+    async fn next_heard(&mut self) -> Option<Value> {
         loop {
             match soon("a message", self.socket.next()).await {
                 Some(Ok(Message::Text(text))) => return Some(serde_json::from_str(&text).unwrap()),
@@ -106,9 +117,15 @@ impl Ws {
         message["tool_call_id"] = request["tool_call_id"].clone();
         message["attempt"] = request["attempt"].clone();
         self.say(message).await;
-        let answer = self.hear_a("result_ack").await;
-        assert_eq!(answer["tool_call_id"], request["tool_call_id"]);
-        answer
+        loop {
+            let heard = self.next_heard().await.expect("the connection ended");
+            if heard["type"] == "result_ack" {
+                assert_eq!(heard["tool_call_id"], request["tool_call_id"]);
+                return heard;
+            }
+            // More work may come in between.
+            self.kept.push_back(heard);
+        }
     }
 
     /// Proves that nothing else was sent: a ping is answered next.

@@ -1,7 +1,7 @@
 //! Calls: what is stored is read back, and a save replaces exactly the version before it.
 
 use serde_json::json as value;
-use toolcrib::call::{Asked, Call, Hold, Metrics, Outcome, Status, Target};
+use toolcrib::call::{Asked, Call, Hold, Status, Target};
 use toolcrib::event::Kind;
 use toolcrib::fault::{Code, Fault};
 use toolcrib::retry::Backoff;
@@ -130,10 +130,8 @@ pub async fn a_fault_is_read_back_with_all_it_says(store: &dyn Store) {
         for fault in [plain, told.clone().retryable(true), told.retryable(false)] {
             let waiting = call();
             put(store, &waiting).await;
-            let metrics = Metrics { latency_ms: 9, queue_ms: 8, attempts: 7, retries: 6 };
-            let outcome = Outcome { ok: false, data: None, error: Some(fault), metrics };
-            let failed = ended(&waiting, Status::Failed, NOW + 9);
-            let failed = Call { outcome: Some(outcome), ..failed };
+            let mut failed = ended(&waiting, Status::Failed, NOW + 9);
+            failed.outcome.as_mut().unwrap().error = Some(fault);
             save(store, &failed).await;
             assert_eq!(read(store, &waiting).await, failed);
         }

@@ -4,11 +4,11 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use serde::{Deserialize, Serialize};
-use toolcrib::Executor;
 use toolcrib::directory::Others;
 use toolcrib::engine::Registration;
 use toolcrib::retry::PolicyPatch;
 use toolcrib::tool::{Alternate, Definition, Effect, Risk};
+use toolcrib::{Caller, Engine, Executor};
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::Door;
@@ -34,7 +34,7 @@ pub(super) struct OfferBody {
     #[serde(default = "toolcrib::Json::empty_object")]
     #[schema(value_type = Object)]
     schema: toolcrib::Json,
-    /// 1 to 86400000; 30000 unless said.
+    /// 1 to 86400000; the configured default unless said.
     #[serde(default, deserialize_with = "timeout_ms")]
     timeout_ms: Option<u64>,
     #[serde(default)]
@@ -63,7 +63,7 @@ pub(super) struct OfferBody {
 }
 
 impl OfferBody {
-    fn definition(self, project: &str) -> Definition {
+    fn definition(self, project: &str, default_timeout_ms: u64) -> Definition {
         let own = self.policy.default_timeout_ms;
         Definition {
             project: Some(project.to_owned()),
@@ -72,7 +72,7 @@ impl OfferBody {
             executor: Executor::Client,
             input_schema: self.schema,
             output_schema: self.output_schema,
-            timeout_ms: self.timeout_ms.or(own).unwrap_or(30_000),
+            timeout_ms: self.timeout_ms.or(own).unwrap_or(default_timeout_ms),
             effect: self.effect,
             risk: self.risk,
             policy: self.policy,
@@ -88,10 +88,13 @@ impl RegisterBody {
         Self { client_id, tools, replace: false }
     }
 
-    pub(super) fn registration(self, project: &str) -> Registration {
+    pub(super) fn registration(self, engine: &Engine, caller: &Caller) -> Registration {
+        let default_ms = engine.default_timeout_ms(caller);
+        let project = caller.project.as_str();
+        let definition = |offer: OfferBody| offer.definition(project, default_ms);
         Registration {
             client_id: self.client_id,
-            tools: self.tools.into_iter().map(|offer| offer.definition(project)).collect(),
+            tools: self.tools.into_iter().map(definition).collect(),
             others: if self.replace { Others::Withdraw } else { Others::Keep },
         }
     }
@@ -114,7 +117,7 @@ pub(super) async fn register(
     Who(caller): Who,
     Body(body): Body<RegisterBody>,
 ) -> Result<Json<RegisteredBody>, Refused> {
-    let registration = body.registration(&caller.project);
+    let registration = body.registration(&door.engine, &caller);
     let registered_count = door.engine.register(&caller, registration).await?;
     Ok(Json(RegisteredBody { ok: true, registered_count }))
 }

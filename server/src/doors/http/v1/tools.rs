@@ -120,7 +120,8 @@ pub(super) async fn invoke(
         client_id: body.client_id,
         user_id: body.user_id,
     };
-    let ticket = door.engine.invoke(&caller, invocation).await?;
+    // Boxed, because this handler's future is moved several times on its way into the router.
+    let ticket = Box::pin(door.engine.invoke(&caller, invocation)).await?;
     let id = ticket.call.id.clone();
     let mut answer = match wait_ms {
         None | Some(0) => {
@@ -132,7 +133,7 @@ pub(super) async fn invoke(
             (StatusCode::ACCEPTED, Json(body)).into_response()
         }
         Some(wait_ms) => {
-            let call = door.engine.outcome(&caller, &ticket, wait_ms).await?;
+            let call = Box::pin(door.engine.outcome(&caller, &ticket, wait_ms)).await?;
             (StatusCode::ACCEPTED, Json(CallBody::from(call.as_ref()))).into_response()
         }
     };

@@ -55,6 +55,9 @@ struct Header {
     kind: String,
     tool_call_id: Option<String>,
     attempt: Option<u32>,
+    /// Of `tool_ack`: say when it is kept.
+    #[serde(default)]
+    confirm: bool,
 }
 
 pub(in super::super) async fn ws(
@@ -126,7 +129,10 @@ async fn greet(
         .map_err(|error| unreadable(format!("hello cannot be read: {error}")))?;
     if let Some(tools) = hello.tools {
         let body = RegisterBody::of(hello.client_id.clone(), tools);
-        door.engine.register(caller, body.registration(&caller.project)).await.map_err(Some)?;
+        door.engine
+            .register(caller, body.registration(&door.engine, caller))
+            .await
+            .map_err(Some)?;
     }
     let connecting = Connecting {
         client_id: hello.client_id.clone(),
@@ -236,8 +242,12 @@ impl Conversation {
         let id = header.about()?;
         match header.kind.as_str() {
             "tool_ack" => {
-                self.engine.take(&self.caller, &id, &self.client_id, header.attempt).await?;
-                Ok(None)
+                let taken = self.engine.take(&self.caller, &id, &self.client_id, header.attempt);
+                let call = taken.await?;
+                // For who must not begin before the acknowledgement is kept.
+                Ok(header.confirm.then(
+                    || json!({ "type": "tool_taken", "tool_call_id": id, "attempt": call.attempt }),
+                ))
             }
             "tool_progress" => {
                 let body: ProgressBody = read(said)?;
