@@ -37,7 +37,7 @@ use crate::source::Source;
 use crate::store::{Store, StoreError};
 use crate::tool::{Alternate, Executor};
 
-pub use admin::{NewKey, ShownKey};
+pub use admin::{NewKey, ShownKey, digest};
 pub use builder::Builder;
 pub use catalog::{Catalog, Entry as CatalogEntry, Registration};
 pub use ingress::Connecting;

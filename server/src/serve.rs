@@ -111,7 +111,8 @@ fn first_screen(config: &Config, engine: &Engine, address: SocketAddr, took: Dur
          Tools     {} built in: {}\n\n  \
          Try       {program} --server {base}{key_flag} call calculation.eval \
          expression='2*21'\n  \
-         or        curl -s '{base}/v1/tools/calculation.eval/invoke?wait_ms=5000'{key_header} \\\n  \
+         or        curl -s '{base}/v1/tools/calculation.eval/invoke?wait_ms=5000'\
+         {key_header} \\\n  \
          {:>10}-d '{{\"run_id\":\"run_001\",\"args\":{{\"expression\":\"2*21\"}}}}'\n",
         env!("CARGO_PKG_VERSION"),
         took.as_millis(),

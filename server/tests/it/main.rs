@@ -8,6 +8,7 @@ mod canceling;
 mod crash;
 mod events;
 mod idempotency;
+mod identity;
 mod ingress;
 mod listing;
 mod seed;

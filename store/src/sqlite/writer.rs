@@ -257,8 +257,7 @@ impl Desk {
                     }
                 }
             }
-            group.extend(waiting.try_iter().take(MAX_GROUP - 1));
-            if let Some(why) = self.commit(&mut group) {
+            if let Some(why) = self.commit(&mut group, waiting) {
                 // Who came while the lock was waited for must not wait for it all over again.
                 waiting.try_iter().for_each(|op| refuse(op, &why));
             }
@@ -269,11 +268,12 @@ impl Desk {
 
     /// Commits a group, or tells everybody in it why not. Answers with the reason when it was that
     /// another process holds the database.
-    fn commit(&mut self, group: &mut Vec<Op>) -> Option<String> {
-        let (began, size) = (Instant::now(), group.len());
-        let mut told = Vec::with_capacity(size);
+    fn commit(&mut self, group: &mut Vec<Op>, waiting: &mpsc::Receiver<Op>) -> Option<String> {
+        let began = Instant::now();
+        let mut told = Vec::with_capacity(MAX_GROUP);
         let number_before = self.last_number;
-        let written = self.write_group(group, &mut told);
+        let written = self.write_group(group, waiting, &mut told);
+        let size = told.len() + group.len();
         let Err(error) = written else {
             metrics::histogram!("toolcrib_store_commit_duration_seconds").record(began.elapsed());
             metrics::histogram!("toolcrib_store_commit_group_size").record(size as f64);
@@ -307,16 +307,20 @@ impl Desk {
         locked.then_some(why)
     }
 
-    fn write_group(&mut self, group: &mut Vec<Op>, told: &mut Vec<Told>) -> rusqlite::Result<()> {
+    /// Writes what waits, and what comes while it does, and commits it all.
+    fn write_group(
+        &mut self,
+        group: &mut Vec<Op>,
+        waiting: &mpsc::Receiver<Op>,
+        told: &mut Vec<Told>,
+    ) -> rusqlite::Result<()> {
         if self.broken.load(Ordering::Acquire) {
             return Err(rusqlite::Error::InvalidQuery);
         }
         self.connection.prepare_cached("BEGIN IMMEDIATE")?.execute([])?;
-        let mut changes = 0;
-        // Ops leave the group one by one; on a failure the rest of it is still there to be told.
-        group.reverse();
-        while let Some(op) = group.pop() {
-            changes += 1;
+        while told.len() < MAX_GROUP {
+            // Ops leave the group one by one; on a failure who is left is still to be told.
+            let Some(op) = group.pop().or_else(|| waiting.try_recv().ok()) else { break };
             match self.write(op) {
                 Ok(outcome) => told.push(outcome),
                 Err(failed) => {
@@ -328,7 +332,7 @@ impl Desk {
         }
         self.keep_mark()?;
         self.connection.prepare_cached("COMMIT")?.execute([])?;
-        self.changes = self.changes.saturating_add(changes);
+        self.changes = self.changes.saturating_add(told.len() as u32);
         Ok(())
     }
 

@@ -47,13 +47,23 @@ async fn who_answers_at_once_takes_turns_too() {
     let tools = json!([offer("a.tool")]);
     let mut one = Ws::offering(&api, "one", tools.clone()).await;
     let mut two = Ws::offering(&api, "two", tools).await;
+    let mut turns = Vec::new();
     for n in 0..6 {
         let id = api.invoke("a.tool", json!({})).await;
-        let client = if n % 2 == 0 { &mut one } else { &mut two };
-        let request = client.take().await;
-        assert_eq!(request["tool_call_id"], json!(id));
-        client.succeed(&request, json!(n)).await;
+        let (client, name) = tokio::select! {
+            request = one.hear_a("tool_request") => {
+                assert_eq!(request["tool_call_id"], json!(id));
+                (&mut one, "one")
+            }
+            request = two.hear_a("tool_request") => {
+                assert_eq!(request["tool_call_id"], json!(id));
+                (&mut two, "two")
+            }
+        };
+        client.succeed(&json!({ "tool_call_id": id, "attempt": 1 }), json!(n)).await;
+        turns.push(name);
     }
+    assert!(turns.windows(2).all(|pair| pair[0] != pair[1]), "{turns:?}");
 }
 
 #[tokio::test]

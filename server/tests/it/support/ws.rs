@@ -68,13 +68,19 @@ impl Ws {
     }
 
     async fn next_heard(&mut self) -> Option<Value> {
-        loop {
-            match soon("a message", self.socket.next()).await {
-                Some(Ok(Message::Text(text))) => return Some(serde_json::from_str(&text).unwrap()),
-                Some(Ok(Message::Ping(_) | Message::Pong(_))) => {}
-                _ => return None,
+        // Pings come all the time; it is a message that is waited for.
+        soon("a message", async {
+            loop {
+                match self.socket.next().await {
+                    Some(Ok(Message::Text(text))) => {
+                        return Some(serde_json::from_str(&text).unwrap());
+                    }
+                    Some(Ok(Message::Ping(_) | Message::Pong(_))) => {}
+                    _ => return None,
+                }
             }
-        }
+        })
+        .await
     }
 
     /// The next message, which must come.

@@ -1,0 +1,6 @@
+//! Who is who, and who may do what.
+
+mod isolation;
+mod keys;
+mod roles;
+mod rules;

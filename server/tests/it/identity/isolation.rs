@@ -1,0 +1,207 @@
+//! One project neither sees nor touches another's; without keys, only loopback gets in.
+
+use serde_json::{Value, json};
+
+use crate::support::api::{message, offer, offer_with};
+use crate::support::ws::Ws;
+use crate::support::{Api, Server};
+
+async fn names(api: &Api) -> Vec<String> {
+    let list = api.get("/v1/tools").await.is(200);
+    let tools = list["tools"].as_array().unwrap().iter();
+    let clients = tools.filter(|tool| tool["source"] == "client");
+    clients.map(|tool| tool["name"].as_str().unwrap().to_owned()).collect()
+}
+
+/// Everything that one could do to a call of another project: as if there were none.
+async fn cannot_touch(stranger: &Api, id: &str) {
+    for path in [format!("/v1/tool_calls/{id}"), format!("/v1/tool_calls/{id}/events")] {
+        let error = stranger.get(&path).await.refused(404, "NOT_FOUND");
+        assert_eq!(message(&error), format!("there is no call \"{id}\""));
+    }
+    let wait = format!("/v1/tool_calls/{id}?wait_ms=1000");
+    stranger.get(&wait).await.refused(404, "NOT_FOUND");
+    for (what, body) in [
+        (format!("/v1/tool_calls/{id}/cancel"), json!({})),
+        (format!("/internal/tool_calls/{id}/submit"), json!({ "status": "SUCCEEDED" })),
+        (format!("/internal/tool_calls/{id}/ack"), json!({ "client_id": "c1" })),
+        (format!("/internal/tool_calls/{id}/progress"), json!({ "percent": 1 })),
+    ] {
+        stranger.post(&what, body).await.refused(404, "NOT_FOUND");
+    }
+    let list = stranger.get("/v1/tool_calls").await.is(200);
+    assert_eq!(list, json!({ "tool_calls": [], "next_cursor": null }));
+    let cursor = format!("/v1/tool_calls?cursor={id}&run_id=run_1");
+    assert_eq!(stranger.get(&cursor).await.is(200)["tool_calls"], json!([]));
+}
+
+#[tokio::test]
+async fn keys_of_two_projects() {
+    let server = Server::start().await;
+    let mine = server.keyed("mine", "boss", "admin", &[]).await;
+    let theirs = server.keyed("theirs", "boss", "admin", &[]).await;
+    let tool = |kind: &str| {
+        let schema = json!({ "type": "object", "properties": { "n": { "type": kind } } });
+        json!([offer_with("a.tool", json!({ "schema": schema }))])
+    };
+    mine.register("c1", tool("integer")).await;
+    assert_eq!(names(&theirs).await, Vec::<String>::new());
+    let body = json!({ "run_id": "run_1", "args": {} });
+    let unknown = theirs.post("/v1/tools/a.tool/invoke", body).await;
+    unknown.refused(404, "TOOL_NOT_FOUND");
+    theirs.get("/internal/ingress/poll?client_id=c1").await.refused(404, "NOT_FOUND");
+    let id = mine.invoke("a.tool", json!({ "n": 1 })).await;
+    cannot_touch(&theirs, &id).await;
+    // The same names mean other things there.
+    theirs.register("c1", tool("string")).await;
+    let other = theirs.invoke("a.tool", json!({ "n": "one" })).await;
+    let given = theirs.poll("c1").await;
+    assert_eq!(given["tool_call_id"], json!(other), "not the call of the other project");
+    assert_eq!(mine.poll("c1").await["tool_call_id"], json!(id));
+    assert_eq!(mine.get("/v1/clients").await.is(200)["clients"].as_array().unwrap().len(), 1);
+    mine.succeed(&id, json!(1)).await;
+    assert_eq!(mine.call(&id).await["status"], "SUCCEEDED");
+}
+
+#[tokio::test]
+async fn events_keys_rules_and_audit_of_two_projects() {
+    let server = Server::start().await;
+    let mine = server.keyed("mine", "boss", "admin", &[]).await;
+    let theirs = server.keyed("theirs", "spy", "admin", &[]).await;
+    mine.register("c1", json!([offer("a.tool")])).await;
+    let mut run = theirs.follow("/v1/runs/run_1/events", None).await;
+    let mut all = theirs.follow("/v1/events?after=0", None).await;
+    mine.invoke("a.tool", json!({})).await;
+    let own = theirs.invoke("calculation.eval", json!({ "expression": "1" })).await;
+    assert_eq!(run.event().await.data["tool_call_id"], json!(own), "the first they see");
+    assert_eq!(all.event().await.data["tool_call_id"], json!(own), "the first they see");
+    let keys = theirs.get("/v1/keys").await.is(200);
+    let agents: Vec<&Value> =
+        keys["keys"].as_array().unwrap().iter().map(|key| &key["agent"]).collect();
+    assert_eq!(agents, ["spy"]);
+    let body = json!({ "agent": "ada", "pattern": "*", "verdict": "allow" });
+    mine.put("/v1/rules", body).await.is(200);
+    assert_eq!(theirs.get("/v1/rules").await.is(200)["rules"], json!([]));
+    theirs.delete("/v1/rules?agent=ada&pattern=*").await.refused(404, "NOT_FOUND");
+    let id = mine.get("/v1/keys").await.is(200)["keys"][0]["id"].as_str().unwrap().to_owned();
+    theirs.delete(&format!("/v1/keys/{id}")).await.refused(404, "NOT_FOUND");
+    let audit = theirs.get("/v1/audit").await;
+    assert!(!audit.text.contains("ada"), "{}", audit.text);
+}
+
+#[tokio::test]
+async fn the_project_of_a_key_is_not_the_headers_to_change() {
+    let server = Server::start().await;
+    let mine = server.keyed("mine", "boss", "admin", &[]).await;
+    mine.register("c1", json!([offer("a.tool")])).await;
+    let theirs = server.keyed("theirs", "boss", "admin", &[]).await;
+    assert_eq!(names(&theirs.project("mine")).await, Vec::<String>::new());
+}
+
+#[tokio::test]
+async fn without_keys_a_header_names_the_project() {
+    let server = Server::start().await;
+    let (default, other) = (server.api(), server.api().project("other"));
+    other.register("c1", json!([offer("a.tool")])).await;
+    assert_eq!(names(&default).await, Vec::<String>::new());
+    assert_eq!(names(&other).await, ["a.tool"]);
+    assert_eq!(names(&server.api().project("default")).await, Vec::<String>::new());
+    let id = other.invoke("a.tool", json!({})).await;
+    cannot_touch(&default, &id).await;
+    let shared = other.invoke("calculation.eval", json!({ "expression": "1" })).await;
+    assert_eq!(other.finished(&shared).await["status"], "SUCCEEDED", "built-ins are everybody's");
+    for bad in ["", "two words", "a/b", &"x".repeat(65)] {
+        let error = server.api().project(bad).get("/v1/tools").await;
+        let error = error.refused(400, "BAD_REQUEST");
+        assert!(message(&error).contains("X-Toolcrib-Project"), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn without_keys_a_foreign_page_is_refused() {
+    let server = Server::start().await;
+    let api = server.api();
+    for (header, value) in [
+        ("origin", "https://evil.example"),
+        ("origin", "null"),
+        ("origin", "http://localhost.evil.example:8080"),
+        ("host", "evil.example"),
+        ("host", "127.0.0.1.nip.io:8080"),
+    ] {
+        for (method, path) in
+            [(reqwest::Method::GET, "/v1/tools"), (reqwest::Method::POST, "/v1/keys")]
+        {
+            let request = api.request(method, path).header(header, value);
+            let error = api.send(request.body("{}")).await.refused(403, "PERMISSION_DENIED");
+            assert!(message(&error).contains("toolcrib keys create"), "{error}");
+        }
+    }
+    for (header, value) in [
+        ("origin", "http://localhost:8080"),
+        ("origin", "http://127.0.0.1:3000"),
+        ("host", "localhost:8080"),
+        ("host", "[::1]:8080"),
+    ] {
+        let request = api.request(reqwest::Method::GET, "/v1/tools").header(header, value);
+        api.send(request).await.is(200);
+    }
+    let made = api.post("/v1/keys", json!({ "agent": "boss", "role": "admin" })).await.is(201);
+    let admin = server.with_key(made["key"].as_str().unwrap());
+    let request = admin.request(reqwest::Method::GET, "/v1/tools").header("host", "crib.example");
+    admin.send(request).await.is(200);
+}
+
+#[tokio::test]
+async fn a_client_is_of_the_key_that_registered_it() {
+    let server = Server::start().await;
+    let one = server.keyed("p", "one", "provider", &[]).await;
+    let two = server.keyed("p", "two", "provider", &[]).await;
+    let ada = server.keyed("p", "ada", "agent", &["*"]).await;
+    one.register("c1", json!([offer("a.tool")])).await;
+    let id = ada.invoke("a.tool", json!({})).await;
+    let submit = format!("/internal/tool_calls/{id}/submit");
+    let done = json!({ "status": "SUCCEEDED", "result": 1 });
+    let error = two.post(&submit, done.clone()).await.refused(403, "PERMISSION_DENIED");
+    assert!(message(&error).contains("another key"), "{error}");
+    let mut posing = done.clone();
+    posing["client_id"] = json!("c1");
+    two.post(&submit, posing).await.refused(403, "PERMISSION_DENIED");
+    let ack = format!("/internal/tool_calls/{id}/ack");
+    two.post(&ack, json!({ "client_id": "c1" })).await.refused(403, "PERMISSION_DENIED");
+    let progress = format!("/internal/tool_calls/{id}/progress");
+    two.post(&progress, json!({ "percent": 5 })).await.refused(403, "PERMISSION_DENIED");
+    let poll = "/internal/ingress/poll?client_id=c1";
+    two.get(poll).await.refused(403, "PERMISSION_DENIED");
+    two.get("/internal/ingress/sse?client_id=c1").await.refused(403, "PERMISSION_DENIED");
+    two.delete("/internal/tools/a.tool?client_id=c1").await.refused(403, "PERMISSION_DENIED");
+    let body = json!({ "client_id": "c1", "tools": [offer("b.tool")] });
+    two.post("/internal/tools/register", body).await.refused(403, "PERMISSION_DENIED");
+    let mut ws = Ws::open(&two).await.unwrap();
+    ws.say(json!({ "type": "hello", "client_id": "c1" })).await;
+    assert_eq!(ws.hear_a("error").await["error"]["code"], "PERMISSION_DENIED");
+    assert_eq!(ada.call(&id).await["status"], "PENDING", "nothing of it changed the call");
+    let error = ada.post(&submit, done.clone()).await.refused(403, "PERMISSION_DENIED");
+    assert!(message(&error).contains("role agent"), "{error}");
+    assert_eq!(one.post(&submit, done).await.is(200)["status"], "SUCCEEDED");
+}
+
+#[tokio::test]
+async fn a_call_with_another_client_of_the_same_tool_is_not_mine_to_answer() {
+    let server = Server::start().await;
+    let one = server.keyed("p", "one", "provider", &[]).await;
+    let two = server.keyed("p", "two", "provider", &[]).await;
+    let ada = server.keyed("p", "ada", "agent", &["*"]).await;
+    let tools = json!([offer("a.tool")]);
+    one.register("c1", tools.clone()).await;
+    two.register("c2", tools).await;
+    let id = ada.invoke("a.tool", json!({})).await;
+    assert_eq!(one.poll("c1").await["tool_call_id"], json!(id));
+    for body in [
+        json!({ "status": "SUCCEEDED", "result": 2 }),
+        json!({ "status": "SUCCEEDED", "result": 2, "client_id": "c2" }),
+    ] {
+        two.submit(&id, body).await.refused(403, "PERMISSION_DENIED");
+    }
+    one.succeed(&id, json!(1)).await;
+    assert_eq!(ada.call(&id).await["result"], 1);
+}

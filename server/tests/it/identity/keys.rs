@@ -1,0 +1,159 @@
+//! Keys: made, shown once, kept as a hash, revoked.
+
+use serde_json::{Value, json};
+
+use crate::support::api::message;
+use crate::support::{Api, Server};
+
+/// Every byte the server has put on the disk.
+fn on_disk(server: &Server) -> Vec<u8> {
+    let mut all = Vec::new();
+    for entry in std::fs::read_dir(&server.config.data_dir).unwrap() {
+        all.extend(std::fs::read(entry.unwrap().path()).unwrap());
+    }
+    all
+}
+
+fn contains(bytes: &[u8], text: &str) -> bool {
+    bytes.windows(text.len()).any(|window| window == text.as_bytes())
+}
+
+async fn create(api: &Api, body: Value) -> Value {
+    api.post("/v1/keys", body).await.is(201)
+}
+
+#[tokio::test]
+async fn the_secret_is_shown_once_and_kept_nowhere() {
+    let server = Server::start().await;
+    let made = create(&server.api(), json!({ "agent": "boss", "role": "admin" })).await;
+    let secret = made["key"].as_str().unwrap();
+    assert!(secret.starts_with("tck_") && secret.len() >= 40, "{secret}");
+    assert_eq!((&made["project"], &made["role"]), (&json!("default"), &json!("admin")));
+    assert!(made["created_at"].is_u64());
+    let admin = server.with_key(secret);
+    let list = admin.get("/v1/keys").await;
+    assert!(!list.text.contains(secret) && !list.text.contains(&secret[4..]));
+    let shown = &list.is(200)["keys"][0];
+    assert_eq!((&shown["id"], &shown["agent"]), (&made["id"], &json!("boss")));
+    assert_eq!(shown["revoked_at_ms"], Value::Null);
+    assert!(shown.get("key").is_none() && shown.get("digest").is_none(), "{shown}");
+    let audit = admin.get("/v1/audit").await;
+    assert!(!audit.text.contains(&secret[4..]));
+    let disk = on_disk(&server);
+    assert!(contains(&disk, made["id"].as_str().unwrap()), "the key itself is there");
+    assert!(!contains(&disk, secret) && !contains(&disk, &secret[4..]), "its secret is not");
+    let digest = toolcrib::engine::digest(secret);
+    assert!(contains(&disk, &digest), "its hash is");
+}
+
+#[tokio::test]
+async fn with_the_first_key_everybody_needs_one() {
+    let server = Server::start().await;
+    let nobody = server.api();
+    nobody.get("/v1/tools").await.is(200);
+    let made = create(&nobody, json!({ "agent": "boss", "role": "admin" })).await;
+    let refused = nobody.get("/v1/tools").await;
+    assert_eq!(refused.header("www-authenticate"), Some("Bearer"));
+    let error = refused.refused(401, "UNAUTHENTICATED");
+    assert!(message(&error).contains("Authorization: Bearer"), "{error}");
+    let wrong = server.with_key("tck_wrong").get("/v1/tools").await;
+    wrong.refused(401, "UNAUTHENTICATED");
+    let basic = nobody.request(reqwest::Method::GET, "/v1/tools").basic_auth("boss", Some("x"));
+    nobody.send(basic).await.refused(401, "UNAUTHENTICATED");
+    server.with_key(made["key"].as_str().unwrap()).get("/v1/tools").await.is(200);
+}
+
+#[tokio::test]
+async fn a_revoked_key_opens_nothing_at_once_and_for_ever() {
+    let server = Server::start().await;
+    let admin = server.keyed("default", "boss", "admin", &[]).await;
+    let made = create(&admin, json!({ "agent": "ada", "allow": ["*"] })).await;
+    let ada = server.with_key(made["key"].as_str().unwrap());
+    ada.get("/v1/tools").await.is(200);
+    let path = format!("/v1/keys/{}", made["id"].as_str().unwrap());
+    assert_eq!(admin.delete(&path).await.status, 204);
+    ada.get("/v1/tools").await.refused(401, "UNAUTHENTICATED");
+    let listed = admin.get("/v1/keys").await.is(200);
+    let revoked = listed["keys"].as_array().unwrap().iter().find(|key| key["id"] == made["id"]);
+    assert!(revoked.unwrap()["revoked_at_ms"].is_u64());
+    admin.delete("/v1/keys/key_nobody").await.refused(404, "NOT_FOUND");
+    let secret = ada.secret().unwrap().to_owned();
+    let server = server.restart().await;
+    server.with_key(&secret).get("/v1/tools").await.refused(401, "UNAUTHENTICATED");
+}
+
+#[tokio::test]
+async fn revoking_the_last_key_locks_the_door_and_does_not_open_it() {
+    let server = Server::start().await;
+    let made = create(&server.api(), json!({ "agent": "boss", "role": "admin" })).await;
+    let admin = server.with_key(made["key"].as_str().unwrap());
+    let path = format!("/v1/keys/{}", made["id"].as_str().unwrap());
+    assert_eq!(admin.delete(&path).await.status, 204);
+    server.api().get("/v1/keys").await.refused(401, "UNAUTHENTICATED");
+    let server = server.restart().await;
+    server.api().get("/v1/tools").await.refused(401, "UNAUTHENTICATED");
+}
+
+#[tokio::test]
+async fn a_new_key_may_call_what_the_operator_configured() {
+    let server = Server::with(|config| {
+        config.auth.default_allow = vec!["calculation.*".to_owned()];
+    })
+    .await;
+    let admin = server.keyed("default", "boss", "admin", &[]).await;
+    let plain = create(&admin, json!({ "agent": "ada" })).await;
+    let more = create(&admin, json!({ "agent": "bob", "allow": ["weather.query"] })).await;
+    let provider = create(&admin, json!({ "agent": "tools", "role": "provider" })).await;
+    let tools = |made: &Value| {
+        let api = server.with_key(made["key"].as_str().unwrap());
+        async move {
+            let list = api.get("/v1/tools").await.is(200);
+            let tools = list["tools"].as_array().unwrap().clone();
+            tools.into_iter().map(|tool| tool["name"].to_string()).collect::<Vec<_>>()
+        }
+    };
+    assert_eq!(tools(&plain).await, ["\"calculation.eval\""]);
+    assert_eq!(tools(&more).await, ["\"calculation.eval\"", "\"weather.query\""]);
+    assert_eq!(tools(&provider).await, Vec::<String>::new());
+}
+
+#[tokio::test]
+async fn keys_that_cannot_be_made() {
+    let server = Server::start().await;
+    let admin = server.keyed("default", "boss", "admin", &[]).await;
+    for body in [
+        json!({ "agent": "ada", "role": "king" }),
+        json!({ "agent": "" }),
+        json!({ "agent": "two words" }),
+        json!({ "agent": "ada", "allow": ["no spaces allowed"] }),
+    ] {
+        admin.post("/v1/keys", body).await.refused(422, "VALIDATION_ERROR");
+    }
+    admin.post("/v1/keys", json!({})).await.refused(400, "BAD_REQUEST");
+    let elsewhere = json!({ "agent": "ada", "project": "other" });
+    admin.post("/v1/keys", elsewhere).await.refused(403, "PERMISSION_DENIED");
+    assert_eq!(admin.get("/v1/keys").await.is(200)["keys"].as_array().unwrap().len(), 1);
+    let rules = admin.get("/v1/rules").await.is(200);
+    assert_eq!(rules["rules"], json!([]), "a refused key leaves no rule behind");
+}
+
+#[tokio::test]
+async fn what_changes_keys_is_written_down() {
+    let server = Server::start().await;
+    let admin = server.keyed("default", "boss", "admin", &[]).await;
+    let made = create(&admin, json!({ "agent": "ada", "allow": ["a.*"] })).await;
+    admin.delete(&format!("/v1/keys/{}", made["id"].as_str().unwrap())).await;
+    let audit = admin.get("/v1/audit").await.is(200);
+    let lines: Vec<(&str, &str)> = audit["audit"].as_array().unwrap()[..3]
+        .iter()
+        .map(|line| {
+            assert_eq!(line["agent"], "boss");
+            assert!(line["at_ms"].is_u64());
+            (line["action"].as_str().unwrap(), line["subject"].as_str().unwrap())
+        })
+        .collect();
+    let id = made["id"].as_str().unwrap();
+    assert_eq!(lines, [("key.revoked", id), ("key.created", id), ("rule.set", "a.*")]);
+    let one = admin.get("/v1/audit?limit=1").await.is(200);
+    assert_eq!(one["audit"].as_array().unwrap().len(), 1, "newest first");
+}

@@ -1,0 +1,191 @@
+//! Every route of the document with every kind of caller. A route without a row fails the test.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use reqwest::Method;
+use serde_json::{Value, json};
+
+use crate::support::api::offer;
+use crate::support::ws::Ws;
+use crate::support::{Api, Server};
+
+/// What agent, provider, admin and the admin of another project are answered. Who has no key, a
+/// wrong one or a revoked one is answered 401 everywhere, except where no key is asked for.
+enum Row {
+    Open,
+    Keyed([u16; 4]),
+}
+
+use Row::{Keyed, Open};
+
+const TABLE: [(&str, &str, Row); 28] = [
+    ("get", "/v1/tools", Keyed([200, 200, 200, 200])),
+    ("get", "/v1/tools/{name}", Keyed([200, 404, 200, 404])),
+    ("post", "/v1/tools/{name}/invoke", Keyed([202, 403, 202, 404])),
+    ("get", "/v1/tool_calls", Keyed([200, 200, 200, 200])),
+    ("get", "/v1/tool_calls/{tool_call_id}", Keyed([200, 200, 200, 404])),
+    ("post", "/v1/tool_calls/{tool_call_id}/cancel", Keyed([200, 403, 200, 404])),
+    ("get", "/v1/tool_calls/{tool_call_id}/events", Keyed([200, 200, 200, 404])),
+    ("get", "/v1/runs/{run_id}/events", Keyed([200, 200, 200, 200])),
+    ("get", "/v1/events", Keyed([200, 200, 200, 200])),
+    ("get", "/v1/keys", Keyed([403, 403, 200, 200])),
+    ("post", "/v1/keys", Keyed([403, 403, 201, 201])),
+    ("delete", "/v1/keys/{id}", Keyed([403, 403, 204, 404])),
+    ("get", "/v1/rules", Keyed([403, 403, 200, 200])),
+    ("put", "/v1/rules", Keyed([403, 403, 200, 200])),
+    ("delete", "/v1/rules", Keyed([403, 403, 204, 404])),
+    ("get", "/v1/audit", Keyed([403, 403, 200, 200])),
+    ("get", "/v1/clients", Keyed([403, 403, 200, 200])),
+    ("post", "/internal/tools/register", Keyed([403, 200, 200, 200])),
+    ("delete", "/internal/tools/{name}", Keyed([403, 204, 204, 404])),
+    ("post", "/internal/tool_calls/{tool_call_id}/submit", Keyed([403, 200, 200, 404])),
+    ("post", "/internal/tool_calls/{tool_call_id}/ack", Keyed([403, 200, 200, 404])),
+    ("post", "/internal/tool_calls/{tool_call_id}/progress", Keyed([403, 200, 200, 404])),
+    ("get", "/internal/ingress/poll", Keyed([403, 200, 200, 404])),
+    ("get", "/internal/ingress/sse", Keyed([403, 200, 200, 404])),
+    ("get", "/healthz", Open),
+    ("get", "/livez", Open),
+    ("get", "/readyz", Open),
+    ("get", "/metrics", Open),
+];
+
+struct World {
+    server: Server,
+    provider: Api,
+    admin: Api,
+}
+
+impl World {
+    /// The path and body of one request, with whatever it is about made anew.
+    async fn request(&self, method: &str, path: &str) -> (String, Value) {
+        let tools = json!([offer("a.tool")]);
+        self.provider.register("c1", tools.clone()).await;
+        let mut filled = path.replace("{name}", "a.tool").replace("{run_id}", "run_1");
+        if path.contains("{tool_call_id}") {
+            let id = self.admin.invoke("a.tool", json!({})).await;
+            filled = filled.replace("{tool_call_id}", &id);
+        }
+        if path.contains("{id}") {
+            let made = self.admin.post("/v1/keys", json!({ "agent": "temporary" })).await.is(201);
+            filled = filled.replace("{id}", made["id"].as_str().unwrap());
+        }
+        if (method, path) == ("delete", "/v1/rules") {
+            let rule = json!({ "agent": "eve", "pattern": "x.*", "verdict": "deny" });
+            self.admin.put("/v1/rules", rule).await.is(200);
+            filled.push_str("?agent=eve&pattern=x.*");
+        }
+        if path.starts_with("/internal/ingress") || method == "delete" && path.contains("tools") {
+            filled.push_str("?client_id=c1");
+        }
+        let body = match path {
+            "/v1/tools/{name}/invoke" => json!({ "run_id": "run_1", "args": {} }),
+            "/v1/keys" => json!({ "agent": "made" }),
+            "/v1/rules" => json!({ "agent": "eve", "pattern": "y.*", "verdict": "deny" }),
+            "/internal/tools/register" => json!({ "client_id": "fresh", "tools": [] }),
+            _ => json!({ "status": "SUCCEEDED", "client_id": "c1" }),
+        };
+        (filled, body)
+    }
+
+    async fn ask(&self, api: &Api, method: &str, path: &str) -> u16 {
+        let (filled, body) = self.request(method, path).await;
+        let method: Method = method.to_uppercase().parse().unwrap();
+        let mut request = api.request(method.clone(), &filled);
+        if method != Method::GET {
+            request = request.json(&body);
+        }
+        let answer = request.send().await.unwrap();
+        let status = answer.status().as_u16();
+        if status >= 400 {
+            let kind = answer.headers()["content-type"].to_str().unwrap();
+            assert_eq!(kind, "application/problem+json", "{method} {filled}");
+        }
+        status
+    }
+}
+
+async fn world() -> (World, Vec<(&'static str, Api)>) {
+    let server = Server::start().await;
+    let admin = server.keyed("p", "boss", "admin", &[]).await;
+    let agent = server.keyed("p", "ada", "agent", &["*"]).await;
+    let provider = server.keyed("p", "tools", "provider", &[]).await;
+    let other = server.keyed("other", "boss", "admin", &[]).await;
+    let made = admin.post("/v1/keys", json!({ "agent": "gone", "role": "admin" })).await.is(201);
+    let revoked = server.with_key(made["key"].as_str().unwrap());
+    admin.delete(&format!("/v1/keys/{}", made["id"].as_str().unwrap())).await.is(204);
+    let callers = vec![
+        ("agent", agent),
+        ("provider", provider.clone()),
+        ("admin", admin.clone()),
+        ("another project", other),
+        ("no key", server.api()),
+        ("bad key", server.with_key("tck_0000000000000000000000000000000000000000000000000000")),
+        ("revoked key", revoked),
+    ];
+    (World { server, provider, admin }, callers)
+}
+
+fn documented(document: &Value) -> BTreeSet<(String, String)> {
+    let mut routes = BTreeSet::new();
+    for (path, methods) in document["paths"].as_object().unwrap() {
+        for method in methods.as_object().unwrap().keys() {
+            routes.insert((method.clone(), path.clone()));
+        }
+    }
+    routes
+}
+
+#[tokio::test]
+async fn every_route_for_every_caller() {
+    let (world, callers) = world().await;
+    let document = world.server.api().get("/openapi.json").await.is(200);
+    let rows: BTreeMap<(String, String), &Row> = TABLE
+        .iter()
+        .map(|(method, path, row)| (((*method).to_owned(), (*path).to_owned()), row))
+        .collect();
+    let listed: BTreeSet<_> = rows.keys().cloned().collect();
+    assert_eq!(documented(&document), listed, "every route has its row, every row its route");
+    let mut wrong = Vec::new();
+    for ((method, path), row) in rows {
+        for (n, (who, api)) in callers.iter().enumerate() {
+            let expected = match row {
+                Open => 200,
+                Keyed(answers) => answers.get(n).copied().unwrap_or(401),
+            };
+            let status = world.ask(api, &method, &path).await;
+            if status != expected {
+                wrong.push(format!("{method} {path} for {who}: {status}, not {expected}"));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
+#[tokio::test]
+async fn the_websocket_for_every_caller() {
+    let (world, callers) = world().await;
+    world.provider.register("c1", json!([offer("a.tool")])).await;
+    for ((who, api), expected) in callers.iter().zip([403, 101, 101, 101, 401, 401, 401]) {
+        let status = match Ws::open(api).await {
+            Ok(_) => 101,
+            Err(tokio_tungstenite::tungstenite::Error::Http(answer)) => answer.status().as_u16(),
+            Err(error) => panic!("{who}: {error}"),
+        };
+        assert_eq!(status, expected, "{who}");
+    }
+    let mut other = Ws::open(&callers[3].1).await.unwrap();
+    other.say(json!({ "type": "hello", "client_id": "c1" })).await;
+    assert_eq!(other.hear_a("error").await["error"]["code"], "NOT_FOUND");
+}
+
+#[tokio::test]
+async fn what_a_provider_tries_to_call_is_denied_and_recorded() {
+    let (world, _) = world().await;
+    let body = json!({ "run_id": "run_1", "args": { "expression": "1" } });
+    let answer = world.provider.post("/v1/tools/calculation.eval/invoke", body).await;
+    let error = answer.refused(403, "PERMISSION_DENIED");
+    assert!(error["message"].as_str().unwrap().contains("role provider"), "{error}");
+    let audit = world.admin.get("/v1/audit?limit=1").await.is(200);
+    let line = &audit["audit"][0];
+    assert_eq!((&line["action"], &line["agent"]), (&json!("call.denied"), &json!("tools")));
+}
