@@ -2,10 +2,10 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
-use tokio::sync::watch;
+use tokio::sync::Notify;
 
 use crate::id::CallId;
 
@@ -22,11 +22,18 @@ pub enum Topic {
     Directory,
 }
 
+/// How often a topic was woken, and who waits for the next time.
+#[derive(Default)]
+struct Wakes {
+    count: AtomicU64,
+    waiting: Notify,
+}
+
 /// Waits for wakes on one topic.
 pub struct Listener {
-    seen: watch::Receiver<u64>,
-    // Keeps the topic registered while somebody listens; see `LocalBus::wake`.
-    _topic: Arc<watch::Sender<u64>>,
+    seen: u64,
+    // Also keeps the topic registered while somebody listens; see `LocalBus::wake`.
+    wakes: Arc<Wakes>,
     _followed: Option<Followed>,
 }
 
@@ -49,7 +56,17 @@ impl Drop for Followed {
 impl Listener {
     /// Returns at the first wake since the listener was made or last returned.
     pub async fn woken(&mut self) {
-        let _ = self.seen.changed().await;
+        loop {
+            let mut woken = std::pin::pin!(self.wakes.waiting.notified());
+            // In line before looking, so that a wake between the two is not missed.
+            woken.as_mut().enable();
+            let count = self.wakes.count.load(Ordering::Acquire);
+            if count != self.seen {
+                self.seen = count;
+                return;
+            }
+            woken.await;
+        }
     }
 }
 
@@ -70,7 +87,7 @@ pub trait Bus: Send + Sync + 'static {
 /// Wakes within one process.
 #[derive(Default)]
 pub struct LocalBus {
-    topics: Mutex<HashMap<Topic, Arc<watch::Sender<u64>>>>,
+    topics: Mutex<HashMap<Topic, Arc<Wakes>>>,
     /// How many runs, projects and directories are listened to.
     followed: Arc<AtomicUsize>,
 }
@@ -78,23 +95,24 @@ pub struct LocalBus {
 impl Bus for LocalBus {
     fn wake(&self, topic: &Topic) {
         let mut topics = self.topics.lock();
-        let Some(sender) = topics.get(topic) else { return };
+        let Some(wakes) = topics.get(topic) else { return };
         // Nobody listens any more: forget the topic, so the map is as large as its listeners.
-        if Arc::strong_count(sender) == 1 {
+        if Arc::strong_count(wakes) == 1 {
             topics.remove(topic);
             return;
         }
-        sender.send_modify(|count| *count += 1);
+        wakes.count.fetch_add(1, Ordering::AcqRel);
+        wakes.waiting.notify_waiters();
     }
 
     fn listen(&self, topic: Topic) -> Listener {
         let mut topics = self.topics.lock();
         if topics.len() > 1024 && topics.len().is_power_of_two() {
-            topics.retain(|_, sender| Arc::strong_count(sender) > 1);
+            topics.retain(|_, wakes| Arc::strong_count(wakes) > 1);
         }
         let followed = (!matches!(topic, Topic::Call(_))).then(|| Followed::new(&self.followed));
-        let sender = topics.entry(topic).or_insert_with(|| Arc::new(watch::Sender::new(0)));
-        Listener { seen: sender.subscribe(), _topic: sender.clone(), _followed: followed }
+        let wakes = topics.entry(topic).or_default().clone();
+        Listener { seen: wakes.count.load(Ordering::Acquire), wakes, _followed: followed }
     }
 
     fn is_followed(&self) -> bool {

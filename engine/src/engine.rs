@@ -37,7 +37,7 @@ use crate::source::Source;
 use crate::store::{Store, StoreError};
 use crate::tool::{Alternate, Executor};
 
-pub use admin::{NewKey, ShownKey, digest};
+pub use admin::{NewKey, ShownKey};
 pub use builder::Builder;
 pub use catalog::{Catalog, Entry as CatalogEntry, Registration};
 pub use ingress::Connecting;
@@ -149,6 +149,11 @@ impl Engine {
     /// Whether everything found open at the start is in hand again.
     pub fn recovered(&self) -> bool {
         self.inner.recovered.load(Ordering::Acquire)
+    }
+
+    /// Whether no more calls are taken because the engine is being shut down.
+    pub fn is_draining(&self) -> bool {
+        self.inner.draining.load(Ordering::Acquire)
     }
 
     /// Whether the store can be read and written now.

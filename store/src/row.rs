@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use rusqlite::Row;
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use serde_json::Value;
 use toolcrib::call::{Asked, Call, Hold, Metrics, Outcome, Status, Target};
-use toolcrib::event::{Event, Kind, Record};
+use toolcrib::event::{Kind, Record};
 use toolcrib::fault::{Code, Fault, Happened};
 use toolcrib::json::Json;
 use toolcrib::retry::{Backoff, PolicyPatch};
@@ -96,6 +96,8 @@ pub(crate) struct CallRow {
 
 /// A record as the writer binds it.
 pub(crate) struct RecordRow {
+    /// What the call's own row says already is not written a second time.
+    pub(crate) implied: Option<Implied>,
     pub(crate) kind: &'static str,
     pub(crate) at_ms: i64,
     pub(crate) attempt: u32,
@@ -266,10 +268,88 @@ fn read_fault(text: &str) -> Result<Fault, StoreError> {
     })
 }
 
+/// A record that follows from the row of its call: when it was asked for, and when its first
+/// attempt began. Nearly every call has both, so nearly every call is spared two rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Implied {
+    Requested,
+    Started,
+}
+
+impl Implied {
+    pub(crate) const ALL: [Self; 2] = [Self::Requested, Self::Started];
+
+    /// Stands behind the record's number in the call's list.
+    pub(crate) fn letter(self) -> char {
+        match self {
+            Self::Requested => 'r',
+            Self::Started => 's',
+        }
+    }
+}
+
+/// What the row of a call says about its records.
+pub(crate) struct Facts<'a> {
+    pub(crate) tool_name: &'a str,
+    pub(crate) args_bytes: usize,
+    pub(crate) created_ms: u64,
+    pub(crate) started_ms: Option<u64>,
+}
+
+impl Facts<'_> {
+    /// The implied record; none where the row does not say enough.
+    pub(crate) fn record(&self, implied: Implied) -> Option<Record> {
+        match implied {
+            Implied::Requested => Some(
+                Record::new(Kind::Requested, self.created_ms, 0)
+                    .with("tool", self.tool_name)
+                    .with("args_bytes", self.args_bytes),
+            ),
+            Implied::Started => {
+                Some(Record::new(Kind::Started, self.started_ms?, 1).with("tool", self.tool_name))
+            }
+        }
+    }
+}
+
+/// The records of a new call: those that its row implies are marked and need no row of their own.
+pub(crate) fn first_records(
+    call: &Call,
+    records: Vec<Record>,
+) -> Result<Vec<RecordRow>, StoreError> {
+    let facts = Facts {
+        tool_name: &call.tool_name,
+        args_bytes: call.target.args.text().len(),
+        created_ms: call.created_ms,
+        started_ms: call.started_ms,
+    };
+    let implied: Vec<Option<Implied>> = records
+        .iter()
+        .map(|record| {
+            Implied::ALL
+                .into_iter()
+                .find(|implied| facts.record(*implied).is_some_and(|implied| implied == *record))
+        })
+        .collect();
+    let mut rows = Vec::with_capacity(records.len());
+    for (record, implied) in records.into_iter().zip(implied) {
+        let data = if implied.is_some() { String::new() } else { encode(&record.data)? };
+        rows.push(RecordRow {
+            implied,
+            kind: record.kind.as_str(),
+            at_ms: record.at_ms as i64,
+            attempt: record.attempt,
+            data,
+        });
+    }
+    Ok(rows)
+}
+
 /// Records, ready to be bound.
 pub(crate) fn record_rows(records: Vec<Record>) -> Result<Vec<RecordRow>, StoreError> {
     let rows = records.into_iter().map(|record| {
         Ok(RecordRow {
+            implied: None,
             kind: record.kind.as_str(),
             at_ms: record.at_ms as i64,
             attempt: record.attempt,
@@ -279,22 +359,16 @@ pub(crate) fn record_rows(records: Vec<Record>) -> Result<Vec<RecordRow>, StoreE
     rows.collect()
 }
 
-/// Reads `number, id, kind, at_ms, attempt, data`.
-pub(crate) fn read_event(row: &Row<'_>) -> Result<Event, StoreError> {
+/// Reads `kind, at_ms, attempt, data`.
+pub(crate) fn read_record(row: &Row<'_>) -> Result<Record, StoreError> {
     let unreadable = |error: rusqlite::Error| StoreError::Corrupt(error.to_string());
-    let (id, kind): (String, String) =
-        (row.get(1).map_err(unreadable)?, row.get(2).map_err(unreadable)?);
-    let data: String = row.get(5).map_err(unreadable)?;
-    let data: Map<String, Value> = decode(&data)?;
-    Ok(Event {
-        number: row.get::<_, i64>(0).map_err(unreadable)? as u64,
-        call_id: id.parse().map_err(|_| StoreError::Corrupt(format!("call id {id}")))?,
-        record: Record {
-            kind: Kind::parse(&kind).ok_or_else(|| StoreError::Corrupt(format!("kind {kind}")))?,
-            at_ms: row.get::<_, i64>(3).map_err(unreadable)? as u64,
-            attempt: row.get(4).map_err(unreadable)?,
-            data,
-        },
+    let kind: String = row.get(0).map_err(unreadable)?;
+    let data: String = row.get(3).map_err(unreadable)?;
+    Ok(Record {
+        kind: Kind::parse(&kind).ok_or_else(|| StoreError::Corrupt(format!("kind {kind}")))?,
+        at_ms: row.get::<_, i64>(1).map_err(unreadable)? as u64,
+        attempt: row.get(2).map_err(unreadable)?,
+        data: decode(&data)?,
     })
 }
 

@@ -2,6 +2,7 @@
 
 mod changes;
 mod directory;
+mod history;
 mod open;
 mod reader;
 mod writer;
@@ -19,7 +20,7 @@ use toolcrib::id::CallId;
 use toolcrib::store::{CallFilter, Created, EventScope, NewCall, Open, Saved, Store, StoreError};
 
 use crate::migrate::{check, migrate};
-use crate::row::{CallRow, record_rows};
+use crate::row::{CallRow, first_records, record_rows};
 use open::OpenCalls;
 use reader::Readers;
 use writer::{Op, Writer};
@@ -127,8 +128,8 @@ impl SqliteStore {
 #[async_trait]
 impl Store for SqliteStore {
     async fn create(&self, new: NewCall) -> Result<Created, StoreError> {
+        let records = first_records(&new.call, new.records)?;
         let row = Box::new(CallRow::first(new.call)?);
-        let records = record_rows(new.records)?;
         let key = new.key;
         self.write(|reply| Op::Create { row, records, key, reply }).await
     }
@@ -170,11 +171,11 @@ impl Store for SqliteStore {
         after: u64,
         limit: usize,
     ) -> Result<Vec<Event>, StoreError> {
-        self.read(move |connection| reader::events(connection, &scope, after, limit)).await
+        self.read(move |connection| history::events(connection, &scope, after, limit)).await
     }
 
     async fn newest_event(&self, scope: EventScope) -> Result<u64, StoreError> {
-        self.read(move |connection| reader::newest_event(connection, &scope)).await
+        self.read(move |connection| history::newest_event(connection, &scope)).await
     }
 
     async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<usize, StoreError> {

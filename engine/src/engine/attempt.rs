@@ -49,6 +49,11 @@ impl Inner {
         call: &Call,
         result: Result<crate::json::Json, Fault>,
     ) {
+        // What was stopped because its call had ended has nothing to say about it.
+        let stopped = matches!(&result, Err(fault) if fault.code == Code::Canceled);
+        if stopped && self.live.get(&call.id).is_none() {
+            return;
+        }
         let result = self.checked(call, result);
         let event = Event::Report { attempt: Some(call.attempt), by: None, result };
         self.advance_surely(&call.project, &call.id, event).await;

@@ -77,8 +77,11 @@ impl Drop for Slot {
 impl State {
     fn fits(&self, place: &Place, caps: &Caps) -> bool {
         let below = |used: u32, cap: Option<u32>| cap.is_none_or(|cap| used < cap);
-        let line = (place.project.clone(), place.tool.clone());
-        let tool = below(self.tools.get(&line).copied().unwrap_or(0), caps.tool);
+        // Most tools have no limit of their own, and need not be looked up.
+        let tool = caps.tool.is_none_or(|cap| {
+            let line = (place.project.clone(), place.tool.clone());
+            self.tools.get(&line).copied().unwrap_or(0) < cap
+        });
         let project = self.projects.get(&place.project).copied().unwrap_or(0);
         tool && (!place.local || below(self.global, caps.global) && below(project, caps.project))
     }
@@ -86,7 +89,10 @@ impl State {
     fn enter(&mut self, place: &Place) {
         if place.local {
             self.global += 1;
-            *self.projects.entry(place.project.clone()).or_default() += 1;
+            match self.projects.get_mut(&place.project) {
+                Some(count) => *count += 1,
+                None => drop(self.projects.insert(place.project.clone(), 1)),
+            }
         }
         *self.tools.entry((place.project.clone(), place.tool.clone())).or_default() += 1;
     }
@@ -113,8 +119,9 @@ impl Gate {
     /// A place at once, if one is free and nobody stands in line for the same tool.
     pub(crate) fn try_enter(self: &Arc<Self>, place: &Place, caps: &Caps) -> Option<Slot> {
         let mut state = self.state.lock();
-        let line = (place.project.clone(), place.tool.clone());
-        if state.lines.contains_key(&line) || !state.fits(place, caps) {
+        let in_line =
+            |state: &State| state.lines.contains_key(&(place.project.clone(), place.tool.clone()));
+        if state.waiting > 0 && in_line(&state) || !state.fits(place, caps) {
             return None;
         }
         state.enter(place);

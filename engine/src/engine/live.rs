@@ -117,17 +117,27 @@ impl Live {
         if state.calls.len() >= all {
             return Err(Full::Engine);
         }
-        let count = state.per_project.entry(project.to_owned()).or_default();
-        if *count >= each {
-            return Err(Full::Project);
+        match state.per_project.get_mut(project) {
+            Some(count) if *count >= each => return Err(Full::Project),
+            Some(count) => *count += 1,
+            None => drop(state.per_project.insert(project.to_owned(), 1)),
         }
-        *count += 1;
         Ok(Room { live: self, project: project.to_owned(), kept: false })
     }
 
-    /// Room for a call that was found in the store: it is there, whatever the limits say now.
-    pub(crate) fn room_for_found(&self, project: &str) {
-        *self.state.lock().per_project.entry(project.to_owned()).or_default() += 1;
+    /// Takes in a call that was found in the store, whatever the limits say now. Answers whether
+    /// it was not here already: it may have been accepted while the store was looked through.
+    pub(crate) fn take_in(&self, entry: Arc<Entry>) -> bool {
+        let call = entry.call();
+        {
+            let mut state = self.state.lock();
+            if state.calls.contains_key(&call.id) {
+                return false;
+            }
+            *state.per_project.entry(call.project.clone()).or_default() += 1;
+        }
+        self.insert(entry);
+        true
     }
 
     pub(crate) fn get(&self, id: &CallId) -> Option<Arc<Entry>> {

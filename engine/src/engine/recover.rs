@@ -48,8 +48,9 @@ impl Engine {
 impl Inner {
     async fn take_up(self: &Arc<Self>, call: Arc<crate::call::Call>) {
         let (project, id) = (call.project.clone(), call.id.clone());
-        self.live.room_for_found(&call.project);
-        self.live.insert(Entry::new(call, None));
+        if !self.live.take_in(Entry::new(call, None)) {
+            return;
+        }
         let lost = Event::Lost { node: self.node.clone() };
         self.advance_surely(&project, &id, lost).await;
     }

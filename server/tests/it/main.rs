@@ -4,6 +4,8 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod bad_input;
+mod builtins;
 mod canceling;
 mod crash;
 mod events;
@@ -11,6 +13,10 @@ mod idempotency;
 mod identity;
 mod ingress;
 mod listing;
+mod policy;
 mod seed;
+mod submitting;
 mod support;
+mod validation;
 mod waiting;
+mod wire_files;

@@ -18,15 +18,17 @@ CREATE TABLE calls (
     started_ms   INTEGER,
     completed_ms INTEGER,
     version      INTEGER NOT NULL CHECK (version > 0),
-    args         TEXT NOT NULL,
-    result       TEXT,
-    error        TEXT,
     -- What never changes after the first commit: who asked, and with which policy.
     envelope     TEXT NOT NULL,
     -- What changes with every commit and is never filtered by: attempts, target, alternates.
     state        TEXT NOT NULL,
-    -- The numbers of its events, each with a comma behind it.
+    -- The numbers of its events, each with a comma behind it; with an `r` or `s` when this row
+    -- says all there is to say: when it was requested, when its first attempt started.
     events       TEXT NOT NULL DEFAULT '',
+    -- What may be large comes last, so that reading the rest does not read it.
+    args         TEXT NOT NULL,
+    result       TEXT,
+    error        TEXT,
     -- A status and its timestamps cannot contradict each other, whatever a program does. Spelled
     -- with OR: for a list behind IN, SQLite builds a table each time a row is written.
     CHECK ((status = 'PENDING' OR status = 'RUNNING') = (completed_ms IS NULL)),
@@ -47,7 +49,8 @@ CREATE INDEX calls_not_ok ON calls (project, status, id) WHERE error IS NOT NULL
 CREATE INDEX calls_not_ok_by_tool ON calls (project, status, tool_name, id)
     WHERE error IS NOT NULL;
 
--- What happened, numbered over everything in the order of the commits.
+-- What happened, numbered over everything in the order of the commits; but for what the rows of
+-- the calls say already.
 CREATE TABLE events (
     number  INTEGER PRIMARY KEY,
     place   INTEGER NOT NULL,

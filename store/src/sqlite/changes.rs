@@ -4,8 +4,9 @@ use rusqlite::{OptionalExtension, params};
 use toolcrib::id::CallId;
 use toolcrib::store::{Created, IdempotencyKey, Saved};
 
+use super::history::marks;
 use super::writer::Desk;
-use crate::row::{CALL_COLUMNS, CallRow, RecordRow, read_call};
+use crate::row::{CALL_COLUMNS, CallRow, Implied, RecordRow, read_call};
 
 impl Desk {
     pub(super) fn create(
@@ -46,7 +47,7 @@ impl Desk {
                 row.error,
                 row.envelope,
                 row.state,
-                self.numbers(records.len()),
+                self.numbers(records),
             ])?;
         let place = self.connection.last_insert_rowid();
         if call.completed_ms.is_none() {
@@ -106,7 +107,7 @@ impl Desk {
                 row.result.as_ref().map(|result| result.text()),
                 row.error,
                 row.state,
-                self.numbers(records.len()),
+                self.numbers(records),
                 place,
                 before,
             ])?;
@@ -129,7 +130,7 @@ impl Desk {
         let Some(place) = self.place_of(project, id)? else { return Ok(()) };
         self.connection
             .prepare_cached("UPDATE calls SET events = events || ?1 WHERE place = ?2")?
-            .execute(params![self.numbers(records.len()), place])?;
+            .execute(params![self.numbers(records), place])?;
         self.record(place, records)
     }
 
@@ -157,18 +158,28 @@ impl Desk {
             .optional()
     }
 
-    /// The numbers that the next records will have, as a call keeps them.
-    fn numbers(&self, count: usize) -> String {
-        let first = self.last_number + 1;
-        (first..first + count as i64).map(|number| format!("{number},")).collect()
+    /// The numbers that these records will have, as a call keeps them.
+    fn numbers(&self, records: &[RecordRow]) -> String {
+        use std::fmt::Write;
+        let mut list = String::with_capacity(records.len() * 12);
+        for (number, record) in (self.last_number + 1..).zip(records) {
+            let _ = write!(list, "{number}");
+            list.extend(record.implied.map(Implied::letter));
+            list.push(',');
+        }
+        list
     }
 
+    /// Numbers the records, and writes those that their call does not imply.
     fn record(&mut self, place: i64, records: &[RecordRow]) -> rusqlite::Result<()> {
-        let mut insert =
-            self.connection.prepare_cached("INSERT INTO events VALUES (?1, ?2, ?3, ?4, ?5, ?6)")?;
         for record in records {
             self.last_number += 1;
-            insert.execute(params![
+            if record.implied.is_some() {
+                continue;
+            }
+            self.connection
+                .prepare_cached("INSERT INTO events VALUES (?1, ?2, ?3, ?4, ?5, ?6)")?
+                .execute(params![
                 self.last_number,
                 place,
                 record.kind,
@@ -201,9 +212,16 @@ impl Desk {
             }
         }
         for place in &places {
+            let list: String = self
+                .connection
+                .prepare_cached("SELECT events FROM calls WHERE place = ?1")?
+                .query_row([place], |row| row.get(0))?;
+            for mark in marks(&list) {
+                self.connection
+                    .prepare_cached("DELETE FROM events WHERE number = ?1")?
+                    .execute([mark.number as i64])?;
+            }
             for sql in [
-                "DELETE FROM events WHERE number IN (SELECT value FROM calls, \
-                 json_each('[' || rtrim(events, ',') || ']') WHERE calls.place = ?1)",
                 "DELETE FROM idempotency_keys WHERE place = ?1",
                 "DELETE FROM calls WHERE place = ?1",
             ] {

@@ -5,12 +5,11 @@ use std::path::PathBuf;
 use parking_lot::Mutex;
 use rusqlite::{Connection, OpenFlags, Row, ToSql, params};
 use toolcrib::call::{Call, Status};
-use toolcrib::event::Event;
 use toolcrib::id::CallId;
-use toolcrib::store::{CallFilter, EventScope, Open, StoreError};
+use toolcrib::store::{CallFilter, Open, StoreError};
 
 use super::open::OpenCalls;
-use crate::row::{CALL_COLUMNS, read_call, read_event};
+use crate::row::{CALL_COLUMNS, read_call};
 
 /// Connections that are kept for the next reader.
 const KEPT: usize = 4;
@@ -66,7 +65,7 @@ pub(super) fn failed(error: &rusqlite::Error) -> StoreError {
     }
 }
 
-fn collect<T>(
+pub(super) fn collect<T>(
     connection: &Connection,
     sql: &str,
     bound: &[&dyn ToSql],
@@ -203,54 +202,4 @@ pub(super) fn open_calls(
             return Ok(page);
         }
     }
-}
-
-/// The events of each call are found by the numbers that the call keeps.
-pub(super) fn events(
-    connection: &Connection,
-    scope: &EventScope,
-    after: u64,
-    limit: usize,
-) -> Result<Vec<Event>, StoreError> {
-    const COLUMNS: &str = "SELECT e.number, c.id, e.kind, e.at_ms, e.attempt, e.data";
-    const OF_CALLS: &str = "FROM calls c \
-         CROSS JOIN json_each('[' || rtrim(c.events, ',') || ']') n \
-         CROSS JOIN events e ON e.number = n.value";
-    let (after, limit) = (i64::try_from(after).unwrap_or(i64::MAX), limit as i64);
-    match scope {
-        EventScope::Call { project, id } => {
-            let sql = format!(
-                "{COLUMNS} {OF_CALLS} WHERE c.project = ?1 AND c.id = ?2 AND n.value > ?3 \
-                 ORDER BY n.value LIMIT ?4"
-            );
-            let bound = params![project, id.as_str(), after, limit];
-            collect(connection, &sql, bound, read_event)
-        }
-        EventScope::Run { project, run_id } => {
-            let sql = format!(
-                "{COLUMNS} {OF_CALLS} WHERE c.project = ?1 AND c.run_id = ?2 AND n.value > ?3 \
-                 ORDER BY n.value LIMIT ?4"
-            );
-            collect(connection, &sql, params![project, run_id, after, limit], read_event)
-        }
-        EventScope::Project(project) => {
-            let sql = format!(
-                "{COLUMNS} FROM events e CROSS JOIN calls c ON c.place = e.place \
-                 WHERE e.number > ?2 AND c.project = ?1 ORDER BY e.number LIMIT ?3"
-            );
-            collect(connection, &sql, params![project, after, limit], read_event)
-        }
-    }
-}
-
-pub(super) fn newest_event(connection: &Connection, scope: &EventScope) -> Result<u64, StoreError> {
-    if let EventScope::Call { .. } | EventScope::Run { .. } = scope {
-        let all = events(connection, scope, 0, usize::MAX >> 1)?;
-        return Ok(all.last().map_or(0, |event| event.number));
-    }
-    // Of the whole store: whoever follows from here sees what comes from now on.
-    let newest = collect(connection, "SELECT max(number) FROM events", &[], |row| {
-        row.get::<_, Option<i64>>(0).map_err(|error| failed(&error))
-    })?;
-    Ok(newest.first().copied().flatten().unwrap_or(0) as u64)
 }

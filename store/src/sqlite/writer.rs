@@ -23,6 +23,7 @@ use toolcrib::id::CallId;
 use toolcrib::store::{Created, IdempotencyKey, Saved, StoreError};
 
 use super::directory;
+use super::history::newest_number;
 use super::open::OpenCalls;
 use super::reader::failed;
 use crate::row::{CallRow, RecordRow};
@@ -192,12 +193,11 @@ const BROKEN: &str =
 
 /// Event numbers go on where they were, also when the newest events were purged.
 fn last_number(connection: &Connection) -> rusqlite::Result<i64> {
-    let newest: Option<i64> =
-        connection.query_row("SELECT max(number) FROM events", [], |row| row.get(0))?;
+    let newest = newest_number(connection)?;
     let counted: Option<i64> = connection
         .query_row("SELECT value FROM counters WHERE name = 'last_event'", [], |row| row.get(0))
         .optional()?;
-    Ok(newest.unwrap_or(0).max(counted.unwrap_or(0)))
+    Ok(newest.max(counted.unwrap_or(0)))
 }
 
 /// Writes into the log until it has its length, and starts it over without cutting it. The bytes

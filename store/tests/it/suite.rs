@@ -42,6 +42,7 @@ macro_rules! conformance {
                 events {
                     numbers_rise_over_everything_in_the_order_of_commits
                     every_kind_is_read_back_with_its_facts
+                    the_usual_beginning_is_told_like_everything_else
                     a_call_has_only_its_own_events
                     a_run_has_the_events_of_its_calls_in_its_project
                     a_project_has_the_events_of_its_calls

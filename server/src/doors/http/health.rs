@@ -49,6 +49,7 @@ async fn readyz(State(door): State<Door>, Asked(verbose): Asked<Verbose>) -> Res
     let parts = [
         ("store", store.err().map(|error| error.to_string())),
         ("recovery", (!door.engine.recovered()).then(|| "open calls are being taken up".into())),
+        ("shutdown", door.engine.is_draining().then(|| "no more calls are taken".into())),
     ];
     let ready = parts.iter().all(|(_, trouble)| trouble.is_none());
     let status = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };

@@ -16,6 +16,10 @@ use super::Door;
 use super::answer::Refused;
 use crate::auth;
 
+/// How long a body may take to come: a caller that sends a byte at a time holds a connection, and
+/// not for ever.
+const BODY_PATIENCE: std::time::Duration = std::time::Duration::from_secs(30);
+
 /// Who asks.
 pub(super) struct Who(pub(super) Caller);
 
@@ -77,7 +81,12 @@ async fn read(request: Request, limit: usize) -> Result<Bytes, Refused> {
     }
     let mut chunks = request.into_body().into_data_stream();
     let mut body = Vec::with_capacity(length.unwrap_or(0));
-    while let Some(chunk) = chunks.next().await {
+    let until = tokio::time::Instant::now() + BODY_PATIENCE;
+    let slow = |_| {
+        let seconds = BODY_PATIENCE.as_secs();
+        Error::refused(Code::BadRequest, format!("the body took longer than {seconds} s to come"))
+    };
+    while let Some(chunk) = tokio::time::timeout_at(until, chunks.next()).await.map_err(slow)? {
         let chunk =
             chunk.map_err(|_| Error::refused(Code::BadRequest, "the body ended before its end"))?;
         if body.len() + chunk.len() > limit {

@@ -229,3 +229,39 @@ async fn whoever_never_says_hello_is_hung_up_on() {
     until("no connection", || async { (server.engine.client_connections() == 0).then_some(()) })
         .await;
 }
+
+#[tokio::test]
+async fn an_acknowledgement_is_confirmed_to_who_asks() {
+    let server = Server::start().await;
+    let api = server.api();
+    let mut client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
+    let id = api.invoke("a.tool", json!({})).await;
+    client.hear_a("tool_request").await;
+    let ack = json!({ "type": "tool_ack", "tool_call_id": id, "attempt": 1, "confirm": true });
+    client.say(ack.clone()).await;
+    let taken = json!({ "type": "tool_taken", "tool_call_id": id, "attempt": 1 });
+    assert_eq!(client.hear().await, taken);
+    assert_eq!(api.call(&id).await["status"], "RUNNING", "it is stored before it is confirmed");
+    client.say(ack).await;
+    assert_eq!(client.hear().await, taken, "twice is the same as once");
+    let wrong = json!({ "type": "tool_ack", "tool_call_id": id, "attempt": 2, "confirm": true });
+    client.say(wrong).await;
+    assert_eq!(client.hear_a("error").await["error"]["code"], "CONFLICT");
+}
+
+#[tokio::test]
+async fn a_server_that_stops_says_goodbye() {
+    let server = Server::start().await;
+    let mut client = Ws::offering(&server.api(), "c1", json!([offer("a.tool")])).await;
+    server.engine.shut_down(Duration::ZERO).await;
+    let goodbye = soon("the end", async {
+        loop {
+            match client.socket.next().await {
+                Some(Ok(Message::Ping(_))) => {}
+                other => return other,
+            }
+        }
+    });
+    let Some(Ok(Message::Close(Some(frame)))) = goodbye.await else { panic!("no goodbye") };
+    assert_eq!(u16::from(frame.code), 1001);
+}

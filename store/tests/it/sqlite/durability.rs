@@ -6,7 +6,7 @@ use std::path::Path;
 use toolcrib::call::{Call, Status};
 use toolcrib::caller::Role;
 use toolcrib::directory::{AuditEntry, Change, Key};
-use toolcrib::event::Kind;
+use toolcrib::event::{Kind, Record};
 use toolcrib::id::CallId;
 use toolcrib::store::{Created, Saved, Store};
 use toolcrib_store::SqliteStore;
@@ -96,6 +96,17 @@ async fn event_numbers_never_come_again_after_a_purge_and_reopening() {
     let next = call();
     put(&store, &next).await;
     assert!(history(&store, of_call(&next)).await[0].number > newest);
+    // Also when the newest event is one that no row was written for.
+    let implied = call();
+    let requested = Record::new(Kind::Requested, implied.created_ms, 0)
+        .with("tool", implied.tool_name.as_str())
+        .with("args_bytes", implied.target.args.text().len());
+    creating(&store, &implied, vec![requested], None).await.unwrap();
+    let newest = history(&store, of_call(&implied)).await[0].number;
+    store = reopened(&path, store);
+    let last = call();
+    put(&store, &last).await;
+    assert!(history(&store, of_call(&last)).await[0].number > newest);
 }
 
 #[tokio::test]

@@ -193,3 +193,51 @@ pub async fn records_of_one_commit_stay_together(store: &dyn Store) {
         assert!(commit.iter().all(|event| event.call_id == commit[0].call_id));
     }
 }
+
+/// A call as the engine stores it first: its two first records say what its row says.
+fn accepted(run: &str) -> (toolcrib::Call, Vec<Record>) {
+    let begun = running(&call_of("p", run, "weather.query"));
+    let begun = toolcrib::Call { version: 1, ..begun };
+    let requested = Record::new(Kind::Requested, begun.created_ms, 0)
+        .with("tool", "weather.query")
+        .with("args_bytes", begun.target.args.text().len());
+    let started = Record::new(Kind::Started, begun.started_ms.unwrap(), 1);
+    (begun, vec![requested, started.with("tool", "weather.query")])
+}
+
+pub async fn the_usual_beginning_is_told_like_everything_else(store: &dyn Store) {
+    let mut told = Vec::new();
+    for n in 0..20 {
+        let (begun, records) = accepted(if n % 2 == 0 { "even" } else { "odd" });
+        creating(store, &begun, records.clone(), None).await.unwrap();
+        told.extend(records.into_iter().map(|record| (begun.clone(), record)));
+        if n % 3 == 0 {
+            append(store, &begun, record(Kind::Progress)).await;
+            told.push((begun, record(Kind::Progress)));
+        }
+    }
+    let all = history(store, of_project("p")).await;
+    assert!(rise(&numbers(&all)), "{all:?}");
+    let expected = |run: Option<&str>| -> Vec<_> {
+        let of_run = told.iter().filter(|(call, _)| run.is_none_or(|run| call.run_id == run));
+        of_run.map(|(call, record)| (call.id.clone(), record.clone())).collect()
+    };
+    let seen = |events: &[Event]| -> Vec<_> {
+        events.iter().map(|event| (event.call_id.clone(), event.record.clone())).collect()
+    };
+    assert_eq!(seen(&all), expected(None));
+    assert_eq!(seen(&history(store, of_run("p", "odd")).await), expected(Some("odd")));
+    let first = &told[0].0;
+    assert_eq!(history(store, of_call(first)).await.len(), 3);
+    // From every place on, in pages of every size: nothing twice, nothing left out.
+    for (n, event) in all.iter().enumerate() {
+        for limit in [1, 2, 7] {
+            let page = store.events(of_project("p"), event.number, limit).await.unwrap();
+            let rest = &all[n + 1..];
+            assert_eq!(seen(&page), seen(&rest[..rest.len().min(limit)]), "after {n}, {limit}");
+        }
+    }
+    let newest = store.newest_event(of_project("p")).await.unwrap();
+    assert!(newest >= all.last().unwrap().number);
+    assert!(history(store, of_project("q")).await.is_empty());
+}

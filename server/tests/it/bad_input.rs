@@ -1,0 +1,296 @@
+//! What cannot be read or is not there gets a clear error with the place, and harms nothing.
+
+use reqwest::{Method, header};
+use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+use crate::support::api::{Reply, message, offer};
+use crate::support::{Api, Server, soon};
+
+const EVAL: &str = "/v1/tools/calculation.eval/invoke";
+
+/// The server still works, and none of it became a call.
+async fn unharmed(api: &Api) {
+    assert_eq!(api.get("/v1/tool_calls").await.is(200)["tool_calls"], json!([]));
+    let id = api.invoke("calculation.eval", json!({ "expression": "6*7" })).await;
+    assert_eq!(api.finished(&id).await["status"], "SUCCEEDED");
+}
+
+#[tokio::test]
+async fn a_body_over_the_limit() {
+    let server = Server::with(|config| config.limits.max_body_bytes = 10_000).await;
+    let api = server.api();
+    let fits = json!({ "run_id": "run_1", "args": { "expression": "1" }, "x": "y".repeat(9_900) });
+    let fits = fits.to_string();
+    assert!(fits.len() < 10_000);
+    let large = json!({ "run_id": "run_1", "args": { "expression": "y".repeat(10_000) } });
+    let large = large.to_string();
+    let error = api.post_raw(EVAL, large.clone()).await.refused(413, "PAYLOAD_TOO_LARGE");
+    assert!(message(&error).contains("10000 bytes"), "{error}");
+    // Without a Content-Length, in pieces.
+    let pieces: Vec<Result<Vec<u8>, std::io::Error>> =
+        large.as_bytes().chunks(1_000).map(|piece| Ok(piece.to_vec())).collect();
+    let chunked = reqwest::Body::wrap_stream(futures::stream::iter(pieces));
+    api.post_raw(EVAL, chunked).await.refused(413, "PAYLOAD_TOO_LARGE");
+    let register = json!({ "client_id": "c1", "tools": [], "x": "y".repeat(10_000) });
+    let answer = api.post("/internal/tools/register", register).await;
+    answer.refused(413, "PAYLOAD_TOO_LARGE");
+    unharmed(&api).await;
+    api.post_raw(EVAL, fits).await.is(202);
+}
+
+#[tokio::test]
+async fn a_body_far_over_the_limit_is_answered_before_it_was_sent() {
+    let server = Server::start().await;
+    let mut stream = tokio::net::TcpStream::connect(&server.address).await.unwrap();
+    let head = format!(
+        "POST {EVAL} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000000000\r\n\r\n{{"
+    );
+    stream.write_all(head.as_bytes()).await.unwrap();
+    let mut answer = [0; 12];
+    soon("the answer", stream.read_exact(&mut answer)).await.unwrap();
+    assert_eq!(&answer, b"HTTP/1.1 413");
+}
+
+#[tokio::test]
+async fn a_client_that_sends_three_megabytes_sees_why_they_were_refused() {
+    let server = Server::start().await;
+    for _ in 0..5 {
+        let api = server.api();
+        let answer = api.post_raw(EVAL, "x".repeat(3 << 20)).await;
+        answer.refused(413, "PAYLOAD_TOO_LARGE");
+    }
+}
+
+#[tokio::test]
+async fn arguments_over_their_limit() {
+    let server = Server::with(|config| config.limits.max_args_bytes = 100).await;
+    let api = server.api();
+    let args = json!({ "expression": "1+".repeat(60) + "1" });
+    let answer = api.post(EVAL, json!({ "run_id": "run_1", "args": args })).await;
+    let error = answer.refused(413, "PAYLOAD_TOO_LARGE");
+    assert!(message(&error).contains("args") && message(&error).contains("100"), "{error}");
+    unharmed(&api).await;
+}
+
+#[tokio::test]
+async fn a_body_that_cannot_be_read_says_where() {
+    let server = Server::start().await;
+    let api = server.api();
+    let deep = format!("\n{{\"args\":{}{}}}", "[".repeat(64), "]".repeat(64));
+    let cases: Vec<(Vec<u8>, &str)> = vec![
+        (b"not json".to_vec(), "line 1 column 2"),
+        (b"{\"run_id\": \"run_1\",\n \"args\": }".to_vec(), "line 2 column 10"),
+        (b"{\"run_id\": \"run_1\"".to_vec(), "line 1 column 18"),
+        (b"{\"run_id\": \"run_1\"} trailing".to_vec(), "line 1 column 21"),
+        (b"{\"run_id\": 7}".to_vec(), "line 1 column 12"),
+        (b"{\"run_id\": \"r\", \"timeout_ms\": \"soon\"}".to_vec(), "line 1 column"),
+        (b"{\"run_id\": \"r\", \"retry\": 1.5}".to_vec(), "line 1 column"),
+        (b"[]".to_vec(), "line 1 column"),
+        (b"null".to_vec(), "line 1 column"),
+        (b"\"text\"".to_vec(), "line 1 column"),
+        (b"{\"args\": {}}".to_vec(), "missing field `run_id`"),
+        (b"".to_vec(), "missing field `run_id`"),
+        (b"{\"run_id\": \"a\xff\xfeb\"}".to_vec(), "line 1 column 14"),
+        (b"\xff\xfe{\x00}\x00".to_vec(), "line 1 column"),
+        (deep.into_bytes(), "nested deeper than 64 levels at line 2 column 72"),
+    ];
+    for (body, says) in cases {
+        let shown = String::from_utf8_lossy(&body).into_owned();
+        let error = api.post_raw(EVAL, body).await.refused(400, "BAD_REQUEST");
+        assert!(message(&error).contains(says), "{shown}: {error}");
+        assert_eq!(error["retryable"], false);
+    }
+    let broken = [
+        ("/internal/tools/register", "{\"client_id\": 7}"),
+        ("/internal/tools/register", "{\"client_id\": \"c1\", \"tools\": {}}"),
+        ("/internal/tool_calls/tc_01ARZ3NDEKTSV4RRFFQ69G5FAV/submit", "{"),
+        ("/v1/tool_calls/tc_01ARZ3NDEKTSV4RRFFQ69G5FAV/cancel", "[1"),
+        ("/v1/keys", "{\"agent\": []}"),
+    ];
+    for (path, body) in broken {
+        let error = api.post_raw(path, body).await.refused(400, "BAD_REQUEST");
+        assert!(message(&error).contains("line 1 column"), "{path}: {error}");
+    }
+    unharmed(&api).await;
+}
+
+#[tokio::test]
+async fn nesting_of_64_is_fine() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([{ "name": "a.tool", "schema": {} }])).await;
+    let body = format!("{{\"run_id\":\"r\",\"args\":{}{}}}", "[".repeat(63), "]".repeat(63));
+    api.post_raw("/v1/tools/a.tool/invoke", body).await.is(202);
+    let bombs = format!("{{\"run_id\":\"r\",\"args\":{}", "[".repeat(1_000_000));
+    let answer = api.post_raw("/v1/tools/a.tool/invoke", bombs).await;
+    answer.refused(400, "BAD_REQUEST");
+}
+
+#[tokio::test]
+async fn an_envelope_with_values_that_cannot_be() {
+    let server = Server::start().await;
+    let api = server.api();
+    let long = "x".repeat(256);
+    for (field, value) in [
+        ("timeout_ms", json!(0)),
+        ("timeout_ms", json!(86_400_001)),
+        ("timeout_ms", json!(-1)),
+        ("timeout_ms", json!(u64::MAX)),
+        ("retry", json!(101)),
+        ("run_id", json!("")),
+        ("run_id", json!(long)),
+        ("run_id", json!("a\nb")),
+        ("call_id", json!(long)),
+        ("user_id", json!("")),
+        ("client_id", json!("nobody")),
+        ("idempotency_key", json!(long)),
+    ] {
+        let mut body = json!({ "run_id": "run_1", "args": { "expression": "1" } });
+        body[field] = value.clone();
+        let error = api.post(EVAL, body).await.refused(422, "VALIDATION_ERROR");
+        assert!(message(&error).contains(field) || field == "client_id", "{value}: {error}");
+    }
+    unharmed(&api).await;
+    for timeout_ms in [1, 86_400_000] {
+        let args = json!({ "expression": "1" });
+        let body = json!({ "run_id": "run_1", "args": args, "timeout_ms": timeout_ms });
+        let id = api.invoke_with("calculation.eval", body).await;
+        let call = api.finished(&id).await;
+        let given =
+            call["deadline_at_ms"].as_u64().unwrap() - call["created_at_ms"].as_u64().unwrap();
+        assert_eq!(given, timeout_ms);
+    }
+}
+
+#[tokio::test]
+async fn the_envelopes_labels_are_shown_with_the_call() {
+    let server = Server::start().await;
+    let api = server.api();
+    let body = json!({
+        "run_id": "run_1", "args": { "expression": "1" }, "call_id": "call_abc",
+        "user_id": "Ünïcode ok", "something_else": true
+    });
+    let id = api.invoke_with("calculation.eval", body).await;
+    let call = api.finished(&id).await;
+    assert_eq!(call["call_id"], "call_abc");
+    assert_eq!(call["user_id"], "Ünïcode ok");
+    assert_eq!(call["agent"], "default", "who asks comes from the key, never from the body");
+}
+
+#[tokio::test]
+async fn an_unknown_tool_is_answered_with_the_nearest_names() {
+    let server = Server::start().await;
+    let api = server.api();
+    let body = json!({ "run_id": "run_1", "args": {} });
+    let error = api.post("/v1/tools/weather.qery/invoke", body.clone()).await;
+    let error = error.refused(404, "TOOL_NOT_FOUND");
+    assert_eq!(error["detail"]["nearest"][0], "weather.query");
+    assert!(message(&error).contains("\"weather.qery\""), "{error}");
+    assert!(message(&error).contains("did you mean \"weather.query\"?"), "{error}");
+    let error = api.get("/v1/tools/zzz").await.refused(404, "TOOL_NOT_FOUND");
+    assert_eq!(error["detail"]["nearest"], json!([]));
+    assert!(message(&error).contains("GET /v1/tools"), "{error}");
+    let strange = format!("/v1/tools/{}/invoke", "%F0%9F%94%A7".repeat(50));
+    api.post(&strange, body.clone()).await.refused(404, "TOOL_NOT_FOUND");
+    api.post("/v1/tools/%ff%fe/invoke", body).await.refused(400, "BAD_REQUEST");
+}
+
+#[tokio::test]
+async fn an_unknown_call() {
+    let server = Server::start().await;
+    let api = server.api();
+    for id in ["tc_01ARZ3NDEKTSV4RRFFQ69G5FAV", "tc_", "nonsense", "%ff", "tc_%00", "..%2f.."] {
+        for path in ["", "/events", "?wait_ms=1000"] {
+            let answer = api.get(&format!("/v1/tool_calls/{id}{path}")).await;
+            answer.refused(404, "NOT_FOUND");
+        }
+        let path = format!("/internal/tool_calls/{id}/submit");
+        api.post(&path, json!({ "status": "FAILED" })).await.refused(404, "NOT_FOUND");
+    }
+}
+
+#[tokio::test]
+async fn paths_and_methods_that_are_not_there() {
+    let server = Server::start().await;
+    let api = server.api();
+    for path in ["/", "/v1", "/v1/nothing", "/v2/tools", "/internal", "/v1/tools/"] {
+        let error = api.get(path).await.refused(404, "NOT_FOUND");
+        assert!(message(&error).contains("/docs"), "{error}");
+    }
+    for (method, path) in [
+        (Method::DELETE, "/v1/tools"),
+        (Method::GET, EVAL),
+        (Method::PATCH, "/v1/tool_calls/tc_1"),
+        (Method::GET, "/internal/tools/register"),
+        (Method::POST, "/healthz"),
+        (Method::POST, "/internal/ingress/ws"),
+    ] {
+        let answer = api.send(api.request(method.clone(), path)).await;
+        let allow = answer.header("allow").map(str::to_owned);
+        assert!(allow.is_some_and(|allow| !allow.is_empty()), "{method} {path}");
+        let error = answer.refused(405, "BAD_REQUEST");
+        assert!(message(&error).contains(method.as_str()), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn every_answer_has_the_requests_id() {
+    let server = Server::start().await;
+    let api = server.api();
+    let id = |reply: &Reply| reply.header("x-request-id").unwrap().to_owned();
+    let one = api.get("/v1/tools").await;
+    assert_eq!(one.header("toolcrib-version"), Some(env!("CARGO_PKG_VERSION")));
+    assert_ne!(id(&one), id(&api.get("/v1/nothing").await));
+    let request = api.request(Method::GET, "/v1/tool_calls/tc_1").header("x-request-id", "mine-7");
+    assert_eq!(id(&api.send(request).await), "mine-7", "the caller's own, if it sent one");
+}
+
+#[tokio::test]
+async fn what_is_not_http_does_not_disturb_the_others() {
+    let server = Server::start().await;
+    for garbage in [&b"\x16\x03\x01\x02\x00\x01\x00"[..], b"GET\r\n\r\n", &[0; 64]] {
+        let mut stream = tokio::net::TcpStream::connect(&server.address).await.unwrap();
+        stream.write_all(garbage).await.unwrap();
+        let mut answer = Vec::new();
+        let _ = soon("the end", stream.read_to_end(&mut answer)).await;
+    }
+    unharmed(&server.api()).await;
+}
+
+#[tokio::test]
+async fn without_a_content_type_and_with_another_one() {
+    let server = Server::start().await;
+    let api = server.api();
+    let body = json!({ "run_id": "run_1", "args": { "expression": "1" } }).to_string();
+    // What curl -d sends when nobody says otherwise.
+    let form = "application/x-www-form-urlencoded";
+    let request = api.request(Method::POST, EVAL).header(header::CONTENT_TYPE, form);
+    api.send(request.body(body.clone())).await.is(202);
+    api.send(api.request(Method::POST, EVAL).body(body)).await.is(202);
+}
+
+#[tokio::test]
+async fn a_submit_that_cannot_be() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("a.tool")])).await;
+    let id = api.invoke("a.tool", json!({})).await;
+    for status in ["RUNNING", "", "done"] {
+        let error = api.submit(&id, json!({ "status": status })).await;
+        let error = error.refused(422, "VALIDATION_ERROR");
+        assert!(message(&error).contains("SUCCEEDED or FAILED"), "{error}");
+    }
+    api.submit(&id, json!({ "result": 1 })).await.refused(400, "BAD_REQUEST");
+    api.submit(&id, json!({ "status": "FAILED", "attempt": "x" }))
+        .await
+        .refused(400, "BAD_REQUEST");
+    let wrong = json!({ "status": "SUCCEEDED", "attempt": 2 });
+    let error = api.submit(&id, wrong).await.refused(409, "CONFLICT");
+    assert_eq!(error["detail"]["attempt"], 1);
+    assert_eq!(api.call(&id).await["status"], "PENDING");
+    let builtin = api.invoke("calculation.eval", json!({ "expression": "1" })).await;
+    let answer = api.submit(&builtin, json!({ "status": "SUCCEEDED", "result": 5 })).await;
+    answer.refused(403, "PERMISSION_DENIED");
+    assert_ne!(api.finished(&builtin).await["result"], Value::from(5));
+}

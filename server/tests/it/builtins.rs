@@ -1,0 +1,164 @@
+//! The tools that come with the server, over HTTP.
+
+use serde_json::{Value, json};
+
+use crate::support::api::message;
+use crate::support::{Api, Server, weather};
+
+async fn run(api: &Api, tool: &str, args: Value) -> Value {
+    let id = api.invoke(tool, args).await;
+    api.finished(&id).await
+}
+
+#[tokio::test]
+async fn calculation() {
+    let server = Server::start().await;
+    let api = server.api();
+    for (expression, result) in [
+        ("2*21", json!(42)),
+        ("sqrt(3^2 + 4^2)", json!(5)),
+        ("17 % 5 == 2 && 3 < 4", json!(true)),
+        ("round(199 * 1.19, 2)", json!(236.81)),
+        ("9223372036854775807", json!(9_223_372_036_854_775_807u64)),
+    ] {
+        let call = run(&api, "calculation.eval", json!({ "expression": expression })).await;
+        assert_eq!(call["status"], "SUCCEEDED", "{call}");
+        assert_eq!(call["result"]["result"], result, "{expression}");
+    }
+    let deep = "(".repeat(2_000) + "1";
+    for expression in ["1/0", "2 +", "system('ls')", "9^9^9^9", &deep] {
+        let call = run(&api, "calculation.eval", json!({ "expression": expression })).await;
+        assert_eq!(call["status"], "FAILED", "{expression}");
+        assert_eq!(call["error"]["code"], "VALIDATION_ERROR");
+        assert_eq!(call["outcome"]["metrics"]["attempts"], 1, "the same again cannot help");
+    }
+}
+
+#[tokio::test]
+async fn the_sample_database_is_read() {
+    let server = Server::start().await;
+    let api = server.api();
+    let tool = api.get("/v1/tools/database.query").await.is(200);
+    assert!(tool["description"].as_str().unwrap().contains("SAMPLE"), "{tool}");
+    let args = json!({ "sql": "SELECT name, city FROM customers WHERE id = ?1", "params": [3] });
+    let call = run(&api, "database.query", args).await;
+    assert_eq!(call["status"], "SUCCEEDED", "{call}");
+    assert_eq!(call["result"]["columns"], json!(["name", "city"]));
+    assert_eq!(call["result"]["rows"], json!([["Chen Wei", "Beijing"]]));
+    assert_eq!(call["result"]["truncated"], false);
+    let wrong = run(&api, "database.query", json!({ "sql": "SELECT nme FROM customers" })).await;
+    assert_eq!(wrong["error"]["code"], "VALIDATION_ERROR");
+    assert!(message(&wrong["error"]).contains("nme"), "{wrong}");
+}
+
+#[tokio::test]
+async fn nothing_can_be_written() {
+    let server = Server::start().await;
+    let api = server.api();
+    let count = json!({ "sql": "SELECT count(*), sum(length(name)) FROM customers" });
+    let before = run(&api, "database.query", count.clone()).await["result"].clone();
+    let own = server.config.data_dir.join("toolcrib.db");
+    let stolen = server.config.data_dir.join("stolen.db");
+    for sql in [
+        "DELETE FROM customers".to_owned(),
+        "UPDATE customers SET name = 'x'".to_owned(),
+        "INSERT INTO customers VALUES (99, 'x', 'x', 'x', 'x', 'x')".to_owned(),
+        "DROP TABLE customers".to_owned(),
+        "CREATE TABLE t (a)".to_owned(),
+        "WITH x AS (SELECT 1) DELETE FROM customers".to_owned(),
+        "PRAGMA writable_schema = 1".to_owned(),
+        "SELECT 1; DELETE FROM customers".to_owned(),
+        format!("ATTACH DATABASE '{}' AS own", own.display()),
+        format!("VACUUM INTO '{}'", stolen.display()),
+        "SELECT load_extension('x')".to_owned(),
+    ] {
+        let call = run(&api, "database.query", json!({ "sql": sql })).await;
+        assert_eq!(call["status"], "FAILED", "{sql}: {call}");
+    }
+    assert!(!stolen.exists());
+    assert_eq!(run(&api, "database.query", count).await["result"], before, "all is as it was");
+}
+
+#[tokio::test]
+async fn a_large_answer_is_cut_and_says_so() {
+    let server = Server::with(|config| config.builtin.database.max_rows = 5).await;
+    let api = server.api();
+    let call = run(&api, "database.query", json!({ "sql": "SELECT id FROM customers" })).await;
+    let result = &call["result"];
+    assert_eq!((&result["row_count"], &result["truncated"]), (&json!(5), &json!(true)));
+    assert!(result["note"].as_str().unwrap().contains('5'), "{result}");
+}
+
+#[tokio::test]
+async fn an_endless_query_ends() {
+    let server = Server::with(|config| config.builtin.database.timeout_ms = 300).await;
+    let api = server.api();
+    let sql =
+        "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT max(i) FROM n";
+    let call = run(&api, "database.query", json!({ "sql": sql })).await;
+    assert!(["FAILED", "TIMEOUT"].contains(&call["status"].as_str().unwrap()), "{call}");
+    assert_eq!(call["error"]["code"], "TIMEOUT");
+}
+
+#[tokio::test]
+async fn a_database_of_the_operator() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("shop.db");
+    let made = rusqlite::Connection::open(&path).unwrap();
+    made.execute_batch("CREATE TABLE t (a); INSERT INTO t VALUES (7)").unwrap();
+    let url = format!("sqlite:{}", path.display());
+    let server = Server::with(|config| config.builtin.database.url = Some(url)).await;
+    let api = server.api();
+    let call = run(&api, "database.query", json!({ "sql": "SELECT a FROM t" })).await;
+    assert_eq!(call["result"]["rows"], json!([[7]]));
+    let tool = api.get("/v1/tools/database.query").await.is(200);
+    assert!(!tool["description"].as_str().unwrap().contains("SAMPLE"));
+}
+
+#[tokio::test]
+async fn the_weather() {
+    let address = weather::stand_in().await;
+    let server = Server::with(|config| {
+        config.builtin.weather.geocoding_url = address.clone();
+        config.builtin.weather.forecast_url = address;
+    })
+    .await;
+    let api = server.api();
+    for query in ["weather in Beijing", "Beijing weather", "Beijing"] {
+        let call = run(&api, "weather.query", json!({ "query": query })).await;
+        assert_eq!(call["status"], "SUCCEEDED", "{call}");
+        assert_eq!(call["result"]["weather"], "Sunny");
+        assert_eq!(call["result"]["temperature"], 31.4);
+        assert_eq!(call["result"]["place"], "Beijing");
+    }
+    let call = run(&api, "weather.query", json!({ "query": "weather in Atlantis" })).await;
+    assert_eq!(call["status"], "FAILED", "never a made-up answer: {call}");
+    assert!(message(&call["error"]).contains("Atlantis"), "{call}");
+}
+
+#[tokio::test]
+async fn weather_that_cannot_be_reached() {
+    // A port that was free a moment ago, and where nobody listens.
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = format!("http://{}", listener.local_addr().unwrap());
+    drop(listener);
+    let server = Server::with(|config| {
+        config.builtin.weather.geocoding_url = address.clone();
+        config.builtin.weather.forecast_url = address;
+        config.policy.max_retries = 1;
+        config.policy.backoff.initial_ms = 1;
+    })
+    .await;
+    let call = run(&server.api(), "weather.query", json!({ "query": "Beijing" })).await;
+    assert_eq!(call["status"], "FAILED", "{call}");
+    assert_eq!(call["error"]["code"], "UPSTREAM_UNAVAILABLE");
+    assert_eq!((&call["error"]["retryable"], &call["result"]), (&json!(true), &Value::Null));
+    assert_eq!(call["outcome"]["metrics"]["retries"], 1, "it was tried again");
+    assert!(message(&call["error"]).contains("cannot be reached"), "{call}");
+}
+
+#[tokio::test]
+async fn they_can_be_left_out() {
+    let server = Server::with(|config| config.builtin.enabled = false).await;
+    assert_eq!(server.api().get("/v1/tools").await.is(200), json!({ "tools": [] }));
+}

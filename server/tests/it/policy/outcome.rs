@@ -1,0 +1,120 @@
+//! The outcome's shape, and what a time-out says.
+
+use serde_json::{Value, json};
+use toolcrib::{Effect, Engine, FnTool};
+
+use crate::support::Server;
+use crate::support::api::{message, offer, offer_with};
+use crate::support::ws::Ws;
+
+fn keys(value: &Value) -> Vec<&str> {
+    value.as_object().unwrap().keys().map(String::as_str).collect()
+}
+
+#[tokio::test]
+async fn of_a_success() {
+    let server = Server::start().await;
+    let api = server.api();
+    let id = api.invoke("calculation.eval", json!({ "expression": "2*21" })).await;
+    let call = api.finished(&id).await;
+    let outcome = &call["outcome"];
+    assert_eq!(keys(outcome), ["data", "error", "metrics", "ok"]);
+    assert_eq!((&outcome["ok"], &outcome["error"]), (&json!(true), &Value::Null));
+    assert_eq!(outcome["data"], call["result"], "beside the contract's own field");
+    let metrics = &outcome["metrics"];
+    assert_eq!(keys(metrics), ["attempts", "latency_ms", "queue_ms", "retries"]);
+    assert_eq!((&metrics["attempts"], &metrics["retries"]), (&json!(1), &json!(0)));
+    let took = call["completed_at_ms"].as_u64().unwrap() - call["created_at_ms"].as_u64().unwrap();
+    assert_eq!(metrics["latency_ms"], took);
+    assert!(metrics["queue_ms"].as_u64().unwrap() <= took);
+}
+
+#[tokio::test]
+async fn of_a_failure() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("a.tool")])).await;
+    let id = api.invoke("a.tool", json!({})).await;
+    assert_eq!(api.call(&id).await["outcome"], Value::Null, "there is none yet");
+    api.fail(&id, json!({ "message": "broken", "detail": [1] })).await;
+    let call = api.call(&id).await;
+    let outcome = &call["outcome"];
+    assert_eq!((&outcome["ok"], &outcome["data"]), (&json!(false), &Value::Null));
+    assert_eq!(outcome["error"], call["error"]);
+    let error = json!({
+        "code": "RUNTIME_ERROR", "message": "broken", "detail": [1], "retryable": true
+    });
+    assert_eq!(call["error"], error);
+}
+
+#[tokio::test]
+async fn an_outcome_is_the_same_after_a_restart() {
+    let server = Server::start().await;
+    let api = server.api();
+    let read = offer_with("a.tool", json!({ "effect": "read", "policy": quick() }));
+    api.register("c1", json!([read])).await;
+    let id = api.invoke("a.tool", json!({})).await;
+    api.fail(&id, json!("once")).await;
+    let request = api.poll("c1").await;
+    assert_eq!(request["attempt"], 2);
+    api.succeed(&id, json!("twice")).await;
+    let before = api.call(&id).await;
+    let server = server.restart().await;
+    assert_eq!(server.api().call(&id).await, before);
+}
+
+fn quick() -> Value {
+    json!({ "max_retries": 5, "backoff": { "initial_ms": 1, "max_ms": 1 } })
+}
+
+#[tokio::test]
+async fn a_time_out_says_what_is_known() {
+    let server = Server::start().await;
+    let api = server.api();
+    let reads = offer_with("reads.tool", json!({ "effect": "read" }));
+    let limited = offer_with("full.tool", json!({ "policy": { "max_parallel": 1 } }));
+    let tools = json!([reads, offer("acts.tool"), limited]);
+    api.register("c1", tools).await;
+    let short = |ms: u64| json!({ "run_id": "run_1", "args": {}, "timeout_ms": ms });
+    let nobody = api.invoke_with("acts.tool", short(30)).await;
+    let error = api.finished(&nobody).await["error"].clone();
+    assert_eq!((&error["code"], &error["retryable"]), (&json!("TIMEOUT"), &json!(true)));
+    assert!(message(&error).contains("nobody took acts.tool within 30 ms"), "{error}");
+    assert!(message(&error).contains("is the client that offers it connected?"), "{error}");
+    let mut client = Ws::hello(&api, "c1", json!({})).await;
+    for (tool, says, retryable) in [
+        ("reads.tool", "it only reads, so calling again is safe", true),
+        ("acts.tool", "it was under way and may have taken effect", false),
+    ] {
+        let id = api.invoke_with(tool, short(400)).await;
+        client.take().await;
+        let call = api.finished(&id).await;
+        assert_eq!(call["status"], "TIMEOUT", "{call}");
+        assert!(message(&call["error"]).contains("did not answer within 400 ms"), "{call}");
+        assert!(message(&call["error"]).contains(says), "{call}");
+        assert_eq!(call["error"]["retryable"], retryable);
+        client.hear_a("tool_cancel").await;
+    }
+    api.invoke("full.tool", json!({})).await;
+    let waiting = api.invoke_with("full.tool", short(30)).await;
+    let call = api.finished(&waiting).await;
+    assert!(message(&call["error"]).contains("no place was free for full.tool"), "{call}");
+}
+
+#[derive(serde::Deserialize, schemars::JsonSchema)]
+struct Nothing {}
+
+#[tokio::test]
+async fn a_tool_of_the_server_that_takes_too_long_is_stopped() {
+    let hangs = |_: Nothing| std::future::pending::<Result<i64, String>>();
+    let tool = FnTool::new("slow.tool", "Never answers", hangs).effect(Effect::Read).timeout_ms(50);
+    let engine = Engine::builder().tool(tool).start().await.unwrap();
+    let server = Server::of(engine).await;
+    let api = server.api();
+    let id = api.invoke("slow.tool", json!({})).await;
+    let call = api.finished(&id).await;
+    assert_eq!((&call["status"], &call["error"]["code"]), (&json!("TIMEOUT"), &json!("TIMEOUT")));
+    assert!(message(&call["error"]).contains("slow.tool did not answer within 50 ms"), "{call}");
+    let history = api.history(&id).await;
+    assert_eq!(history.last().unwrap(), "tool.call.timeout");
+}

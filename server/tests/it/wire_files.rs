@@ -1,0 +1,178 @@
+//! The files that describe the wire are what the server says. `UPDATE=1` writes them anew.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use clap::CommandFactory;
+use serde_json::Value;
+use toolcrib_server::cli::Cli;
+use toolcrib_server::doors::http::{errors_page, openapi_json};
+
+use crate::support::Server;
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// The committed file is this text.
+#[track_caller]
+fn is_committed(file: &str, text: &str) {
+    let path = root().join(file);
+    if std::env::var_os("UPDATE").is_some_and(|value| value == "1") {
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(&path, text).unwrap();
+    }
+    let committed = std::fs::read_to_string(&path).unwrap_or_default();
+    let differs = committed.lines().zip(text.lines()).position(|(a, b)| a != b);
+    let at = differs.unwrap_or(committed.lines().count().min(text.lines().count())) + 1;
+    assert!(
+        committed == text,
+        "{file} is not what the server says, from line {at} on; \
+         UPDATE=1 cargo test -p toolcrib-server --test it wire_files writes it anew"
+    );
+}
+
+#[test]
+fn the_openapi_document() {
+    is_committed("api/openapi.json", &openapi_json());
+}
+
+#[test]
+fn the_page_of_errors() {
+    is_committed("docs/errors.md", &errors_page());
+}
+
+#[test]
+fn the_help_of_every_command() {
+    let mut text = String::new();
+    for command in commands(&Cli::command(), &[]) {
+        text.push_str(&format!(
+            "$ toolcrib {}\n",
+            [&command[..], &["--help".into()]].concat().join(" ")
+        ));
+        text.push_str(&help(&command));
+        text.push('\n');
+    }
+    is_committed("docs/cli-help.txt", &text);
+}
+
+/// Every command that is shown, with those below it.
+fn commands(command: &clap::Command, path: &[String]) -> Vec<Vec<String>> {
+    let mut all = vec![path.to_vec()];
+    let below = command.get_subcommands().filter(|below| !below.is_hide_set());
+    for below in below.filter(|below| below.get_name() != "help") {
+        all.extend(commands(below, &[path, &[below.get_name().to_owned()]].concat()));
+    }
+    all
+}
+
+fn help(command: &[String]) -> String {
+    let ran = Command::new(env!("CARGO_BIN_EXE_toolcrib"))
+        .args(command)
+        .arg("--help")
+        .env_clear()
+        .env("COLUMNS", "100")
+        .output()
+        .unwrap();
+    assert!(ran.status.success(), "{command:?}: {ran:?}");
+    assert!(ran.stderr.is_empty(), "{command:?}: {ran:?}");
+    let text = String::from_utf8(ran.stdout).unwrap();
+    text.lines().map(|line| format!("{}\n", line.trim_end())).collect()
+}
+
+#[tokio::test]
+async fn the_server_gives_out_the_same_document() {
+    let server = Server::start().await;
+    let answer = server.api().get("/openapi.json").await;
+    assert_eq!(answer.header("content-type"), Some("application/json"));
+    let document = answer.is(200);
+    let committed: Value = serde_json::from_str(&openapi_json()).unwrap();
+    assert_eq!(document, committed);
+    assert!(document["openapi"].as_str().unwrap().starts_with("3.1"));
+    let page = server.api().get("/docs/errors").await;
+    assert_eq!(page.header("content-type"), Some("text/markdown; charset=utf-8"));
+    assert_eq!(page.text, errors_page());
+}
+
+#[test]
+fn every_operation_says_what_it_answers() {
+    let document: Value = serde_json::from_str(&openapi_json()).unwrap();
+    for (path, methods) in document["paths"].as_object().unwrap() {
+        for (method, operation) in methods.as_object().unwrap() {
+            let responses = operation["responses"].as_object().unwrap();
+            assert!(!responses.is_empty(), "{method} {path}");
+            let said = operation["summary"].as_str().or(operation["description"].as_str());
+            assert!(said.is_some_and(|text| text.len() > 10), "{method} {path}");
+            assert!(operation["operationId"].is_string(), "{method} {path}");
+        }
+    }
+}
+
+/// The addresses of other hosts that a page loads something from.
+fn foreign(page: &str) -> Vec<&str> {
+    let mut found = Vec::new();
+    for scheme in ["http://", "https://", "src=\"//", "href=\"//", "url(//"] {
+        found.extend(page.match_indices(scheme).map(|(at, _)| {
+            let end = page[at..].find(['"', '\'', '<', ' ', ')']).unwrap_or(page.len() - at);
+            &page[at..at + end.max(scheme.len())]
+        }));
+    }
+    found
+}
+
+#[tokio::test]
+async fn the_try_it_page_needs_no_network() {
+    let server = Server::start().await;
+    let api = server.api();
+    let page = api.get("/docs/").await;
+    assert_eq!(page.status, 200);
+    assert!(page.header("content-type").unwrap().starts_with("text/html"));
+    assert_eq!(foreign(&page.text), Vec::<&str>::new(), "{}", page.text);
+    assert_eq!(api.get("/docs").await.text, page.text, "with and without the slash");
+    let mut loaded = 0;
+    for attribute in ["src=\"", "href=\""] {
+        for part in page.text.split(attribute).skip(1) {
+            let name = part.split('"').next().unwrap().trim_start_matches("./");
+            let path =
+                if name.starts_with('/') { name.to_owned() } else { format!("/docs/{name}") };
+            assert_eq!(api.get(&path).await.status, 200, "{path}");
+            loaded += 1;
+        }
+    }
+    assert!(loaded >= 3, "its scripts and styles come from here: {}", page.text);
+    let start = api.get("/docs/swagger-initializer.js").await;
+    assert!(start.text.contains("/openapi.json"), "{}", start.text);
+    assert_eq!(foreign(&start.text), Vec::<&str>::new(), "{}", start.text);
+}
+
+#[tokio::test]
+async fn health_readiness_and_metrics() {
+    let server = Server::start().await;
+    let api = server.api();
+    for path in ["/healthz", "/livez"] {
+        assert_eq!(api.get(path).await.text, "ok");
+    }
+    crate::support::until("readiness", || async {
+        (api.get("/readyz").await.status == 200).then_some(())
+    })
+    .await;
+    assert_eq!(api.get("/readyz").await.text, "ready");
+    let verbose = api.get("/readyz?verbose").await.text;
+    assert_eq!(verbose, "[+]store ok\n[+]recovery ok\nready");
+    let id = api.invoke("calculation.eval", serde_json::json!({ "expression": "1" })).await;
+    api.finished(&id).await;
+    let metrics = api.get("/metrics").await;
+    assert!(metrics.header("content-type").unwrap().starts_with("text/plain; version=0.0.4"));
+    for name in [
+        "toolcrib_build_info",
+        "toolcrib_tool_calls_total",
+        "toolcrib_tool_calls_open",
+        "toolcrib_clients_connected",
+        "toolcrib_store_size_bytes",
+        "toolcrib_store_commit_duration_seconds",
+        "toolcrib_tool_call_duration_seconds",
+    ] {
+        assert!(metrics.text.contains(name), "{name} in\n{}", metrics.text);
+    }
+    assert!(!metrics.text.contains(&id), "no ids in labels");
+}

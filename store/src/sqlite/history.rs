@@ -1,0 +1,223 @@
+//! Reading what happened. A call keeps the numbers of its events; a letter behind a number says
+//! that the call's own row implies the event, and there is no row for it.
+
+use rusqlite::{Connection, OptionalExtension, Row, params};
+use toolcrib::event::{Event, Record};
+use toolcrib::id::CallId;
+use toolcrib::store::{EventScope, StoreError};
+
+use super::reader::{collect, failed};
+use crate::row::{Facts, Implied, read_record};
+
+/// The columns that a history is read from, in this order.
+const COLUMNS: &str = "id, events, tool_name, octet_length(args), created_ms, started_ms, project";
+
+/// One number in a call's list.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Mark {
+    pub(super) number: u64,
+    letter: Option<char>,
+}
+
+impl Mark {
+    fn implied(self) -> Option<Implied> {
+        Implied::ALL.into_iter().find(|implied| Some(implied.letter()) == self.letter)
+    }
+}
+
+/// The numbers in a call's list: `12r,13s,40,`.
+pub(super) fn marks(list: &str) -> impl Iterator<Item = Mark> {
+    list.split(',').filter(|entry| !entry.is_empty()).filter_map(|entry| {
+        let digits = entry.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+        let letter = entry[digits.len()..].chars().next();
+        Some(Mark { number: digits.parse().ok()?, letter })
+    })
+}
+
+/// What a call's row says about its events.
+struct History {
+    id: CallId,
+    list: String,
+    tool_name: String,
+    args_bytes: usize,
+    created_ms: u64,
+    started_ms: Option<u64>,
+}
+
+impl History {
+    fn read(row: &Row<'_>) -> Result<Self, StoreError> {
+        let unreadable = |error: rusqlite::Error| StoreError::Corrupt(error.to_string());
+        let id: String = row.get(0).map_err(unreadable)?;
+        Ok(Self {
+            id: id.parse().map_err(|_| StoreError::Corrupt(format!("call id {id}")))?,
+            list: row.get(1).map_err(unreadable)?,
+            tool_name: row.get(2).map_err(unreadable)?,
+            args_bytes: row.get::<_, i64>(3).map_err(unreadable)? as usize,
+            created_ms: row.get::<_, i64>(4).map_err(unreadable)? as u64,
+            started_ms: row.get::<_, Option<i64>>(5).map_err(unreadable)?.map(|ms| ms as u64),
+        })
+    }
+
+    fn implied(&self, mark: Mark) -> Option<Record> {
+        let facts = Facts {
+            tool_name: &self.tool_name,
+            args_bytes: self.args_bytes,
+            created_ms: self.created_ms,
+            started_ms: self.started_ms,
+        };
+        facts.record(mark.implied()?)
+    }
+}
+
+pub(super) fn events(
+    connection: &Connection,
+    scope: &EventScope,
+    after: u64,
+    limit: usize,
+) -> Result<Vec<Event>, StoreError> {
+    match scope {
+        EventScope::Call { project, id } => {
+            let sql = format!("SELECT {COLUMNS} FROM calls WHERE project = ?1 AND id = ?2");
+            let bound = params![project, id.as_str()];
+            of_calls(connection, &collect(connection, &sql, bound, History::read)?, after, limit)
+        }
+        EventScope::Run { project, run_id } => {
+            let sql = format!("SELECT {COLUMNS} FROM calls WHERE project = ?1 AND run_id = ?2");
+            let bound = params![project, run_id];
+            of_calls(connection, &collect(connection, &sql, bound, History::read)?, after, limit)
+        }
+        EventScope::Project(project) => of_project(connection, project, after, limit),
+    }
+}
+
+/// The first `limit` events of these calls after a number.
+fn of_calls(
+    connection: &Connection,
+    calls: &[History],
+    after: u64,
+    limit: usize,
+) -> Result<Vec<Event>, StoreError> {
+    let mut found: Vec<(Mark, &History)> = calls
+        .iter()
+        .flat_map(|call| marks(&call.list).map(move |mark| (mark, call)))
+        .filter(|(mark, _)| mark.number > after)
+        .collect();
+    found.sort_by_key(|(mark, _)| mark.number);
+    found.truncate(limit);
+    let mut events = Vec::with_capacity(found.len());
+    for (mark, call) in found {
+        let record = match call.implied(mark) {
+            Some(record) => Some(record),
+            None => row(connection, mark.number)?,
+        };
+        let (number, call_id) = (mark.number, call.id.clone());
+        events.extend(record.map(|record| Event { number, call_id, record }));
+    }
+    Ok(events)
+}
+
+fn row(connection: &Connection, number: u64) -> Result<Option<Record>, StoreError> {
+    let sql = "SELECT kind, at_ms, attempt, data FROM events WHERE number = ?1";
+    Ok(collect(connection, sql, params![number as i64], read_record)?.pop())
+}
+
+/// Two sorted halves: the events that have rows, and those that new calls imply. Calls come in the
+/// order of their first numbers, so the place to begin at is found by halving.
+fn of_project(
+    connection: &Connection,
+    project: &str,
+    after: u64,
+    limit: usize,
+) -> Result<Vec<Event>, StoreError> {
+    let (sql_after, sql_limit) =
+        (i64::try_from(after).unwrap_or(i64::MAX), i64::try_from(limit).unwrap_or(i64::MAX));
+    let sql = "SELECT e.kind, e.at_ms, e.attempt, e.data, e.number, c.id \
+               FROM events e CROSS JOIN calls c ON c.place = e.place \
+               WHERE e.number > ?2 AND c.project = ?1 ORDER BY e.number LIMIT ?3";
+    let bound = params![project, sql_after, sql_limit];
+    let mut all = collect(connection, sql, bound, |row| {
+        let unreadable = |error: rusqlite::Error| StoreError::Corrupt(error.to_string());
+        let id: String = row.get(5).map_err(unreadable)?;
+        Ok(Event {
+            number: row.get::<_, i64>(4).map_err(unreadable)? as u64,
+            call_id: id.parse().map_err(|_| StoreError::Corrupt(format!("call id {id}")))?,
+            record: read_record(row)?,
+        })
+    })?;
+    // Beyond the last of a full page there is nothing to look for.
+    let until = all.last().filter(|_| all.len() >= limit).map_or(u64::MAX, |last| last.number);
+    all.extend(implied_in(connection, project, (after, until), limit)?);
+    all.sort_by_key(|event| event.number);
+    all.truncate(limit);
+    Ok(all)
+}
+
+/// What the calls of a project imply between two numbers: the first `limit` and maybe a few more.
+fn implied_in(
+    connection: &Connection,
+    project: &str,
+    (after, until): (u64, u64),
+    limit: usize,
+) -> Result<Vec<Event>, StoreError> {
+    let broken = |error: rusqlite::Error| failed(&error);
+    let first = first_place(connection, after).map_err(broken)?;
+    let sql = format!("SELECT {COLUMNS} FROM calls WHERE place >= ?1 ORDER BY place");
+    let mut select = connection.prepare_cached(&sql).map_err(broken)?;
+    let mut rows = select.query([first]).map_err(broken)?;
+    let mut found = Vec::new();
+    while let Some(row) = rows.next().map_err(broken)? {
+        let call = History::read(row)?;
+        let beyond = marks(&call.list).next().is_some_and(|mark| mark.number > until);
+        if beyond || found.len() >= limit {
+            break;
+        }
+        if row.get_ref(6).map_err(broken)?.as_str().ok() != Some(project) {
+            continue;
+        }
+        for mark in marks(&call.list).filter(|mark| mark.number > after) {
+            let (number, call_id) = (mark.number, call.id.clone());
+            let record = call.implied(mark);
+            found.extend(record.map(|record| Event { number, call_id, record }));
+        }
+    }
+    Ok(found)
+}
+
+/// The place of the last call whose first number is not above this one, or the first of all.
+fn first_place(connection: &Connection, after: u64) -> rusqlite::Result<i64> {
+    let ends = "SELECT coalesce(min(place), 0), coalesce(max(place), 0) FROM calls";
+    let (mut low, mut high): (i64, i64) =
+        connection.query_row(ends, [], |row| Ok((row.get(0)?, row.get(1)?)))?;
+    let mut select = connection
+        .prepare_cached("SELECT place, events FROM calls WHERE place <= ?1 ORDER BY place DESC")?;
+    while low < high {
+        let middle = low + (high - low + 1) / 2;
+        let found: Option<(i64, String)> =
+            select.query_row([middle], |row| Ok((row.get(0)?, row.get(1)?))).optional()?;
+        let Some((place, list)) = found else { break };
+        match marks(&list).next() {
+            Some(mark) if mark.number > after => high = place.min(middle) - 1,
+            _ => low = middle,
+        }
+    }
+    Ok(low)
+}
+
+pub(super) fn newest_event(connection: &Connection, scope: &EventScope) -> Result<u64, StoreError> {
+    if let EventScope::Call { .. } | EventScope::Run { .. } = scope {
+        let all = events(connection, scope, 0, usize::MAX >> 1)?;
+        return Ok(all.last().map_or(0, |event| event.number));
+    }
+    // Of the whole store: whoever follows from here sees what comes from now on.
+    newest_number(connection).map(|number| number as u64).map_err(|error| failed(&error))
+}
+
+/// The highest number that a row or the newest call has.
+pub(super) fn newest_number(connection: &Connection) -> rusqlite::Result<i64> {
+    let row: Option<i64> =
+        connection.query_row("SELECT max(number) FROM events", [], |row| row.get(0))?;
+    let newest = "SELECT events FROM calls ORDER BY place DESC LIMIT 1";
+    let list: Option<String> = connection.query_row(newest, [], |row| row.get(0)).optional()?;
+    let implied = list.and_then(|list| marks(&list).map(|mark| mark.number as i64).max());
+    Ok(row.unwrap_or(0).max(implied.unwrap_or(0)))
+}
