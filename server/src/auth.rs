@@ -43,6 +43,29 @@ pub fn caller(engine: &Engine, headers: &HeaderMap) -> Result<Caller, Error> {
     Ok(Caller::local(project))
 }
 
+/// Who began a conversation, and with what: for streams and waits that outlive the moment in which
+/// the key was looked at, since a key can be revoked meanwhile.
+#[derive(Clone)]
+pub struct Standing {
+    caller: Caller,
+    headers: HeaderMap,
+}
+
+impl Standing {
+    /// Of a caller that was recognised by these headers.
+    pub fn new(caller: &Caller, headers: &HeaderMap) -> Self {
+        Self { caller: caller.clone(), headers: headers.clone() }
+    }
+
+    /// Refuses who would not be let in any more.
+    pub fn check(&self, engine: &Engine) -> Result<(), Error> {
+        if caller(engine, &self.headers)? == self.caller {
+            return Ok(());
+        }
+        Err(Error::refused(Code::Unauthenticated, "this key is another's now"))
+    }
+}
+
 fn bearer(headers: &HeaderMap) -> Option<&str> {
     let value = headers.get(header::AUTHORIZATION)?.to_str().ok()?;
     let (scheme, secret) = value.split_once(' ')?;

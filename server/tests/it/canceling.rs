@@ -100,7 +100,7 @@ async fn a_client_is_told_when_the_time_of_a_call_is_over() {
     let server = Server::start().await;
     let api = server.api();
     let mut client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
-    let body = json!({ "run_id": "run_1", "args": {}, "timeout_ms": 300 });
+    let body = json!({ "run_id": "run_1", "args": {}, "timeout_ms": 1_500 });
     let id = api.invoke_with("a.tool", body).await;
     client.take().await;
     assert_eq!(client.hear_a("tool_cancel").await["tool_call_id"], json!(id));

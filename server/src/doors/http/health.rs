@@ -46,11 +46,13 @@ struct Verbose {
     responses((status = 200, body = String), (status = 503, body = String)))]
 async fn readyz(State(door): State<Door>, Asked(verbose): Asked<Verbose>) -> Response {
     let store = door.engine.check_store().await;
-    let parts = [
+    let mut parts = vec![
         ("store", store.err().map(|error| error.to_string())),
         ("recovery", (!door.engine.recovered()).then(|| "open calls are being taken up".into())),
-        ("shutdown", door.engine.is_draining().then(|| "no more calls are taken".into())),
     ];
+    if door.engine.is_draining() {
+        parts.push(("shutdown", Some("no more calls are taken".to_owned())));
+    }
     let ready = parts.iter().all(|(_, trouble)| trouble.is_none());
     let status = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     let mut text = String::new();

@@ -3,8 +3,9 @@
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-use crate::support::api::message;
-use crate::support::{Api, Server};
+use crate::support::api::{message, offer};
+use crate::support::ws::Ws;
+use crate::support::{Api, Server, until};
 
 /// Every byte the server has put on the disk.
 fn on_disk(server: &Server) -> Vec<u8> {
@@ -157,4 +158,52 @@ async fn what_changes_keys_is_written_down() {
     assert_eq!(lines, [("key.revoked", id), ("key.created", id), ("rule.set", "a.*")]);
     let one = admin.get("/v1/audit?limit=1").await.is(200);
     assert_eq!(one["audit"].as_array().unwrap().len(), 1, "newest first");
+}
+
+/// Makes a key that can be revoked; gives who has it, and its path.
+async fn temporary(server: &Server, admin: &Api, body: Value) -> (Api, String) {
+    let made = create(admin, body).await;
+    let path = format!("/v1/keys/{}", made["id"].as_str().unwrap());
+    (server.with_key(made["key"].as_str().unwrap()), path)
+}
+
+#[tokio::test]
+async fn a_revoked_key_is_told_nothing_more_on_what_is_open() {
+    let server = Server::start().await;
+    let admin = server.keyed("default", "boss", "admin", &[]).await;
+    let wanted = json!({ "agent": "tools", "role": "provider" });
+    let (provider, path) = temporary(&server, &admin, wanted).await;
+    let tools = json!([offer("a.tool")]);
+    let mut revoked = Ws::offering(&provider, "c1", tools.clone()).await;
+    let mut silent = Ws::offering(&provider, "c2", tools.clone()).await;
+    let mut work = provider.follow("/internal/ingress/sse?client_id=c1", None).await;
+    let mut events = provider.follow("/v1/events", None).await;
+    let polling = {
+        let (provider, poll) = (provider.clone(), "/internal/ingress/poll?client_id=c2");
+        tokio::spawn(async move { provider.get(&format!("{poll}&wait_ms=30000")).await })
+    };
+    until("all to be connected", || async {
+        (server.engine.client_connections() == 4).then_some(())
+    })
+    .await;
+    assert_eq!(admin.delete(&path).await.status, 204);
+    silent.say(json!({ "type": "ping" })).await;
+    assert_eq!(silent.next().await, None, "what it says is not heard");
+    admin.register("c3", tools).await;
+    let mut ids = Vec::new();
+    for _ in 0..4 {
+        ids.push(json!(admin.invoke("a.tool", json!({ "secret": 1 })).await));
+    }
+    // Whatever was given to them first comes to somebody who may have it.
+    let mut other = Ws::hello(&admin, "c3", json!({})).await;
+    let mut given = Vec::new();
+    for _ in 0..4 {
+        given.push(other.hear_a("tool_request").await["tool_call_id"].clone());
+    }
+    given.sort_by_key(Value::to_string);
+    assert_eq!(given, ids);
+    assert_eq!(revoked.next().await, None);
+    assert_eq!(work.next().await, None);
+    assert_eq!(events.next().await, None);
+    polling.await.unwrap().refused(401, "UNAUTHENTICATED");
 }

@@ -176,8 +176,8 @@ async fn a_large_result_comes_through() {
 }
 
 fn impatient(config: &mut toolcrib_server::config::Config) {
-    config.ingress.heartbeat_ms = 50;
-    config.ingress.dead_after_ms = 300;
+    config.ingress.heartbeat_ms = 100;
+    config.ingress.dead_after_ms = 1_000;
 }
 
 #[tokio::test]
@@ -211,7 +211,7 @@ async fn a_connection_that_is_only_quiet_stays() {
     let api = server.api();
     let mut client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
     // Reading answers the server's pings; many times its patience pass with nothing to say.
-    let quiet = tokio::time::timeout(Duration::from_millis(1_500), client.hear()).await;
+    let quiet = tokio::time::timeout(Duration::from_millis(3_000), client.hear()).await;
     assert!(quiet.is_err(), "{quiet:?}");
     client.quiet().await;
     let id = api.invoke("a.tool", json!({})).await;

@@ -86,11 +86,11 @@ async fn a_time_out_says_what_is_known() {
         ("reads.tool", "it only reads, so calling again is safe", true),
         ("acts.tool", "it was under way and may have taken effect", false),
     ] {
-        let id = api.invoke_with(tool, short(400)).await;
+        let id = api.invoke_with(tool, short(1_500)).await;
         client.take().await;
         let call = api.finished(&id).await;
         assert_eq!(call["status"], "TIMEOUT", "{call}");
-        assert!(message(&call["error"]).contains("did not answer within 400 ms"), "{call}");
+        assert!(message(&call["error"]).contains("did not answer within 1500 ms"), "{call}");
         assert!(message(&call["error"]).contains(says), "{call}");
         assert_eq!(call["error"]["retryable"], retryable);
         client.hear_a("tool_cancel").await;

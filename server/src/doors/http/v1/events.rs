@@ -20,6 +20,7 @@ use super::super::Door;
 use super::super::answer::{Problem, Refused};
 use super::super::question::{Asked, CallPath, NamePath, Who};
 use super::super::wire::event_text;
+use crate::auth::Standing;
 
 /// How many events are read from the store at once.
 const PAGE: usize = 200;
@@ -52,7 +53,7 @@ pub(super) async fn of_call(
 ) -> Result<Messages, Refused> {
     door.engine.call(&caller, &id).await?;
     let after = after(&headers, &from)?.unwrap_or(0);
-    Ok(follow(door.engine, caller, EventQuery::Call(id), after))
+    Ok(follow(door.engine, caller, &headers, EventQuery::Call(id), after))
 }
 
 /// Follows all calls of a run, from its first event on.
@@ -68,7 +69,7 @@ pub(super) async fn of_run(
     headers: HeaderMap,
 ) -> Result<Messages, Refused> {
     let after = after(&headers, &from)?.unwrap_or(0);
-    Ok(follow(door.engine, caller, EventQuery::Run(run_id), after))
+    Ok(follow(door.engine, caller, &headers, EventQuery::Run(run_id), after))
 }
 
 /// Follows all calls of the project, from now on unless told otherwise.
@@ -85,7 +86,7 @@ pub(super) async fn of_project(
         Some(after) => after,
         None => door.engine.newest_event(&caller).await?,
     };
-    Ok(follow(door.engine, caller, EventQuery::Project, after))
+    Ok(follow(door.engine, caller, &headers, EventQuery::Project, after))
 }
 
 fn after(headers: &HeaderMap, from: &From) -> Result<Option<u64>, Refused> {
@@ -98,13 +99,21 @@ fn after(headers: &HeaderMap, from: &From) -> Result<Option<u64>, Refused> {
 struct Following {
     engine: Engine,
     caller: Caller,
+    standing: Standing,
     query: EventQuery,
     after: u64,
     page: VecDeque<Event>,
 }
 
-fn follow(engine: Engine, caller: Caller, query: EventQuery, after: u64) -> Messages {
-    let following = Following { engine, caller, query, after, page: VecDeque::new() };
+fn follow(
+    engine: Engine,
+    caller: Caller,
+    headers: &HeaderMap,
+    query: EventQuery,
+    after: u64,
+) -> Messages {
+    let standing = Standing::new(&caller, headers);
+    let following = Following { engine, caller, standing, query, after, page: VecDeque::new() };
     let messages = stream::unfold(following, async |mut following| {
         let event = following.next().await?;
         let message = Message::default()
@@ -118,13 +127,14 @@ fn follow(engine: Engine, caller: Caller, query: EventQuery, after: u64) -> Mess
 }
 
 impl Following {
-    /// The next event; none at the end of the call, or when the store is away (the client comes
-    /// back and goes on where it was).
+    /// The next event; none at the end of the call, when the key was revoked, or when the store is
+    /// away (the client comes back and goes on where it was).
     async fn next(&mut self) -> Option<Event> {
         if self.page.is_empty() {
             let read = self.engine.events(&self.caller, &self.query, self.after, PAGE).await;
             self.page = read.ok()?.into();
         }
+        self.standing.check(&self.engine).ok()?;
         let event = self.page.pop_front()?;
         self.after = event.number;
         Some(event)

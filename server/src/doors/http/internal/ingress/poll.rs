@@ -3,6 +3,7 @@
 
 use axum::Json;
 use axum::extract::State;
+use axum::http::HeaderMap;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use toolcrib::desk::{Line, Memory, Message};
@@ -14,6 +15,7 @@ use super::super::super::Door;
 use super::super::super::answer::{Problem, Refused};
 use super::super::super::question::{Asked, Who};
 use super::{request_body, window};
+use crate::auth::Standing;
 
 /// How to poll.
 #[derive(Deserialize, IntoParams)]
@@ -45,6 +47,7 @@ pub(in super::super) async fn poll(
     State(door): State<Door>,
     Who(caller): Who,
     Asked(polling): Asked<Polling>,
+    headers: HeaderMap,
 ) -> Result<Json<PolledBody>, Refused> {
     let explicit = match polling.ack.as_deref() {
         None | Some("auto") => false,
@@ -70,6 +73,7 @@ pub(in super::super) async fn poll(
     while let Some(message) = session.ready() {
         messages.push(message);
     }
+    Standing::new(&caller, &headers).check(engine)?;
     let mut requests = Vec::new();
     for message in messages {
         let Message::Request(request) = message else { continue };

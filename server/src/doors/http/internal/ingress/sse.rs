@@ -4,6 +4,7 @@ use std::convert::Infallible;
 use std::time::Duration;
 
 use axum::extract::State;
+use axum::http::HeaderMap;
 use axum::response::IntoResponse;
 use axum::response::sse::{Event, KeepAlive, Sse};
 use futures::stream;
@@ -16,6 +17,7 @@ use super::super::super::Door;
 use super::super::super::answer::{Problem, Refused};
 use super::super::super::question::{Asked, Who};
 use super::{message_body, window};
+use crate::auth::Standing;
 
 /// How to listen.
 #[derive(Deserialize, IntoParams)]
@@ -38,6 +40,7 @@ pub(in super::super) async fn sse(
     State(door): State<Door>,
     Who(caller): Who,
     Asked(listening): Asked<Listening>,
+    headers: HeaderMap,
 ) -> Result<impl IntoResponse, Refused> {
     let connecting = Connecting {
         client_id: listening.client_id,
@@ -46,16 +49,17 @@ pub(in super::super) async fn sse(
         line: Line::Open,
     };
     let session = door.engine.connect(&caller, connecting)?;
-    let engine = door.engine.clone();
+    let state = (session, door.engine.clone(), Standing::new(&caller, &headers));
     // Dropping the stream drops the session: what was not acknowledged goes back in line.
-    let messages = stream::unfold((session, engine), async |(mut session, engine)| {
+    let messages = stream::unfold(state, async |(mut session, engine, standing)| {
         let message = session.next().await?;
+        standing.check(&engine).ok()?;
         let name = match &message {
             Message::Request(_) => "tool_request",
             Message::Cancel { .. } => "tool_cancel",
         };
         let event = Event::default().event(name).data(message_body(&engine, &message).to_string());
-        Some((Ok::<_, Infallible>(event), (session, engine)))
+        Some((Ok::<_, Infallible>(event), (session, engine, standing)))
     });
     let every = Duration::from_millis(door.settings.heartbeat_ms);
     Ok(Sse::new(messages).keep_alive(KeepAlive::new().interval(every)))

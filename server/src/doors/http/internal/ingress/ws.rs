@@ -11,6 +11,7 @@ use std::time::Duration;
 use axum::extract::State;
 use axum::extract::ws::rejection::WebSocketUpgradeRejection;
 use axum::extract::ws::{CloseFrame, Message as Frame, WebSocket, WebSocketUpgrade, close_code};
+use axum::http::HeaderMap;
 use axum::response::Response;
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -29,6 +30,7 @@ use super::super::super::wire::FaultBody;
 use super::super::register::{OfferBody, RegisterBody};
 use super::super::submit::{ProgressBody, SubmitBody};
 use super::{message_body, window};
+use crate::auth::Standing;
 
 /// Messages of one client that are handled at a time; more are not read until these are done.
 const AT_ONCE: usize = 64;
@@ -63,6 +65,7 @@ struct Header {
 pub(in super::super) async fn ws(
     State(door): State<Door>,
     Who(caller): Who,
+    headers: HeaderMap,
     upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response, Refused> {
     toolcrib_provider(&caller)?;
@@ -72,7 +75,8 @@ pub(in super::super) async fn ws(
     })?;
     let limit = door.max_result_body_bytes();
     let upgrade = upgrade.max_message_size(limit).max_frame_size(limit);
-    Ok(upgrade.on_upgrade(move |socket| converse(door, caller, socket)))
+    let standing = Standing::new(&caller, &headers);
+    Ok(upgrade.on_upgrade(move |socket| converse(door, caller, standing, socket)))
 }
 
 fn toolcrib_provider(caller: &Caller) -> Result<(), Error> {
@@ -83,7 +87,7 @@ fn toolcrib_provider(caller: &Caller) -> Result<(), Error> {
     Err(Error::refused(Code::PermissionDenied, message))
 }
 
-async fn converse(door: Door, caller: Caller, mut socket: WebSocket) {
+async fn converse(door: Door, caller: Caller, standing: Standing, mut socket: WebSocket) {
     let patience = Duration::from_millis(door.settings.dead_after_ms);
     let greeted = tokio::time::timeout(patience, greet(&door, &caller, &mut socket)).await;
     let (client_id, session) = match greeted {
@@ -99,6 +103,7 @@ async fn converse(door: Door, caller: Caller, mut socket: WebSocket) {
     let conversation = Conversation {
         engine: door.engine.clone(),
         caller,
+        standing,
         client_id,
         heartbeat: Duration::from_millis(door.settings.heartbeat_ms),
         patience,
@@ -154,6 +159,7 @@ async fn greet(
 struct Conversation {
     engine: Engine,
     caller: Caller,
+    standing: Standing,
     client_id: String,
     heartbeat: Duration,
     patience: Duration,
@@ -174,6 +180,7 @@ impl Conversation {
                         this.send(&mut socket, Frame::Close(Some(stopping()))).await;
                         break;
                     };
+                    if !this.is_welcome(&mut socket).await { break }
                     let body = message_body(&this.engine, &message);
                     if !this.send(&mut socket, text(&body)).await { break }
                 }
@@ -182,8 +189,8 @@ impl Conversation {
                 }
                 _ = heartbeat.tick() => {
                     let silent = heard.elapsed() > this.patience;
-                    let alive = this.send(&mut socket, Frame::Ping(Vec::new().into()));
-                    if silent || !alive.await { break }
+                    if silent || !this.is_welcome(&mut socket).await { break }
+                    if !this.send(&mut socket, Frame::Ping(Vec::new().into())).await { break }
                     last_on_call.retain(|_, task| !task.is_finished());
                 }
                 (place, frame) = next_frame(&places, &mut socket) => {
@@ -195,6 +202,7 @@ impl Conversation {
                         Frame::Ping(_) | Frame::Pong(_) => continue,
                         Frame::Close(_) => break,
                     };
+                    if !this.is_welcome(&mut socket).await { break }
                     let id = header.as_ref().ok().and_then(|header| header.id());
                     let before = id.as_ref().and_then(|id| last_on_call.remove(id));
                     let (this, answers) = (this.clone(), answers.clone());
@@ -213,6 +221,15 @@ impl Conversation {
                 }
             }
         }
+    }
+
+    /// Whether the key that opened this connection still opens it; if not, the client is told.
+    async fn is_welcome(&self, socket: &mut WebSocket) -> bool {
+        let Err(error) = self.standing.check(&self.engine) else { return true };
+        let reason = error.to_string().chars().take(100).collect::<String>().into();
+        let frame = CloseFrame { code: close_code::POLICY, reason };
+        self.send(socket, Frame::Close(Some(frame))).await;
+        false
     }
 
     /// A client that does not read is cut off; what it had not acknowledged goes to others.
