@@ -113,6 +113,8 @@ pub struct Call {
     pub run_id: String,
     /// The tool that was asked for.
     pub tool_name: String,
+    /// The arguments it was asked with; those of an alternate are the target's.
+    pub args: Json,
     pub asked: Asked,
     pub target: Target,
     /// What may still take the target's place, in order.

@@ -42,6 +42,7 @@ fn finished(minter: &Minter, n: u64, at_ms: u64) -> NewCall {
         project: "default".into(),
         run_id: format!("run_{}", n / 100),
         tool_name: tool.clone(),
+        args: args.clone(),
         asked: Asked { agent: "default".into(), ..Asked::default() },
         target: Target {
             tool,

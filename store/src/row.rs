@@ -131,9 +131,7 @@ impl CallRow {
 
     /// A call that is stored already: its envelope and arguments stay as they are.
     pub(crate) fn next(call: Arc<Call>) -> Result<Self, StoreError> {
-        // Attempts are counted anew for an alternate, which may be the same tool with other
-        // arguments.
-        let replaced = call.target.tool != call.tool_name || call.target_attempts != call.attempt;
+        let replaced = call.target.args != call.args;
         let outcome = call.outcome.as_ref();
         let error = outcome.and_then(|outcome| outcome.error.as_ref());
         let error = error.map(|fault| {
@@ -159,7 +157,7 @@ impl CallRow {
         };
         Ok(Self {
             hold: call.hold.map(Hold::as_str),
-            args: call.target.args.clone(),
+            args: call.args.clone(),
             result: outcome.and_then(|outcome| outcome.data.clone()),
             error: error.transpose()?,
             envelope: String::new(),
@@ -229,6 +227,7 @@ pub(crate) fn read_call(row: &Row<'_>) -> Result<(u64, Call), StoreError> {
         project: text(2)?,
         run_id: text(3)?,
         tool_name: tool_name.clone(),
+        args: args.clone(),
         asked: Asked {
             agent: envelope.agent,
             call_id: envelope.call_id,
@@ -319,7 +318,7 @@ pub(crate) fn first_records(
 ) -> Result<Vec<RecordRow>, StoreError> {
     let facts = Facts {
         tool_name: &call.tool_name,
-        args_bytes: call.target.args.text().len(),
+        args_bytes: call.args.text().len(),
         created_ms: call.created_ms,
         started_ms: call.started_ms,
     };

@@ -60,6 +60,10 @@ impl Engine {
         self.require_admin(caller, Some(&new.project))?;
         check_word("project", &new.project)?;
         check_word("agent", &new.agent)?;
+        if new.agent.contains('*') || new.project.contains('*') {
+            // In a rule, * is every agent: no agent may be called so.
+            return Err(invalid("a key's agent and project cannot have a * in them".to_owned()));
+        }
         let inner = &self.inner;
         for pattern in &new.allow {
             check_pattern(pattern).map_err(invalid)?;

@@ -133,7 +133,8 @@ impl Inner {
             project: caller.project.clone(),
             run_id: asked.run_id,
             tool_name: definition.name.clone(),
-            target: target(tool, asked.args),
+            target: target(tool, asked.args.clone()),
+            args: asked.args,
             alternates: self.alternates(catalog, caller, tool, args),
             asked: Asked {
                 agent: caller.agent.clone(),

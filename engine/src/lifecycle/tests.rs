@@ -75,6 +75,7 @@ fn call(executor: Executor, effect: Effect) -> Call {
         project: "p".into(),
         run_id: "r".into(),
         tool_name: "t".into(),
+        args: Json::empty_object(),
         asked: Asked::default(),
         target: Target {
             tool: "t".into(),

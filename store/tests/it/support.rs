@@ -72,6 +72,7 @@ pub fn call_at(created_ms: u64) -> Call {
         run_id: "run".into(),
         tool_name: "weather.query".into(),
         asked: Asked { agent: "ada".into(), ..Asked::default() },
+        args: json(r#"{"city":"Oslo"}"#),
         target: target("weather.query", r#"{"city":"Oslo"}"#),
         alternates: vec![],
         max_retries: 2,
@@ -105,7 +106,8 @@ pub fn target(tool: &str, args: &str) -> Target {
 pub fn call_of(project: &str, run_id: &str, tool: &str) -> Call {
     let (project, run_id) = (project.to_owned(), run_id.to_owned());
     let target = target(tool, "{}");
-    Call { project, run_id, tool_name: tool.to_owned(), target, ..call() }
+    let (tool_name, args) = (tool.to_owned(), target.args.clone());
+    Call { project, run_id, tool_name, args, target, ..call() }
 }
 
 /// The next version of a call: being executed.

@@ -179,7 +179,7 @@ impl<'a> From<&'a Call> for CallBody<'a> {
             tool_name: &call.tool_name,
             source: call.target.executor.source(),
             status: call.status.as_str(),
-            args: call.target.args.clone(),
+            args: call.args.clone(),
             result: outcome.and_then(|outcome| outcome.data.clone()),
             error: outcome.and_then(|outcome| outcome.error.as_ref()).map(FaultBody::from),
             created_at: call.created_ms / 1_000,

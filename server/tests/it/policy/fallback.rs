@@ -43,6 +43,7 @@ async fn begun(effect: &str) -> (Server, Api, Ws, String, Value) {
 #[tokio::test]
 async fn the_alternate_runs_with_its_own_arguments_and_the_answer_says_so() {
     let (_server, api, mut client, id, request) = begun("read").await;
+    let asked_with = request["args"].clone();
     assert_eq!(client.fail(&request, json!("down")).await["status"], "PENDING");
     let request = client.take().await;
     assert_eq!(request["tool_call_id"], json!(id), "the same ticket");
@@ -51,6 +52,7 @@ async fn the_alternate_runs_with_its_own_arguments_and_the_answer_says_so() {
     client.succeed(&request, json!("from the spare")).await;
     let call = api.call(&id).await;
     assert_eq!(call["tool_name"], "first.tool", "what was asked for");
+    assert_eq!(call["args"], asked_with, "and with what");
     assert_eq!(call["ran_tool"], "spare.tool", "what really ran");
     assert_eq!((&call["status"], &call["result"]), (&json!("SUCCEEDED"), &json!("from the spare")));
     let mut events = api.follow(&format!("/v1/tool_calls/{id}/events"), None).await;

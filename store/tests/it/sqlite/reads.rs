@@ -23,7 +23,8 @@ fn nth(n: u64) -> Call {
     let (project, run) = (if n % 500 == 7 { "small" } else { "p" }, format!("run-{}", n / 50));
     let tool = if n % 100 == 3 { "rare.tool" } else { "weather.query" };
     let mut call = Call { id: at.id, created_ms: at.created_ms, ..call_of(project, &run, tool) };
-    call.target.args = json(&format!("\"{}\"", "x".repeat(2_000)));
+    call.args = json(&format!("\"{}\"", "x".repeat(2_000)));
+    call.target.args = call.args.clone();
     let status = match n % 400 {
         0 => return call,
         1 => Status::Running,

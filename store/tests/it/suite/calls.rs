@@ -56,6 +56,7 @@ pub async fn a_new_call_is_read_back_field_by_field(store: &dyn Store) {
 pub async fn arguments_and_results_keep_their_text(store: &dyn Store) {
     let text = r#"{ "price": 1.10, "big": 12345678901234567890.0100, "a":1, "a":2 }"#;
     let mut asked = call();
+    asked.args = json(text);
     asked.target.args = json(text);
     asked.alternates = vec![target("weather.backup", r#"{"price":2.50}"#)];
     put(store, &asked).await;
@@ -74,7 +75,8 @@ pub async fn text_of_every_kind_is_kept(store: &dyn Store) {
     strange.project = odd.into();
     strange.run_id = format!("run {odd}");
     strange.asked.user_id = Some(odd.into());
-    strange.target.args = toolcrib::Json::of_value(&value!({ odd: odd }));
+    strange.args = toolcrib::Json::of_value(&value!({ odd: odd }));
+    strange.target.args = strange.args.clone();
     put(store, &strange).await;
     assert_eq!(read(store, &strange).await, strange);
     assert_eq!(ids_of(store, odd).await, [strange.id]);
