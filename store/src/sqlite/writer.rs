@@ -38,8 +38,6 @@ const MAX_WAITING: usize = 65_536;
 /// this many changes when nobody waits.
 const LOG_PAGES: u32 = 4_096;
 const CHANGES_IDLE: u32 = 1_000;
-/// How often the writer looks for a change before it sleeps.
-const LOOKS: usize = 50;
 /// Nobody waits when nobody came for so long.
 const IDLE_AFTER: Duration = Duration::from_millis(100);
 /// The log is made this long beforehand: more than it has when it is copied.
@@ -248,7 +246,7 @@ impl Desk {
     fn run(&mut self, waiting: &mpsc::Receiver<Op>) {
         let mut group = Vec::with_capacity(MAX_GROUP);
         loop {
-            match soon(waiting).map_or_else(|| waiting.recv_timeout(IDLE_AFTER), Ok) {
+            match waiting.recv_timeout(IDLE_AFTER) {
                 Ok(op) => group.push(op),
                 Err(mpsc::RecvTimeoutError::Disconnected) => break,
                 Err(mpsc::RecvTimeoutError::Timeout) => {
@@ -416,18 +414,6 @@ impl Desk {
             tracing::warn!(%error, "the log could not be copied into the database");
         }
     }
-}
-
-/// Under load the next change is a moment away, and giving way to the others a few times is cheaper
-/// than being put to sleep and woken.
-fn soon(waiting: &mpsc::Receiver<Op>) -> Option<Op> {
-    for _ in 0..LOOKS {
-        if let Ok(op) = waiting.try_recv() {
-            return Some(op);
-        }
-        std::thread::yield_now();
-    }
-    None
 }
 
 fn refuse(op: Op, why: &str) {
