@@ -9,6 +9,7 @@ mod builtins;
 mod canceling;
 mod crash;
 mod events;
+mod examples;
 mod idempotency;
 mod identity;
 mod ingress;

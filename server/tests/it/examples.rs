@@ -1,0 +1,116 @@
+//! The examples and the README's commands, run as they are: Python and the real command line
+//! against a real server.
+
+use std::path::PathBuf;
+use std::process::{Child, Command, Output, Stdio};
+
+use serde_json::{Value, json};
+
+use crate::support::Server;
+
+fn example(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../examples/python").join(name)
+}
+
+/// A child that goes away with the test.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+async fn run(mut command: Command) -> Output {
+    tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap()
+}
+
+fn python(server: &Server, file: &str) -> Command {
+    let mut command = Command::new("python3");
+    command.arg(example(file)).env("TOOLCRIB_SERVER", format!("http://{}", server.address));
+    command.env_remove("TOOLCRIB_KEY");
+    command
+}
+
+async fn toolcrib(server: &Server, args: &[&str]) -> (Option<i32>, String, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_toolcrib"));
+    command.args(["--server", &format!("http://{}", server.address)]).args(args);
+    command.env_remove("TOOLCRIB_KEY").env("NO_COLOR", "1");
+    let output = run(command).await;
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    (output.status.code(), text(output.stdout), text(output.stderr))
+}
+
+/// Starts the provider and waits until its tool is there.
+async fn provider(server: &Server) -> Running {
+    let mut command = python(server, "provider.py");
+    let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let running = Running(child);
+    for _ in 0..600 {
+        if server.api().get("/v1/tools/demo.greet").await.status == 200 {
+            return running;
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+    }
+    panic!("the provider did not register");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_python_examples_work_as_they_are() {
+    let lines = std::fs::read_to_string(example("provider.py")).unwrap().lines().count();
+    assert!(lines < 30, "a provider in under 30 lines, not {lines}");
+    let server = Server::start().await;
+    let _provider = provider(&server).await;
+    let mut agent = python(&server, "agent.py");
+    agent.args(["demo.greet", r#"{"name": "Ada"}"#]);
+    let output = run(agent).await;
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(said.trim(), r#"demo.greet -> {"greeting": "Hello, Ada!"}"#);
+    let output = run(python(&server, "agent.py")).await;
+    let said = String::from_utf8(output.stdout).unwrap();
+    let said: Vec<&str> = said.lines().collect();
+    assert_eq!(said.len(), 3, "{said:?}");
+    assert!(said[0].contains("236.81"), "{said:?}");
+    assert!(said[1].contains("Laser distance meter"), "{said:?}");
+    assert!(said[2].contains("failed: calculation.eval: VALIDATION_ERROR"), "{said:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_command_line_does_what_the_readme_says() {
+    let server = Server::start().await;
+    let (code, out, err) =
+        toolcrib(&server, &["call", "calculation.eval", "expression=2*21"]).await;
+    assert_eq!(code, Some(0), "{err}");
+    assert_eq!(serde_json::from_str::<Value>(&out).unwrap()["result"], 42);
+    assert!(err.contains("SUCCEEDED"), "{err}");
+    let (code, _, err) = toolcrib(&server, &["call", "calculation.eval", "expression=1/0"]).await;
+    assert_eq!(code, Some(5), "a tool that failed: {err}");
+    let (code, _, err) = toolcrib(&server, &["call", "calculation.evil", "expression=1"]).await;
+    assert_ne!(code, Some(0));
+    assert!(err.contains("did you mean \"calculation.eval\"?"), "{err}");
+    let (code, out, _) = toolcrib(&server, &["--json", "tools"]).await;
+    assert_eq!(code, Some(0));
+    assert!(out.contains("weather.query") && serde_json::from_str::<Value>(&out).is_ok(), "{out}");
+    let (code, out, _) = toolcrib(&server, &["calls", "--status", "failed"]).await;
+    assert_eq!(code, Some(0));
+    assert!(out.contains("calculation.eval") && out.contains("VALIDATION_ERROR"), "{out}");
+    let (code, _, err) = toolcrib(&server, &["calls", "get", "tc_nothing"]).await;
+    assert_ne!(code, Some(0));
+    assert!(err.contains("there is no call"), "{err}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_slow_call_of_the_example_survives_a_restart() {
+    let server = Server::start().await;
+    let listed = provider(&server).await;
+    let body = json!({ "run_id": "r", "args": { "name": "Grace", "seconds": 1 } });
+    let ticket = server.api().post("/v1/tools/demo.greet/invoke", body).await.is(202);
+    let id = ticket["tool_call_id"].as_str().unwrap().to_owned();
+    drop(listed);
+    let server = server.restart().await;
+    let _provider = provider(&server).await;
+    let call = server.api().get(&format!("/v1/tool_calls/{id}")).await.is(200);
+    // Taken by the provider that died, or not: either way it is still here and still open.
+    assert!(["PENDING", "RUNNING"].contains(&call["status"].as_str().unwrap()), "{call}");
+}
