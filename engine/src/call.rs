@@ -103,6 +103,10 @@ pub struct Asked {
     /// A label the caller gave; never used to decide anything.
     pub user_id: Option<String>,
     pub idempotency_key: Option<String>,
+    /// The trace it was asked in, as W3C's `traceparent`.
+    pub traceparent: Option<String>,
+    /// Nobody waits for it: its result arrives later.
+    pub background: bool,
 }
 
 /// One request to run a tool.

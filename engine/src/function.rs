@@ -117,6 +117,7 @@ impl FnTool {
             input_schema: Json::of_value(&schemars::schema_for!(A).to_value()),
             output_schema: says_something(&output).then(|| Json::of_value(&output)),
             timeout_ms: 30_000,
+            background: false,
             effect: Effect::default(),
             risk: Risk::default(),
             policy: PolicyPatch::default(),
@@ -141,6 +142,12 @@ impl FnTool {
     /// How long a call has where nobody says otherwise.
     pub fn timeout_ms(mut self, timeout_ms: u64) -> Self {
         self.definition.timeout_ms = timeout_ms;
+        self
+    }
+
+    /// Its calls are background tasks: a batch or a loop does not wait for them.
+    pub fn background(mut self) -> Self {
+        self.definition.background = true;
         self
     }
 

@@ -131,6 +131,9 @@ pub struct Definition {
     pub input_schema: Json,
     pub output_schema: Option<Json>,
     pub timeout_ms: u64,
+    /// Whether its calls are background tasks: the rest goes on, the result arrives later. `async`
+    /// on every wire.
+    pub background: bool,
     pub effect: Effect,
     pub risk: Risk,
     pub policy: PolicyPatch,

@@ -30,10 +30,18 @@ struct Envelope {
     user_id: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     idempotency_key: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    traceparent: Option<String>,
+    #[serde(default, skip_serializing_if = "is_false")]
+    background: bool,
     max_retries: u32,
     /// Only where it is not the usual one.
     #[serde(default, skip_serializing_if = "is_usual")]
     backoff: Backoff,
+}
+
+fn is_false(value: &bool) -> bool {
+    !value
 }
 
 fn is_usual(backoff: &Backoff) -> bool {
@@ -121,6 +129,8 @@ impl CallRow {
             client_id: call.asked.client_id.clone(),
             user_id: call.asked.user_id.clone(),
             idempotency_key: call.asked.idempotency_key.clone(),
+            traceparent: call.asked.traceparent.clone(),
+            background: call.asked.background,
             max_retries: call.max_retries,
             backoff: call.backoff.clone(),
         })?;
@@ -234,6 +244,8 @@ pub(crate) fn read_call(row: &Row<'_>) -> Result<(u64, Call), StoreError> {
             client_id: envelope.client_id,
             user_id: envelope.user_id,
             idempotency_key: envelope.idempotency_key,
+            traceparent: envelope.traceparent,
+            background: envelope.background,
         },
         target: target(state.target),
         alternates: state.alternates.into_iter().map(target).collect(),
@@ -379,6 +391,8 @@ struct StoredDefinition {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     output_schema: Option<Json>,
     timeout_ms: u64,
+    #[serde(default, skip_serializing_if = "is_false")]
+    background: bool,
     effect: Effect,
     risk: Risk,
     #[serde(default)]
@@ -397,6 +411,7 @@ pub(crate) fn definition_text(tool: &Definition) -> Result<String, StoreError> {
         input_schema: tool.input_schema.clone(),
         output_schema: tool.output_schema.clone(),
         timeout_ms: tool.timeout_ms,
+        background: tool.background,
         effect: tool.effect,
         risk: tool.risk,
         policy: tool.policy.clone(),
@@ -420,6 +435,7 @@ pub(crate) fn read_definition(
         input_schema: stored.input_schema,
         output_schema: stored.output_schema,
         timeout_ms: stored.timeout_ms,
+        background: stored.background,
         effect: stored.effect,
         risk: stored.risk,
         policy: stored.policy,

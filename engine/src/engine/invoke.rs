@@ -40,6 +40,8 @@ pub struct Invocation {
     pub client_id: Option<String>,
     /// A label; never used to decide anything.
     pub user_id: Option<String>,
+    /// The trace it is asked in, as W3C's `traceparent`.
+    pub traceparent: Option<String>,
 }
 
 impl Invocation {
@@ -55,6 +57,7 @@ impl Invocation {
             idempotency_key: None,
             client_id: None,
             user_id: None,
+            traceparent: None,
         })
     }
 }
@@ -142,6 +145,8 @@ impl Inner {
                 client_id: asked.client_id,
                 user_id: asked.user_id,
                 idempotency_key: asked.idempotency_key,
+                traceparent: asked.traceparent,
+                background: definition.background,
             },
             max_retries: asked.retry.unwrap_or(policy.max_retries),
             backoff: policy.backoff,

@@ -96,6 +96,7 @@ fn client_tool(name: &str, effect: Effect) -> Definition {
         risk: Risk::Low,
         policy: PolicyPatch::default(),
         fallback: Vec::new(),
+        background: false,
         metadata: None,
     }
 }

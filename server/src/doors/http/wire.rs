@@ -44,6 +44,9 @@ pub(super) struct ToolBody {
     #[schema(value_type = Object)]
     schema: Json,
     timeout_ms: u64,
+    /// Whether its calls are background tasks, whose results arrive later.
+    #[serde(rename = "async")]
+    background: bool,
     description: String,
     /// Who executes it: `builtin`, `client`, `utp`, `mcp` or `http`.
     executor: String,
@@ -67,6 +70,7 @@ impl From<&CatalogEntry> for ToolBody {
             source: tool.executor.source().to_owned(),
             schema: tool.input_schema.clone(),
             timeout_ms: tool.timeout_ms,
+            background: tool.background,
             description: tool.description.clone(),
             executor: tool.executor.as_str().to_owned(),
             effect: tool.effect.as_str().to_owned(),

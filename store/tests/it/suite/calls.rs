@@ -23,6 +23,8 @@ fn full_call() -> Call {
             client_id: Some("laptop".into()),
             user_id: Some("u-9".into()),
             idempotency_key: Some("k-1".into()),
+            traceparent: Some("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01".into()),
+            background: true,
         },
         target: Target {
             tool: "weather.query".into(),

@@ -31,6 +31,7 @@ fn tool(project: &str, name: &str, description: &str) -> Definition {
         risk: Risk::Low,
         policy: PolicyPatch::default(),
         fallback: vec![],
+        background: true,
         metadata: None,
     }
 }

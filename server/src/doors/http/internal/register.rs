@@ -37,6 +37,9 @@ pub(super) struct OfferBody {
     /// 1 to 86400000; the configured default unless said.
     #[serde(default, deserialize_with = "timeout_ms")]
     timeout_ms: Option<u64>,
+    /// Its calls are background tasks: nobody waits for them, the result arrives later.
+    #[serde(default, rename = "async")]
+    background: bool,
     #[serde(default)]
     description: String,
     /// JSON Schema of the result.
@@ -73,6 +76,7 @@ impl OfferBody {
             input_schema: self.schema,
             output_schema: self.output_schema,
             timeout_ms: self.timeout_ms.or(own).unwrap_or(default_timeout_ms),
+            background: self.background,
             effect: self.effect,
             risk: self.risk,
             policy: self.policy,
