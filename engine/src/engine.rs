@@ -7,6 +7,7 @@
 
 mod admin;
 mod advance;
+mod ahead;
 mod attempt;
 mod builder;
 mod catalog;
@@ -17,6 +18,7 @@ mod live;
 mod measure;
 mod recover;
 mod report;
+mod surely;
 mod wait;
 
 use std::collections::HashMap;

@@ -33,6 +33,7 @@ macro_rules! conformance {
                 }
                 idempotency {
                     the_same_key_and_request_give_the_first_call
+                    what_a_key_was_used_for_can_be_asked
                     a_replay_shows_the_call_as_it_is_now
                     the_same_key_for_another_request_is_a_mismatch
                     keys_of_other_agents_and_projects_are_independent
