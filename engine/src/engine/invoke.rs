@@ -233,7 +233,7 @@ impl Inner {
             .with("tool", call.tool_name.as_str())
             .with("args_bytes", call.target.args.text().len());
         let (place, caps) = self.place(&call);
-        let slot = self.gate.try_enter(&place, &caps);
+        let mut slot = self.gate.try_enter(&place, &caps);
         let (call, mut records, action) = claimed(call, &slot, &self.node, requested);
         let mut call = Arc::new(call);
         // A key may mean that all this has been done: then nothing is done before it is known.
@@ -245,6 +245,8 @@ impl Inner {
             Ahead::Over(step) => {
                 records.extend(step.records);
                 call = Arc::new(step.call);
+                // The attempt is over, and its place is free while the commit is waited for.
+                slot = None;
                 Follows::AfterTheEnd(step.actions)
             }
             Ahead::UnderWay(read) => Follows::GoesOn(read),
@@ -260,13 +262,12 @@ impl Inner {
         }
         measure::accepted(&call);
         if call.status.is_terminal() {
-            // It never was among the live ones: its room and its place are free again.
+            // It never was among the live ones: its room is free again, and nobody can know of it.
             measure::ended(&call);
-            self.announce(&call);
+            self.announce_around(&call);
             return Ok(Ticket { call, replayed: false, entry: None });
         }
         room.keep();
-        let slot = slot.filter(|_| call.attempt_is_out());
         let entry = Entry::new(call.clone(), slot);
         self.live.insert(entry.clone());
         self.announce(&call);
