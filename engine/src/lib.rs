@@ -34,6 +34,7 @@ pub mod call;
 pub mod caller;
 pub mod clock;
 pub mod desk;
+pub mod digest;
 pub mod directory;
 pub mod engine;
 pub mod event;
@@ -48,6 +49,7 @@ pub mod schema;
 pub mod source;
 pub mod store;
 pub mod task;
+pub mod tokens;
 pub mod tool;
 
 pub use call::{Call, Outcome, Status};
