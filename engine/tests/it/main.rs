@@ -4,6 +4,7 @@
 
 mod batch;
 mod engine;
+mod examples;
 mod simulation;
 mod support;
 mod tidy;
