@@ -43,6 +43,8 @@ pub mod function;
 pub mod id;
 pub mod json;
 pub mod lifecycle;
+pub(crate) mod lines;
+pub mod piece;
 pub mod policy;
 pub mod retry;
 pub mod schema;
