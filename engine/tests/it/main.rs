@@ -3,7 +3,9 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod ahead;
+mod batch;
 mod engine;
+mod examples;
 mod simulation;
 mod support;
 mod tidy;
