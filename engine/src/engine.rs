@@ -17,6 +17,7 @@ mod live;
 mod measure;
 mod recover;
 mod report;
+mod result;
 mod wait;
 
 use std::collections::HashMap;
@@ -43,6 +44,7 @@ pub use catalog::{Catalog, Entry as CatalogEntry, Registration};
 pub use ingress::Connecting;
 pub use invoke::{Invocation, Ticket};
 pub use report::Report;
+pub use result::RESULT_READ;
 pub use wait::{CallPage, CallQuery, EventQuery};
 
 use gate::Gate;

@@ -3,6 +3,7 @@
 mod admin;
 mod calls;
 mod events;
+mod results;
 mod tools;
 
 use utoipa_axum::router::OpenApiRouter;
@@ -18,6 +19,7 @@ pub(super) fn routes() -> OpenApiRouter<Door> {
         .routes(routes!(calls::list))
         .routes(routes!(calls::show))
         .routes(routes!(calls::cancel))
+        .routes(routes!(results::read))
         .routes(routes!(events::of_call))
         .routes(routes!(events::of_run))
         .routes(routes!(events::of_project))
