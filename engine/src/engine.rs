@@ -19,6 +19,7 @@ mod measure;
 mod recover;
 mod report;
 mod surely;
+mod result;
 mod wait;
 
 use std::collections::HashMap;
@@ -45,6 +46,7 @@ pub use catalog::{Catalog, Entry as CatalogEntry, Registration};
 pub use ingress::Connecting;
 pub use invoke::{Invocation, Ticket};
 pub use report::Report;
+pub use result::RESULT_READ;
 pub use wait::{CallPage, CallQuery, EventQuery};
 
 use gate::Gate;

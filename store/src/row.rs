@@ -91,6 +91,8 @@ struct StoredFault {
     retryable: bool,
     #[serde(default)]
     not_happened: bool,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    raw: Option<Json>,
 }
 
 /// A call as the writer binds it. Made by the caller's task, so the writer only writes.
@@ -153,6 +155,7 @@ impl CallRow {
                 detail: fault.detail.clone(),
                 retryable: fault.retryable,
                 not_happened: fault.happened == Happened::No,
+                raw: fault.raw.clone(),
             })
         });
         let state = State {
@@ -279,6 +282,7 @@ fn read_fault(text: &str) -> Result<Fault, StoreError> {
         detail: stored.detail,
         retryable: stored.retryable,
         happened,
+        raw: stored.raw,
     })
 }
 

@@ -61,10 +61,12 @@ struct Block {
 /// Head, tail and the most relevant middle, in at most this many tokens, with a mark wherever lines
 /// are left out.
 pub(super) fn render(text: &str, hint: Option<&str>, room: usize) -> String {
+    let asked = asked_words(hint.unwrap_or_default());
+    let Some(words) = Words::new(&asked) else { return String::new() };
     // What the marks between the parts take is known only when they are there.
     let mut part = room;
     for _ in 0..12 {
-        let shown = compose(text, hint, part);
+        let shown = compose(text, &words, part);
         if !tokens::exceeds(&shown, room) {
             return shown;
         }
@@ -78,14 +80,14 @@ pub(super) fn line_count(text: &str) -> usize {
     lines(text).count()
 }
 
-fn compose(text: &str, hint: Option<&str>, room: usize) -> String {
+fn compose(text: &str, words: &Words<'_>, room: usize) -> String {
     let head_end = whole_lines(text, tokens::first(text, room * 2 / 5).len());
     let rest = &text[head_end..];
     let tail_begin = text.len() - line_start(rest, tokens::last(rest, room / 4));
     let head = &text[..head_end];
     let middle_room = room.saturating_sub(room * 2 / 5 + room / 4 + 24);
     let blocks = blocks(text, head_end, tail_begin);
-    let chosen = choose(text, &blocks, hint, middle_room);
+    let chosen = choose(text, &blocks, words, middle_room);
     let mut out = String::new();
     out.push_str(head);
     let mut shown_to = head_end;
@@ -164,9 +166,11 @@ struct Shown {
 }
 
 /// The best of the blocks, as much as fits, in the order of the text.
-fn choose(text: &str, blocks: &[Block], hint: Option<&str>, room: usize) -> Vec<Shown> {
-    let asked = asked_words(hint.unwrap_or_default());
-    let Some(words) = Words::new(&asked) else { return Vec::new() };
+fn choose(text: &str, blocks: &[Block], words: &Words<'_>, room: usize) -> Vec<Shown> {
+    // Too little for even one line and its mark.
+    if room < 24 {
+        return Vec::new();
+    }
     let (scores, weights) = words.scores(text, blocks);
     let scored = scores.into_iter().zip(blocks);
     let mut ranked: Vec<(f64, &Block)> = scored.filter(|(score, _)| *score > 0.0).collect();
@@ -177,7 +181,7 @@ fn choose(text: &str, blocks: &[Block], hint: Option<&str>, room: usize) -> Vec<
     for (_, block) in ranked {
         // Each costs its own tokens and a mark before it.
         let Some(rest) = left.checked_sub(16).filter(|rest| *rest >= 8) else { break };
-        let shown = window(text, block, &words, &weights, rest.min((room / 2).max(24)));
+        let shown = window(text, block, words, &weights, rest.min((room / 2).max(24)));
         left = rest - tokens::count(&text[shown.begin..shown.end]).min(rest);
         chosen.push(shown);
     }

@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock};
 
 use serde_json::json;
 
-use super::{Engine, Inner, unavailable};
+use super::{Engine, Inner, RESULT_READ, unavailable};
 use crate::bus::Topic;
 use crate::caller::{Caller, Trust};
 use crate::dialect::{Format, definition};
@@ -194,7 +194,24 @@ impl Catalog {
         if caller.trust == Trust::Local || caller.may_administer() {
             return Decision::Allowed;
         }
-        policy::decide(self.directory.rules.iter(), &caller.project, &caller.agent, tool)
+        let rules = self.directory.rules.iter();
+        if tool == RESULT_READ && self.shared.contains_key(tool) {
+            return policy::decide_companion(rules, &caller.project, &caller.agent, tool);
+        }
+        policy::decide(rules, &caller.project, &caller.agent, tool)
+    }
+
+    /// Whether a tool is listed for the caller: what comes along with others is listed only where
+    /// a rule names it, so that a list shows what the operator allowed and nothing else.
+    fn lists(&self, caller: &Caller, tool: &str) -> bool {
+        if self.decide(caller, tool) != Decision::Allowed {
+            return false;
+        }
+        let (rules, agent) = (self.directory.rules.iter(), &caller.agent);
+        tool != RESULT_READ
+            || caller.trust == Trust::Local
+            || caller.may_administer()
+            || policy::decide(rules, &caller.project, agent, tool) == Decision::Allowed
     }
 
     /// Names like this one, among those the caller may call.
@@ -227,7 +244,7 @@ impl Engine {
     pub fn tools(&self, caller: &Caller) -> Vec<Arc<Entry>> {
         let catalog = self.inner.catalog();
         let mut tools = catalog.tools(&caller.project);
-        tools.retain(|e| catalog.decide(caller, &e.definition.name) == Decision::Allowed);
+        tools.retain(|entry| catalog.lists(caller, &entry.definition.name));
         tools
     }
 

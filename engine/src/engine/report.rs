@@ -175,7 +175,8 @@ impl Inner {
             return Ok(data);
         }
         let what = format!("the result of {} does not fit its output schema", call.target.tool);
-        Err(misfit(&what, &problems))
+        // Whoever looks for the cause needs what was really given.
+        Err(misfit(&what, &problems).with_raw(data))
     }
 
     pub(super) async fn note_progress(

@@ -23,6 +23,7 @@ macro_rules! conformance {
                     a_call_of_another_project_is_none
                     every_status_and_hold_is_read_back
                     a_fault_is_read_back_with_all_it_says
+                    what_a_tool_gave_and_was_refused_is_kept_with_its_fault
                     an_alternate_in_the_targets_place_is_read_back
                     an_alternate_of_the_same_name_keeps_its_own_arguments
                     saving_the_next_version_replaces_the_call

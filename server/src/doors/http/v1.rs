@@ -4,6 +4,7 @@ mod admin;
 mod batch;
 mod calls;
 mod events;
+mod results;
 mod tools;
 
 use utoipa_axum::router::OpenApiRouter;
@@ -19,6 +20,7 @@ pub(super) fn routes() -> OpenApiRouter<Door> {
         .routes(routes!(calls::list, batch::run))
         .routes(routes!(calls::show))
         .routes(routes!(calls::cancel))
+        .routes(routes!(results::read))
         .routes(routes!(events::of_call))
         .routes(routes!(events::of_run))
         .routes(routes!(events::of_project))
