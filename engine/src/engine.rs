@@ -15,6 +15,7 @@ mod ingress;
 mod invoke;
 mod live;
 mod measure;
+mod notices;
 mod recover;
 mod report;
 mod wait;
@@ -42,11 +43,14 @@ pub use builder::Builder;
 pub use catalog::{Catalog, Entry as CatalogEntry, Registration};
 pub use ingress::Connecting;
 pub use invoke::{Invocation, Ticket};
+pub use notices::{DeliveryPage, DeliveryQuery};
 pub use report::Report;
 pub use wait::{CallPage, CallQuery, EventQuery};
 
 use gate::Gate;
 use live::Live;
+use notices::Notices;
+pub(crate) use notices::{Entered, Lane};
 
 /// A limit on everything that could grow.
 #[derive(Debug, Clone)]
@@ -116,6 +120,7 @@ pub(crate) struct Inner {
     pub(crate) changing: tokio::sync::Mutex<()>,
     pub(crate) live: Live,
     pub(crate) gate: Arc<Gate>,
+    pub(crate) notices: Arc<Notices>,
     pub(crate) minter: Minter,
     pub(crate) limits: Limits,
     pub(crate) policies: Policies,

@@ -34,6 +34,8 @@ struct Envelope {
     traceparent: Option<String>,
     #[serde(default, skip_serializing_if = "is_false")]
     background: bool,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    callback_url: Option<String>,
     max_retries: u32,
     /// Only where it is not the usual one.
     #[serde(default, skip_serializing_if = "is_usual")]
@@ -131,6 +133,7 @@ impl CallRow {
             idempotency_key: call.asked.idempotency_key.clone(),
             traceparent: call.asked.traceparent.clone(),
             background: call.asked.background,
+            callback_url: call.asked.callback_url.clone(),
             max_retries: call.max_retries,
             backoff: call.backoff.clone(),
         })?;
@@ -246,6 +249,7 @@ pub(crate) fn read_call(row: &Row<'_>) -> Result<(u64, Call), StoreError> {
             idempotency_key: envelope.idempotency_key,
             traceparent: envelope.traceparent,
             background: envelope.background,
+            callback_url: envelope.callback_url,
         },
         target: target(state.target),
         alternates: state.alternates.into_iter().map(target).collect(),

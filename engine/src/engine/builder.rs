@@ -11,6 +11,7 @@ use tokio_util::task::TaskTracker;
 use super::catalog::{Catalog, Entry};
 use super::gate::Gate;
 use super::live::Live;
+use super::notices::Notices;
 use super::{Engine, Inner, Limits, Policies};
 use crate::bus::{Bus, LocalBus};
 use crate::clock::{Clock, SystemClock};
@@ -18,6 +19,7 @@ use crate::desk::Desk;
 use crate::fault::{Code, Error};
 use crate::function::{Functions, Tool};
 use crate::id::Minter;
+use crate::notify::{Notifier, Notifying};
 use crate::source::Source;
 use crate::store::{MemoryStore, Store};
 use crate::task;
@@ -34,6 +36,8 @@ pub struct Builder {
     limits: Limits,
     policies: Policies,
     retention_ms: Option<u64>,
+    notifier: Option<Arc<dyn Notifier>>,
+    notifying: Notifying,
 }
 
 impl Builder {
@@ -81,6 +85,12 @@ impl Builder {
     /// Policies other than the default.
     pub fn policies(mut self, policies: Policies) -> Self {
         self.policies = policies;
+        self
+    }
+
+    /// Who tells callers that their calls have ended; without one, callback URLs are refused.
+    pub fn notifier(mut self, notifier: Arc<dyn Notifier>, notifying: Notifying) -> Self {
+        (self.notifier, self.notifying) = (Some(notifier), notifying);
         self
     }
 
@@ -132,6 +142,7 @@ impl Builder {
             changing: tokio::sync::Mutex::new(()),
             live: Live::default(),
             gate: Arc::new(Gate::default()),
+            notices: Arc::new(Notices::new(self.notifier, self.notifying)),
             minter,
             limits: self.limits,
             policies: self.policies,

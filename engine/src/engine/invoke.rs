@@ -42,6 +42,8 @@ pub struct Invocation {
     pub user_id: Option<String>,
     /// The trace it is asked in, as W3C's `traceparent`.
     pub traceparent: Option<String>,
+    /// Where to tell that it has ended.
+    pub callback_url: Option<String>,
 }
 
 impl Invocation {
@@ -58,6 +60,7 @@ impl Invocation {
             client_id: None,
             user_id: None,
             traceparent: None,
+            callback_url: None,
         })
     }
 }
@@ -74,7 +77,7 @@ pub struct Ticket {
 
 impl Engine {
     /// Takes a call. When this returns, the call is stored and will reach an outcome.
-    pub async fn invoke(&self, caller: &Caller, asked: Invocation) -> Result<Ticket, Error> {
+    pub async fn invoke(&self, caller: &Caller, mut asked: Invocation) -> Result<Ticket, Error> {
         let inner = &self.inner;
         if inner.draining.load(Ordering::Acquire) {
             let message = "the server is shutting down; nothing was done, a retry is safe";
@@ -88,6 +91,9 @@ impl Engine {
         let args = asked.args.value();
         check_args(&tool, &args)?;
         check_client(&catalog, caller, &tool, asked.client_id.as_deref())?;
+        if let Some(url) = &asked.callback_url {
+            asked.callback_url = Some(inner.check_callback(caller, url)?);
+        }
         let key = idempotency_key(caller, &asked, &args);
         let call = inner.draft(&catalog, caller, &tool, asked, &args);
         inner.accept(call, key).await
@@ -147,6 +153,7 @@ impl Inner {
                 idempotency_key: asked.idempotency_key,
                 traceparent: asked.traceparent,
                 background: definition.background,
+                callback_url: asked.callback_url,
             },
             max_retries: asked.retry.unwrap_or(policy.max_retries),
             backoff: policy.backoff,
@@ -226,7 +233,8 @@ impl Inner {
         let room = self.live.room(&call.project, all, each).map_err(full)?;
         let requested = Record::new(Kind::Requested, call.created_ms, 0)
             .with("tool", call.tool_name.as_str())
-            .with("args_bytes", call.target.args.text().len());
+            .with("args_bytes", call.target.args.text().len())
+            .about_task(&call);
         let (place, caps) = self.place(&call);
         let slot = self.gate.try_enter(&place, &caps);
         let (call, records, action) = claimed(call, &slot, &self.node, requested);
@@ -390,6 +398,9 @@ fn idempotency_key(caller: &Caller, asked: &Invocation, args: &Value) -> Option<
         asked.client_id
     ]);
     hash.update(rest.to_string().as_bytes());
+    if let Some(url) = &asked.callback_url {
+        hash.update(Value::from(url.as_str()).to_string().as_bytes());
+    }
     hash.update(canonical(args).as_bytes());
     let fingerprint = hex(&hash.finalize());
     Some(IdempotencyKey { agent: caller.agent.clone(), key, fingerprint })

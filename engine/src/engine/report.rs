@@ -69,6 +69,10 @@ impl Engine {
         progress: Progress,
     ) -> Result<(), Error> {
         let call = self.inner.provided(caller, id, client_id).await?;
+        if progress.percent.is_some_and(|percent| !(0.0..=100.0).contains(&percent)) {
+            let fault = Fault::new(Code::ValidationError, "percent must be from 0 to 100");
+            return Err(fault.with_detail(json!({ "pointer": "/percent" })).into());
+        }
         self.inner.note_progress(id, attempt.unwrap_or(call.attempt), progress).await
     }
 
@@ -187,9 +191,10 @@ impl Inner {
         if entry.count_progress() > self.limits.max_progress_events {
             return Ok(());
         }
-        let mut record = Record::new(Kind::Progress, self.clock.now_ms(), attempt);
+        let mut record =
+            Record::new(Kind::Progress, self.clock.now_ms(), attempt).about_task(&call);
         if let Some(percent) = progress.percent {
-            record = record.with("percent", percent);
+            record = record.with("percent", percent.clamp(0.0, 100.0));
         }
         if let Some(message) = progress.message {
             record = record.with("message", message.chars().take(2_000).collect::<String>());

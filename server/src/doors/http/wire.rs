@@ -119,6 +119,9 @@ pub(super) struct CallBody<'a> {
     agent: &'a str,
     #[serde(skip_serializing_if = "Option::is_none")]
     call_id: Option<&'a str>,
+    /// Of an async tool: the ticket once more, as a task's.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    task_id: Option<&'a str>,
     /// The client it is pinned to.
     #[serde(skip_serializing_if = "Option::is_none")]
     client_id: Option<&'a str>,
@@ -205,6 +208,7 @@ impl<'a> From<&'a Call> for CallBody<'a> {
             ran_tool: &call.target.tool,
             agent: &call.asked.agent,
             call_id: call.asked.call_id.as_deref(),
+            task_id: call.asked.background.then_some(call.id.as_str()),
             client_id: call.asked.client_id.as_deref(),
             user_id: call.asked.user_id.as_deref(),
             taken_by: call.taken_by.as_deref(),

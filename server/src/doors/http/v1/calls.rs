@@ -113,6 +113,7 @@ fn query(listing: Listing) -> Result<CallQuery, Error> {
         run_id: listing.run_id,
         tool_name: listing.tool_name,
         status,
+        background: false,
         since_ms,
         before,
         limit: limit as usize,
