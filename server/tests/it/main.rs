@@ -18,6 +18,8 @@ mod policy;
 mod seed;
 mod submitting;
 mod support;
+mod tasks;
 mod validation;
 mod waiting;
+mod webhooks;
 mod wire_files;

@@ -2,7 +2,9 @@
 
 mod admin;
 mod calls;
+mod deliveries;
 mod events;
+mod tasks;
 mod tools;
 
 use utoipa_axum::router::OpenApiRouter;
@@ -18,6 +20,13 @@ pub(super) fn routes() -> OpenApiRouter<Door> {
         .routes(routes!(calls::list))
         .routes(routes!(calls::show))
         .routes(routes!(calls::cancel))
+        .routes(routes!(deliveries::list))
+        .routes(routes!(deliveries::of_call))
+        .routes(routes!(deliveries::repeat))
+        .routes(routes!(tasks::list))
+        .routes(routes!(tasks::show))
+        .routes(routes!(tasks::cancel))
+        .routes(routes!(tasks::events))
         .routes(routes!(events::of_call))
         .routes(routes!(events::of_run))
         .routes(routes!(events::of_project))
