@@ -107,6 +107,8 @@ pub struct Asked {
     pub traceparent: Option<String>,
     /// Nobody waits for it: its result arrives later.
     pub background: bool,
+    /// Where to tell that it has ended.
+    pub callback_url: Option<String>,
 }
 
 /// One request to run a tool.

@@ -16,10 +16,11 @@ mod ingress;
 mod invoke;
 mod live;
 mod measure;
+mod notices;
 mod recover;
 mod report;
-mod surely;
 mod result;
+mod surely;
 mod wait;
 
 use std::collections::HashMap;
@@ -45,12 +46,15 @@ pub use builder::Builder;
 pub use catalog::{Catalog, Entry as CatalogEntry, Registration};
 pub use ingress::Connecting;
 pub use invoke::{Invocation, Ticket};
+pub use notices::{DeliveryPage, DeliveryQuery};
 pub use report::Report;
 pub use result::RESULT_READ;
 pub use wait::{CallPage, CallQuery, EventQuery};
 
 use gate::Gate;
 use live::Live;
+use notices::Notices;
+pub(crate) use notices::{Entered, Lane};
 
 /// A limit on everything that could grow.
 #[derive(Debug, Clone)]
@@ -129,6 +133,7 @@ pub(crate) struct Inner {
     pub(crate) changing: tokio::sync::Mutex<()>,
     pub(crate) live: Live,
     pub(crate) gate: Arc<Gate>,
+    pub(crate) notices: Arc<Notices>,
     pub(crate) minter: Minter,
     pub(crate) limits: Limits,
     pub(crate) policies: Policies,

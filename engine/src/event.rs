@@ -2,6 +2,7 @@
 
 use serde_json::{Map, Value};
 
+use crate::call::Call;
 use crate::id::CallId;
 
 /// What happened.
@@ -87,6 +88,19 @@ impl Record {
     pub fn with(mut self, name: &str, value: impl Into<Value>) -> Self {
         self.data.insert(name.to_owned(), value.into());
         self
+    }
+
+    /// The same with what a background task is known by, if the call is one: who follows a run
+    /// hears of many calls, and matches what arrives later by these.
+    pub fn about_task(self, call: &Call) -> Self {
+        if !call.asked.background {
+            return self;
+        }
+        let named = self.with("task_id", call.id.as_str());
+        match &call.asked.call_id {
+            Some(call_id) => named.with("call_id", call_id.as_str()),
+            None => named,
+        }
     }
 }
 

@@ -40,7 +40,7 @@ impl Progress {
     pub(crate) fn record(self, now_ms: u64, attempt: u32) -> Record {
         let mut record = Record::new(Kind::Progress, now_ms, attempt);
         if let Some(percent) = self.percent {
-            record = record.with("percent", percent);
+            record = record.with("percent", percent.clamp(0.0, 100.0));
         }
         if let Some(message) = self.message {
             record = record.with("message", message.chars().take(2_000).collect::<String>());

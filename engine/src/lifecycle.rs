@@ -324,6 +324,7 @@ fn ending(end: &Call, kind: Kind, now_ms: u64) -> Record {
     Record::new(kind, now_ms, end.attempt)
         .with("latency_ms", latency_ms)
         .with("tool", end.target.tool.as_str())
+        .about_task(end)
 }
 
 fn stop(call: &Call) -> Vec<Action> {

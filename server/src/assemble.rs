@@ -4,6 +4,7 @@
 use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context, bail};
 use toolcrib::{Effect, Engine, FnTool, Risk, Tool};
@@ -13,6 +14,7 @@ use crate::config::Config;
 use crate::doors::http::{Door, Settings};
 use crate::sources::builtin;
 use crate::telemetry;
+use crate::webhooks::Webhooks;
 
 /// Two servers on one database would each believe to be the only writer: the first keeps this
 /// file locked for as long as it lives, however it ends.
@@ -54,6 +56,7 @@ pub async fn engine(config: &Config) -> anyhow::Result<Served> {
         .store(Arc::new(store))
         .limits(config.limits())
         .policies(config.policies())
+        .notifier(Arc::new(webhooks(config)?), config.webhooks.notifying())
         .tools(builtin_tools(config)?);
     if config.builtin.enabled {
         builder = builder.result_read();
@@ -87,6 +90,14 @@ pub fn door(config: &Config, engine: Engine) -> Door {
         default_allow: config.auth.default_allow.clone(),
     };
     Door { engine, settings: Arc::new(settings), metrics: telemetry::metrics() }
+}
+
+fn webhooks(config: &Config) -> anyhow::Result<Webhooks> {
+    let settings = &config.webhooks;
+    let timeout = Duration::from_millis(settings.timeout_ms);
+    let (keys, outbound) = (settings.key_ring(), settings.outbound());
+    Webhooks::new(keys, outbound, timeout, settings.max_data_bytes)
+        .map_err(|why| anyhow::anyhow!("callbacks cannot be signed: {why}"))
 }
 
 fn builtin_tools(config: &Config) -> anyhow::Result<Vec<Arc<dyn Tool>>> {

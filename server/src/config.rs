@@ -9,6 +9,7 @@
 
 mod layers;
 mod validate;
+mod webhooks;
 
 #[cfg(test)]
 mod tests;
@@ -25,6 +26,7 @@ use toolcrib::tool::Alternate;
 use crate::sources::builtin::{DatabaseSettings, WeatherSettings};
 
 pub use layers::ConfigError;
+pub use webhooks::{WebhookKeySettings, WebhookSettings};
 
 /// The file that is read when no other is named.
 pub const DEFAULT_FILE: &str = "toolcrib.toml";
@@ -57,6 +59,8 @@ pub struct Config {
     pub shutdown: ShutdownSettings,
     /// Connections of programs that offer tools.
     pub ingress: IngressSettings,
+    /// Completion callbacks.
+    pub webhooks: WebhookSettings,
     /// The tools that come with the server.
     pub builtin: BuiltinSettings,
     /// The file that was read; not a setting.
@@ -80,6 +84,7 @@ impl Default for Config {
             retention: RetentionSettings::default(),
             shutdown: ShutdownSettings::default(),
             ingress: IngressSettings::default(),
+            webhooks: WebhookSettings::default(),
             builtin: BuiltinSettings::default(),
             file: None,
         }

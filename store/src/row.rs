@@ -36,6 +36,8 @@ struct Envelope<'a> {
     traceparent: Option<Cow<'a, str>>,
     #[serde(default, skip_serializing_if = "is_false")]
     background: bool,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    callback_url: Option<String>,
     max_retries: u32,
     /// Only where it is not the usual one.
     #[serde(default, skip_serializing_if = "is_usual")]
@@ -135,6 +137,7 @@ impl CallRow {
             idempotency_key: call.asked.idempotency_key.as_deref().map(Cow::Borrowed),
             traceparent: call.asked.traceparent.as_deref().map(Cow::Borrowed),
             background: call.asked.background,
+            callback_url: call.asked.callback_url.clone(),
             max_retries: call.max_retries,
             backoff: Cow::Borrowed(&call.backoff),
         })?;
@@ -252,6 +255,7 @@ pub(crate) fn read_call(row: &Row<'_>) -> Result<(u64, Call), StoreError> {
             idempotency_key: envelope.idempotency_key.map(Cow::into_owned),
             traceparent: envelope.traceparent.map(Cow::into_owned),
             background: envelope.background,
+            callback_url: envelope.callback_url,
         },
         target: target(state.target),
         alternates: state.alternates.into_iter().map(target).collect(),

@@ -136,6 +136,9 @@ impl Inner {
                         source.settled(&call.id, call.attempt);
                     }
                     entry.free_place();
+                    if call.asked.callback_url.is_some() {
+                        self.notices.wake();
+                    }
                 }
             }
         }

@@ -11,6 +11,7 @@ use tokio_util::task::TaskTracker;
 use super::catalog::{Catalog, Entry};
 use super::gate::Gate;
 use super::live::Live;
+use super::notices::Notices;
 use super::result::{self, Handle, RESULT_READ};
 use super::{Engine, Inner, Limits, Policies};
 use crate::bus::{Bus, LocalBus};
@@ -19,6 +20,7 @@ use crate::desk::Desk;
 use crate::fault::{Code, Error};
 use crate::function::{Functions, Tool};
 use crate::id::Minter;
+use crate::notify::{Notifier, Notifying};
 use crate::source::Source;
 use crate::store::{MemoryStore, Store};
 use crate::task;
@@ -36,6 +38,8 @@ pub struct Builder {
     policies: Policies,
     retention_ms: Option<u64>,
     reads_results: bool,
+    notifier: Option<Arc<dyn Notifier>>,
+    notifying: Notifying,
 }
 
 impl Builder {
@@ -95,6 +99,12 @@ impl Builder {
         self
     }
 
+    /// Who tells callers that their calls have ended; without one, callback URLs are refused.
+    pub fn notifier(mut self, notifier: Arc<dyn Notifier>, notifying: Notifying) -> Self {
+        (self.notifier, self.notifying) = (Some(notifier), notifying);
+        self
+    }
+
     /// How long finished calls are kept; for ever unless said.
     pub fn retention_ms(mut self, retention_ms: u64) -> Self {
         self.retention_ms = Some(retention_ms);
@@ -148,6 +158,7 @@ impl Builder {
             changing: tokio::sync::Mutex::new(()),
             live: Live::default(),
             gate: Arc::new(Gate::default()),
+            notices: Arc::new(Notices::new(self.notifier, self.notifying)),
             minter,
             limits: self.limits,
             policies: self.policies,

@@ -43,6 +43,8 @@ pub struct Invocation {
     pub user_id: Option<String>,
     /// The trace it is asked in, as W3C's `traceparent`.
     pub traceparent: Option<String>,
+    /// Where to tell that it has ended.
+    pub callback_url: Option<String>,
 }
 
 impl Invocation {
@@ -64,6 +66,7 @@ impl Invocation {
             client_id: None,
             user_id: None,
             traceparent: None,
+            callback_url: None,
         }
     }
 }
@@ -98,6 +101,9 @@ impl Engine {
         let args = asked.args.value();
         check_args(&tool, &args)?;
         check_client(&catalog, caller, &tool, asked.client_id.as_deref())?;
+        if let Some(url) = &asked.callback_url {
+            asked.callback_url = Some(inner.check_callback(caller, url)?);
+        }
         let key = idempotency_key(caller, &asked, &args);
         let call = inner.draft(&catalog, caller, &tool, asked, &args);
         let accepting = inner.clone().accept(call, key);
@@ -158,6 +164,7 @@ impl Inner {
                 idempotency_key: asked.idempotency_key,
                 traceparent: asked.traceparent,
                 background: definition.background,
+                callback_url: asked.callback_url,
             },
             max_retries: asked.retry.unwrap_or(policy.max_retries),
             backoff: policy.backoff,
@@ -240,7 +247,8 @@ impl Inner {
         };
         let requested = Record::new(Kind::Requested, call.created_ms, 0)
             .with("tool", call.tool_name.as_str())
-            .with("args_bytes", call.target.args.text().len());
+            .with("args_bytes", call.target.args.text().len())
+            .about_task(&call);
         let (place, caps) = self.place(&call);
         let mut slot = self.gate.try_enter(&place, &caps);
         let (call, mut records, action) = claimed(call, &slot, &self.node, requested);
@@ -273,6 +281,9 @@ impl Inner {
         if call.status.is_terminal() {
             // It never was among the live ones: its room is free again, and nobody can know of it.
             measure::ended(&call);
+            if call.asked.callback_url.is_some() {
+                self.notices.wake();
+            }
             self.announce_around(&call);
             return Ok(Ticket { call, replayed: false, entry: None });
         }
@@ -466,6 +477,9 @@ fn idempotency_key(caller: &Caller, asked: &Invocation, args: &Value) -> Option<
         asked.client_id
     ]);
     hash.update(rest.to_string().as_bytes());
+    if let Some(url) = &asked.callback_url {
+        hash.update(Value::from(url.as_str()).to_string().as_bytes());
+    }
     hash.update(canonical(args).as_bytes());
     let fingerprint = hex(&hash.finalize());
     Some(IdempotencyKey { agent: caller.agent.clone(), key, fingerprint })

@@ -6,6 +6,7 @@ mod ahead;
 mod batch;
 mod engine;
 mod examples;
+mod notify;
 mod results;
 mod simulation;
 mod support;

@@ -20,6 +20,8 @@ mod results;
 mod seed;
 mod submitting;
 mod support;
+mod tasks;
 mod validation;
 mod waiting;
+mod webhooks;
 mod wire_files;

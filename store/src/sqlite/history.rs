@@ -2,7 +2,7 @@
 //! that the call's own row implies the event, and there is no row for it.
 
 use rusqlite::{Connection, OptionalExtension, Row, params};
-use toolcrib::event::{Event, Record};
+use toolcrib::event::{Event, Kind, Record};
 use toolcrib::id::CallId;
 use toolcrib::store::{EventScope, StoreError};
 
@@ -126,6 +126,30 @@ fn of_calls(
 fn row(connection: &Connection, number: u64) -> Result<Option<Record>, StoreError> {
     let sql = "SELECT kind, at_ms, attempt, data FROM events WHERE number = ?1";
     Ok(collect(connection, sql, params![number as i64], read_record)?.pop())
+}
+
+/// The newest record of a kind in a call's history, looked for from the end.
+pub(super) fn newest_record(
+    connection: &Connection,
+    project: &str,
+    id: &CallId,
+    kind: Kind,
+) -> Result<Option<Record>, StoreError> {
+    let sql = format!("SELECT {COLUMNS} FROM calls WHERE project = ?1 AND id = ?2");
+    let found = collect(connection, &sql, params![project, id.as_str()], History::read)?.pop();
+    let Some(call) = found else { return Ok(None) };
+    let mut newest_first: Vec<Mark> = marks(&call.list).collect();
+    newest_first.sort_by_key(|mark| std::cmp::Reverse(mark.number));
+    for mark in newest_first {
+        let record = match call.implied(mark) {
+            Some(record) => Some(record),
+            None => row(connection, mark.number)?,
+        };
+        if record.as_ref().is_some_and(|record| record.kind == kind) {
+            return Ok(record);
+        }
+    }
+    Ok(None)
 }
 
 /// Two sorted halves: the events that have rows, and those that new calls imply. Calls come in the

@@ -352,6 +352,15 @@ pub fn check(data_dir: &Path) -> Stored {
         "SELECT key FROM idempotency_keys WHERE place NOT IN (SELECT place FROM calls)",
     );
     nothing_is(&database, "SELECT id FROM calls GROUP BY id HAVING count(*) > 1");
+    for table in ["tasks", "deliveries", "tries"] {
+        let query = "WHERE place NOT IN (SELECT place FROM calls)";
+        nothing_is(&database, &format!("SELECT place FROM {table} {query}"));
+    }
+    nothing_is(
+        &database,
+        "SELECT call_id FROM deliveries JOIN calls USING (place) \
+         WHERE (deliveries.status = 'waiting') <> (completed_ms IS NULL)",
+    );
     check_events(&database)
 }
 

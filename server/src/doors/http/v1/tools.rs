@@ -93,6 +93,8 @@ pub(super) struct InvokeBody {
     client_id: Option<String>,
     /// A label for people; it decides nothing.
     user_id: Option<String>,
+    /// Told with a signed POST (Standard Webhooks) when the call has ended.
+    callback_url: Option<String>,
     /// Wait this long for the outcome. Also as a query parameter.
     wait_ms: Option<u64>,
 }
@@ -104,6 +106,9 @@ pub(super) struct TicketBody {
     /// `pending`.
     status: &'static str,
     message: &'static str,
+    /// Of an async tool: the same id, to follow at `/v1/tasks/{task_id}`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    task_id: Option<String>,
 }
 
 /// How long to wait.
@@ -149,6 +154,7 @@ pub(super) async fn invoke(
         client_id: body.client_id,
         user_id: body.user_id,
         traceparent: None,
+        callback_url: body.callback_url,
     };
     // Boxed, because this handler's future is moved several times on its way into the router.
     let ticket = Box::pin(door.engine.invoke(&caller, invocation)).await?;
@@ -159,6 +165,7 @@ pub(super) async fn invoke(
                 tool_call_id: id.to_string(),
                 status: "pending",
                 message: "tool call created, use tool_call_id to poll result",
+                task_id: ticket.call.asked.background.then(|| id.to_string()),
             };
             (StatusCode::ACCEPTED, Json(body)).into_response()
         }
