@@ -15,6 +15,7 @@ mod ingress;
 mod invoke;
 mod live;
 mod measure;
+mod observing;
 mod recover;
 mod report;
 mod wait;
@@ -32,6 +33,7 @@ use crate::clock::Clock;
 use crate::desk::Desk;
 use crate::fault::{Code, Error};
 use crate::id::Minter;
+use crate::observe::Observer;
 use crate::retry::{ExecutionPolicy, PolicyPatch};
 use crate::source::Source;
 use crate::store::{Store, StoreError};
@@ -121,6 +123,7 @@ pub(crate) struct Inner {
     pub(crate) policies: Policies,
     /// This process, told apart from the one before a restart.
     pub(crate) node: String,
+    pub(crate) observer: Option<Arc<dyn Observer>>,
     pub(crate) draining: AtomicBool,
     pub(crate) recovered: AtomicBool,
     pub(crate) stopping: CancellationToken,

@@ -42,6 +42,7 @@ pub mod function;
 pub mod id;
 pub mod json;
 pub mod lifecycle;
+pub mod observe;
 pub mod policy;
 pub mod retry;
 pub mod schema;
@@ -49,6 +50,7 @@ pub mod source;
 pub mod store;
 pub mod task;
 pub mod tool;
+pub mod trace;
 
 pub use call::{Call, Outcome, Status};
 pub use caller::{Caller, Role};

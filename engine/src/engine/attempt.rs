@@ -23,6 +23,7 @@ impl Inner {
             effect: call.target.effect,
             args: call.target.args.clone(),
             deadline_ms: call.deadline_ms,
+            traceparent: self.handed_on(call),
             client_id: call.asked.client_id.clone(),
             taken_by: call.taken_by.clone(),
             again,

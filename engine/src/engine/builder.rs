@@ -18,6 +18,7 @@ use crate::desk::Desk;
 use crate::fault::{Code, Error};
 use crate::function::{Functions, Tool};
 use crate::id::Minter;
+use crate::observe::Observer;
 use crate::source::Source;
 use crate::store::{MemoryStore, Store};
 use crate::task;
@@ -34,6 +35,7 @@ pub struct Builder {
     limits: Limits,
     policies: Policies,
     retention_ms: Option<u64>,
+    observer: Option<Arc<dyn Observer>>,
 }
 
 impl Builder {
@@ -90,6 +92,12 @@ impl Builder {
         self
     }
 
+    /// Who is told how attempts and calls went; nobody unless said, and then it costs nothing.
+    pub fn observer(mut self, observer: Arc<dyn Observer>) -> Self {
+        self.observer = Some(observer);
+        self
+    }
+
     /// An engine that takes up what the store has open, and runs its reconcilers.
     pub async fn start(self) -> Result<Engine, Error> {
         let retention_ms = self.retention_ms;
@@ -136,6 +144,7 @@ impl Builder {
             limits: self.limits,
             policies: self.policies,
             node,
+            observer: self.observer,
             draining: AtomicBool::new(false),
             recovered: AtomicBool::new(false),
             stopping: CancellationToken::new(),

@@ -159,6 +159,7 @@ impl Inner {
             created_ms: now_ms,
             deadline_ms: now_ms + timeout_ms,
             started_ms: None,
+            attempt_ms: None,
             completed_ms: None,
             outcome: None,
             version: 1,
