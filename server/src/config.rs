@@ -8,6 +8,7 @@
 //! keys is made from the same types, so neither can say something the other does not.
 
 mod layers;
+mod telemetry;
 mod validate;
 
 #[cfg(test)]
@@ -25,6 +26,8 @@ use toolcrib::tool::Alternate;
 use crate::sources::builtin::{DatabaseSettings, WeatherSettings};
 
 pub use layers::ConfigError;
+pub use telemetry::TelemetrySettings;
+pub(crate) use telemetry::check_endpoint;
 
 /// The file that is read when no other is named.
 pub const DEFAULT_FILE: &str = "toolcrib.toml";
@@ -59,6 +62,8 @@ pub struct Config {
     pub ingress: IngressSettings,
     /// The tools that come with the server.
     pub builtin: BuiltinSettings,
+    /// Traces and metrics.
+    pub telemetry: TelemetrySettings,
     /// The file that was read; not a setting.
     #[serde(skip)]
     #[schemars(skip)]
@@ -81,6 +86,7 @@ impl Default for Config {
             shutdown: ShutdownSettings::default(),
             ingress: IngressSettings::default(),
             builtin: BuiltinSettings::default(),
+            telemetry: TelemetrySettings::default(),
             file: None,
         }
     }

@@ -1,4 +1,8 @@
-//! Logs and metrics of the process.
+//! Logs, metrics and traces of the process.
+
+mod otlp;
+mod sampling;
+mod spans;
 
 use std::io::IsTerminal;
 use std::sync::OnceLock;
@@ -7,6 +11,8 @@ use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 use tracing_subscriber::EnvFilter;
 
 use crate::config::LogFormat;
+
+pub use otlp::Otlp;
 
 /// Starts logging to standard error. `TOOLCRIB_LOG` wins over the configured level.
 pub fn start_logging(level: &str, format: LogFormat) {

@@ -1,0 +1,1 @@
+//! `/metrics`: every promised name, explained and typed, there from the start.
