@@ -123,6 +123,8 @@ pub(crate) struct Inner {
     pub(crate) policies: Policies,
     /// This process, told apart from the one before a restart.
     pub(crate) node: String,
+    /// Whether the metrics name projects' tools; unless said, while there are no keys.
+    pub(crate) tool_names: Option<bool>,
     pub(crate) observer: Option<Arc<dyn Observer>>,
     pub(crate) draining: AtomicBool,
     pub(crate) recovered: AtomicBool,
@@ -172,6 +174,11 @@ impl Engine {
     /// Calls that have not ended.
     pub fn open_calls(&self) -> usize {
         self.inner.live.len()
+    }
+
+    /// Calls that have not ended, by what they are doing.
+    pub fn open_calls_by_state(&self) -> [(&'static str, usize); 4] {
+        self.inner.live.states()
     }
 
     /// Calls that wait for a free place.

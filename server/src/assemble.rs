@@ -72,6 +72,9 @@ pub async fn engine(config: &Config) -> anyhow::Result<Served> {
     if days > 0.0 {
         builder = builder.retention_ms((days * 86_400_000.0) as u64);
     }
+    if let Some(named) = config.telemetry.tool_names_in_metrics {
+        builder = builder.tool_names_in_metrics(named);
+    }
     if let Some(otlp) = &otlp {
         builder = builder.observer(otlp.clone());
     }

@@ -62,7 +62,7 @@ impl Inner {
             self.live.moved(&before, &after);
             self.settle(&entry, &before, &after);
             self.perform(&entry, &after, &step.actions);
-            measure::moved(&before, &after);
+            measure::moved(&before, &after, || self.may_name(&after));
             self.tell_observer(&before, &after, attempt, now_ms);
             self.announce(&after);
             return Ok(Advanced::Done(after));

@@ -11,7 +11,7 @@ use tokio_util::task::TaskTracker;
 use super::catalog::{Catalog, Entry};
 use super::gate::Gate;
 use super::live::Live;
-use super::{Engine, Inner, Limits, Policies};
+use super::{Engine, Inner, Limits, Policies, measure};
 use crate::bus::{Bus, LocalBus};
 use crate::clock::{Clock, SystemClock};
 use crate::desk::Desk;
@@ -36,6 +36,7 @@ pub struct Builder {
     policies: Policies,
     retention_ms: Option<u64>,
     observer: Option<Arc<dyn Observer>>,
+    tool_names: Option<bool>,
 }
 
 impl Builder {
@@ -98,9 +99,16 @@ impl Builder {
         self
     }
 
+    /// Whether the metrics name the tools of projects; unless said, they do while there are no keys.
+    pub fn tool_names_in_metrics(mut self, named: bool) -> Self {
+        self.tool_names = Some(named);
+        self
+    }
+
     /// An engine that takes up what the store has open, and runs its reconcilers.
     pub async fn start(self) -> Result<Engine, Error> {
         let retention_ms = self.retention_ms;
+        measure::ready();
         let engine = self.idle().await?;
         task::spawn_all(&engine, retention_ms);
         Ok(engine)
@@ -144,6 +152,7 @@ impl Builder {
             limits: self.limits,
             policies: self.policies,
             node,
+            tool_names: self.tool_names,
             observer: self.observer,
             draining: AtomicBool::new(false),
             recovered: AtomicBool::new(false),

@@ -1,24 +1,57 @@
-//! What `/metrics` shows about calls. Counts only; never an id or an argument.
+//! What `/metrics` shows about calls. Counts only; never an id or an argument, and no more than so
+//! many names of tools.
 //!
 //! The counters that every call touches are looked up once and kept; those of failures are looked
 //! up when one happens.
 
+use std::collections::HashMap;
 use std::sync::LazyLock;
 
 use metrics::{Counter, Histogram, counter, histogram};
+use parking_lot::RwLock;
 
-use crate::call::{Call, Status};
+use crate::call::{Call, Metrics, Status};
 use crate::source::Started;
 use crate::tool::Executor;
 
 struct Usual {
     accepted: Counter,
     succeeded: Counter,
-    latency: Histogram,
-    queue: Histogram,
+    tools: RwLock<HashMap<String, Timing>>,
+    /// Of all tools that are not named.
+    other: Timing,
     /// Attempts that were ok, failed or parked.
     attempts: [Counter; 3],
 }
+
+/// How long the calls of a tool took.
+struct Timing {
+    latency: Histogram,
+    queue: Histogram,
+}
+
+impl Timing {
+    fn of(source: &'static str, tool: &str) -> Self {
+        let name = || tool.to_owned();
+        Self {
+            latency: histogram!(
+                "toolcrib_tool_call_duration_seconds", "source" => source, "tool" => name()
+            ),
+            queue: histogram!(
+                "toolcrib_tool_call_queue_seconds", "source" => source, "tool" => name()
+            ),
+        }
+    }
+
+    fn record(&self, metrics: &Metrics) {
+        let seconds = |ms: u64| ms as f64 / 1_000.0;
+        self.latency.record(seconds(metrics.latency_ms));
+        self.queue.record(seconds(metrics.queue_ms));
+    }
+}
+
+/// Tools of one source that are told apart; each one costs some thirty lines of `/metrics`.
+const MAX_NAMED: usize = 100;
 
 const ATTEMPTS: [&str; 3] = ["ok", "failed", "parked"];
 
@@ -32,8 +65,8 @@ static USUAL: LazyLock<Vec<Usual>> = LazyLock::new(|| {
                 "toolcrib_tool_calls_total",
                 "source" => source, "status" => Status::Succeeded.as_str(), "error_code" => ""
             ),
-            latency: histogram!("toolcrib_tool_call_duration_seconds", "source" => source),
-            queue: histogram!("toolcrib_tool_call_queue_seconds", "source" => source),
+            tools: RwLock::default(),
+            other: Timing::of(source, "other"),
             attempts: ATTEMPTS.map(|outcome| {
                 counter!(
                     "toolcrib_dispatch_attempts_total",
@@ -60,7 +93,14 @@ pub(super) fn accepted(call: &Call) {
     usual(call.target.executor).accepted.increment(1);
 }
 
-pub(super) fn moved(before: &Call, after: &Call) {
+/// Makes the counters of the usual case, so that they are shown before something is counted.
+pub(super) fn ready() {
+    LazyLock::force(&USUAL);
+    LazyLock::force(&ALLOWED);
+}
+
+/// A call moved on. `named` says whether the tool's name may be shown.
+pub(super) fn moved(before: &Call, after: &Call, named: impl FnOnce() -> bool) {
     if before.status.is_terminal() || !after.status.is_terminal() {
         return;
     }
@@ -76,9 +116,25 @@ pub(super) fn moved(before: &Call, after: &Call) {
         )
         .increment(1),
     }
-    let seconds = |ms: u64| ms as f64 / 1_000.0;
-    usual.latency.record(seconds(outcome.metrics.latency_ms));
-    usual.queue.record(seconds(outcome.metrics.queue_ms));
+    usual.time(after, &outcome.metrics, named);
+}
+
+impl Usual {
+    fn time(&self, call: &Call, metrics: &Metrics, named: impl FnOnce() -> bool) {
+        if !named() {
+            return self.other.record(metrics);
+        }
+        if let Some(timing) = self.tools.read().get(&call.tool_name) {
+            return timing.record(metrics);
+        }
+        let mut tools = self.tools.write();
+        if tools.len() >= MAX_NAMED && !tools.contains_key(&call.tool_name) {
+            return self.other.record(metrics);
+        }
+        let source = call.target.executor.as_str();
+        let made = || Timing::of(source, &call.tool_name);
+        tools.entry(call.tool_name.clone()).or_insert_with(made).record(metrics);
+    }
 }
 
 pub(super) fn attempted(executor: Executor, started: &Started) {

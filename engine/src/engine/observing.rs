@@ -5,6 +5,7 @@ use crate::call::Call;
 use crate::event::{Kind, Record};
 use crate::fault::Code;
 use crate::observe::{Attempted, Ended};
+use crate::tool::Executor;
 use crate::trace::{Ids, TraceParent};
 
 /// How an attempt that is over went.
@@ -32,6 +33,13 @@ impl Inner {
         let Some(observer) = &self.observer else { return call.asked.traceparent.clone() };
         let ids = Ids::of(call);
         Some(ids.attempt(call.attempt, observer.samples(&ids)).to_string())
+    }
+
+    /// Whether `/metrics`, which needs no key, may name the call's tool. What comes with the server
+    /// is everybody's; a project's own tools are not others' to know.
+    pub(super) fn may_name(&self, call: &Call) -> bool {
+        let shared = call.target.executor == Executor::Builtin;
+        shared || self.tool_names.unwrap_or_else(|| !self.catalog().has_keys())
     }
 
     /// Whether a step ended the attempt that was out, looked at while its records are there.

@@ -7,6 +7,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -118,15 +119,31 @@ impl Otlp {
     }
 
     /// Sends what waits, within a limit, and stops. Blocks.
-    pub fn stop(&self, limit: Duration) {
+    pub fn stop(self: &Arc<Self>, limit: Duration) {
         let until = Instant::now() + limit;
-        let left = || until.saturating_duration_since(Instant::now());
-        // What could not be sent in time was said by `Watched`, or is lost with the process.
-        if let Some(spans) = &self.spans {
-            let _ = spans.processor.shutdown_with_timeout(left());
+        let (done, finished) = mpsc::channel();
+        // The metrics' own way to stop has a limit of its own, which may be longer than ours.
+        for stop in [Self::stop_spans, Self::stop_metrics] {
+            let (this, done) = (self.clone(), done.clone());
+            std::thread::spawn(move || {
+                stop(&this, limit);
+                let _ = done.send(());
+            });
         }
+        drop(done);
+        // What could not be sent in time is lost with the process.
+        while finished.recv_timeout(until.saturating_duration_since(Instant::now())).is_ok() {}
+    }
+
+    fn stop_spans(&self, limit: Duration) {
+        if let Some(spans) = &self.spans {
+            let _ = spans.processor.shutdown_with_timeout(limit);
+        }
+    }
+
+    fn stop_metrics(&self, limit: Duration) {
         if let Some(meters) = &self.meters {
-            let _ = meters.shutdown_with_timeout(left());
+            let _ = meters.shutdown_with_timeout(limit);
         }
     }
 }
