@@ -10,6 +10,8 @@ use crate::trace::Ids;
 
 /// An attempt that is over.
 pub struct Attempted<'a> {
+    /// Of the call's spans.
+    pub ids: Ids,
     /// The call while the attempt was out: its number and its target are those of the attempt.
     pub call: &'a Call,
     /// The client that had it.
@@ -21,6 +23,8 @@ pub struct Attempted<'a> {
 
 /// A call that has ended.
 pub struct Ended<'a> {
+    /// Of the call's spans.
+    pub ids: Ids,
     pub call: &'a Call,
     /// What the tool says about itself, if it is still there.
     pub description: &'a dyn Fn() -> Option<String>,

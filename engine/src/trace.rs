@@ -38,9 +38,7 @@ impl TraceParent {
 
     /// The trace's id as it is written.
     pub fn trace_id_text(&self) -> String {
-        let mut text = String::with_capacity(32);
-        push_hex(&mut text, &self.trace_id);
-        text
+        self.to_string()[3..35].to_owned()
     }
 
     /// Another span of the same trace.
@@ -76,14 +74,11 @@ impl FromStr for TraceParent {
 
 impl fmt::Display for TraceParent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut text = String::with_capacity(55);
-        text.push_str("00-");
-        push_hex(&mut text, &self.trace_id);
-        text.push('-');
-        push_hex(&mut text, &self.span_id);
-        text.push('-');
-        push_hex(&mut text, &[self.flags]);
-        f.write_str(&text)
+        let mut text = *b"00-                                -                -  ";
+        write_hex(&mut text[3..35], &self.trace_id);
+        write_hex(&mut text[36..52], &self.span_id);
+        write_hex(&mut text[53..55], &[self.flags]);
+        f.write_str(std::str::from_utf8(&text).unwrap_or_default())
     }
 }
 
@@ -101,11 +96,11 @@ fn hex<const N: usize>(text: &[u8]) -> Result<[u8; N], NotATraceParent> {
     Ok(bytes)
 }
 
-fn push_hex(text: &mut String, bytes: &[u8]) {
+fn write_hex(text: &mut [u8], bytes: &[u8]) {
     const DIGITS: &[u8; 16] = b"0123456789abcdef";
-    for byte in bytes {
-        text.push(char::from(DIGITS[usize::from(byte >> 4)]));
-        text.push(char::from(DIGITS[usize::from(byte & 15)]));
+    for (pair, byte) in text.chunks_exact_mut(2).zip(bytes) {
+        pair[0] = DIGITS[usize::from(byte >> 4)];
+        pair[1] = DIGITS[usize::from(byte & 15)];
     }
 }
 

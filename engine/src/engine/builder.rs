@@ -99,7 +99,7 @@ impl Builder {
         self
     }
 
-    /// Whether the metrics name the tools of projects; unless said, they do while there are no keys.
+    /// Whether the metrics name the tools of projects; unless said, while there are no keys.
     pub fn tool_names_in_metrics(mut self, named: bool) -> Self {
         self.tool_names = Some(named);
         self

@@ -71,17 +71,23 @@ impl Inner {
         now_ms: u64,
     ) {
         let Some(observer) = &self.observer else { return };
+        let ended = after.status.is_terminal();
+        if attempt.is_none() && !ended {
+            return;
+        }
+        let ids = Ids::of(after);
         if let Some(over) = attempt {
             let taken_by = before.taken_by.as_deref().or(after.taken_by.as_deref());
             let failed = over.failed;
-            observer.attempted(&Attempted { call: before, taken_by, ended_ms: now_ms, failed });
+            let (call, ended_ms) = (before, now_ms);
+            observer.attempted(&Attempted { ids, call, taken_by, ended_ms, failed });
         }
-        if after.status.is_terminal() {
+        if ended {
             let description = || {
                 let entry = self.catalog().find(&after.project, &after.tool_name)?;
                 Some(entry.definition.description.clone())
             };
-            observer.ended(&Ended { call: after, description: &description });
+            observer.ended(&Ended { ids, call: after, description: &description });
         }
     }
 }

@@ -40,9 +40,8 @@ impl Observer for Otlp {
     }
 
     fn attempted(&self, attempted: &Attempted<'_>) {
-        let ids = Ids::of(attempted.call);
-        if self.samples(&ids) {
-            self.send(attempt_span(&ids, attempted));
+        if self.samples(&attempted.ids) {
+            self.send(attempt_span(attempted));
         }
     }
 
@@ -52,11 +51,10 @@ impl Observer for Otlp {
             let error = outcome.error.as_ref().map(|fault| fault.code);
             duration.record(outcome.metrics.latency_ms as f64 / 1_000.0, &measured(call, error));
         }
-        let ids = Ids::of(call);
-        if !self.samples(&ids) {
+        if !self.samples(&ended.ids) {
             return;
         }
-        let mut span = call_span(&ids, ended);
+        let mut span = call_span(ended);
         if self.capture_content {
             let result = call.outcome.as_ref().and_then(|outcome| outcome.data.as_ref());
             let content = [
@@ -91,8 +89,8 @@ fn tool_type(executor: Executor) -> &'static str {
 }
 
 /// The whole call: from being accepted to its outcome.
-fn call_span(ids: &Ids, ended: &Ended<'_>) -> SpanData {
-    let call = ended.call;
+fn call_span(ended: &Ended<'_>) -> SpanData {
+    let (ids, call) = (&ended.ids, ended.call);
     let outcome = call.outcome.as_ref();
     let error = outcome.and_then(|outcome| outcome.error.as_ref()).map(|fault| fault.code);
     let metrics = outcome.map(|outcome| outcome.metrics).unwrap_or_default();
@@ -135,8 +133,8 @@ fn call_span(ids: &Ids, ended: &Ended<'_>) -> SpanData {
 }
 
 /// One attempt: from being given to whoever executes it until it is over.
-fn attempt_span(ids: &Ids, attempted: &Attempted<'_>) -> SpanData {
-    let call = attempted.call;
+fn attempt_span(attempted: &Attempted<'_>) -> SpanData {
+    let (ids, call) = (&attempted.ids, attempted.call);
     let mut attributes = vec![
         KeyValue::new("gen_ai.tool.name", call.target.tool.clone()),
         KeyValue::new("gen_ai.tool.call.id", call.id.to_string()),
