@@ -5,7 +5,7 @@
 //! up when one happens.
 
 use std::collections::HashMap;
-use std::sync::LazyLock;
+use std::sync::{LazyLock, OnceLock};
 
 use metrics::{Counter, Histogram, counter, histogram};
 use parking_lot::RwLock;
@@ -18,8 +18,8 @@ struct Usual {
     accepted: Counter,
     succeeded: Counter,
     tools: RwLock<HashMap<String, Timing>>,
-    /// Of all tools that are not named.
-    other: Timing,
+    /// Of all tools that are not named, once there is one.
+    other: OnceLock<Timing>,
     /// Attempts that were ok, failed or parked.
     attempts: [Counter; 3],
 }
@@ -66,7 +66,7 @@ static USUAL: LazyLock<Vec<Usual>> = LazyLock::new(|| {
                 "source" => source, "status" => Status::Succeeded.as_str(), "error_code" => ""
             ),
             tools: RwLock::default(),
-            other: Timing::of(source, "other"),
+            other: OnceLock::new(),
             attempts: ATTEMPTS.map(|outcome| {
                 counter!(
                     "toolcrib_dispatch_attempts_total",
@@ -121,17 +121,18 @@ pub(super) fn moved(before: &Call, after: &Call, named: impl FnOnce() -> bool) {
 
 impl Usual {
     fn time(&self, call: &Call, metrics: &Metrics, named: impl FnOnce() -> bool) {
+        let source = call.target.executor.as_str();
+        let other = || self.other.get_or_init(|| Timing::of(source, "other"));
         if !named() {
-            return self.other.record(metrics);
+            return other().record(metrics);
         }
         if let Some(timing) = self.tools.read().get(&call.tool_name) {
             return timing.record(metrics);
         }
         let mut tools = self.tools.write();
         if tools.len() >= MAX_NAMED && !tools.contains_key(&call.tool_name) {
-            return self.other.record(metrics);
+            return other().record(metrics);
         }
-        let source = call.target.executor.as_str();
         let made = || Timing::of(source, &call.tool_name);
         tools.entry(call.tool_name.clone()).or_insert_with(made).record(metrics);
     }
