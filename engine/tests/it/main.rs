@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod engine;
+mod observing;
 mod simulation;
 mod support;
 mod tidy;

@@ -67,6 +67,13 @@ impl Otlp {
         let sampling =
             Sampling::configured(settings.sample_ratio, variable).map_err(anyhow::Error::msg)?;
         let resource = resource(settings.service_name.as_deref(), variable);
+        let shown = |url: &Option<String>| url.as_deref().map_or_else(|| "-".to_owned(), origin);
+        tracing::info!(
+            traces = shown(&to.traces),
+            metrics = shown(&to.metrics),
+            ratio = sampling.ratio,
+            "exporting by OTLP"
+        );
         let settings = settings.clone();
         // The blocking client must not be made on a thread of the runtime.
         let made =
@@ -303,6 +310,12 @@ fn unescaped(text: &str) -> Option<String> {
     String::from_utf8(bytes).ok()
 }
 
+/// An address as it may be logged: paths and queries of tracing services can hold keys.
+fn origin(url: &str) -> String {
+    let url = reqwest::Url::parse(url).ok();
+    url.map(|url| url.origin().ascii_serialization()).unwrap_or_default()
+}
+
 /// Says now and then that the endpoint does not answer, and once that it does again.
 #[derive(Debug)]
 struct Said {
@@ -313,9 +326,7 @@ struct Said {
 
 impl Said {
     fn new(what: &'static str, url: &str) -> Self {
-        let url = reqwest::Url::parse(url).ok();
-        let host = url.map(|url| url.origin().ascii_serialization()).unwrap_or_default();
-        Self { what, host, last: Mutex::new(None) }
+        Self { what, host: origin(url), last: Mutex::new(None) }
     }
 
     fn hear(&self, result: &OTelSdkResult) {
