@@ -230,6 +230,7 @@ async fn every_event_says_whose_it_is_how_long_it_took_and_how_large_it_was() {
     client.fail(&request, json!({ "message": "never", "retryable": false })).await;
     let canceled = api.invoke_with("b.tool", body("run_c")).await;
     client.take().await;
+    api.until_status(&canceled, "RUNNING").await;
     api.post(&format!("/v1/tool_calls/{canceled}/cancel"), json!({})).await.is(200);
     let late = json!({ "run_id": "run_d", "call_id": "call_7", "args": {}, "timeout_ms": 1 });
     let late = api.invoke_with("b.tool", late).await;
