@@ -17,6 +17,7 @@ mod invoke;
 mod live;
 mod measure;
 mod notices;
+mod observing;
 mod recover;
 mod report;
 mod result;
@@ -36,6 +37,7 @@ use crate::clock::Clock;
 use crate::desk::Desk;
 use crate::fault::{Code, Error};
 use crate::id::Minter;
+use crate::observe::Observer;
 use crate::retry::{ExecutionPolicy, PolicyPatch};
 use crate::source::Source;
 use crate::store::{Store, StoreError};
@@ -139,6 +141,9 @@ pub(crate) struct Inner {
     pub(crate) policies: Policies,
     /// This process, told apart from the one before a restart.
     pub(crate) node: String,
+    /// Whether the metrics name projects' tools; unless said, while there are no keys.
+    pub(crate) tool_names: Option<bool>,
+    pub(crate) observer: Option<Arc<dyn Observer>>,
     pub(crate) draining: AtomicBool,
     pub(crate) recovered: AtomicBool,
     pub(crate) stopping: CancellationToken,
@@ -187,6 +192,11 @@ impl Engine {
     /// Calls that have not ended.
     pub fn open_calls(&self) -> usize {
         self.inner.live.len()
+    }
+
+    /// Calls that have not ended, by what they are doing.
+    pub fn open_calls_by_state(&self) -> [(&'static str, usize); 4] {
+        self.inner.live.states()
     }
 
     /// Calls that wait for a free place.

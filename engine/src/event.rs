@@ -109,5 +109,9 @@ impl Record {
 pub struct Event {
     pub number: u64,
     pub call_id: CallId,
+    /// The run that the call belongs to.
+    pub run_id: String,
+    /// The caller's own id for the call.
+    pub asked_as: Option<String>,
     pub record: Record,
 }

@@ -61,6 +61,8 @@ pub struct ToolContext {
     pub agent: String,
     pub attempt: u32,
     pub deadline_ms: u64,
+    /// The trace to go on with, as W3C's `traceparent`: for requests that the tool makes.
+    pub traceparent: Option<String>,
     /// Fires when the call was canceled or its deadline passed.
     pub canceled: CancellationToken,
     progress: ProgressSink,
@@ -247,6 +249,7 @@ impl Source for Functions {
             agent: attempt.agent,
             attempt: attempt.number,
             deadline_ms: attempt.deadline_ms,
+            traceparent: attempt.traceparent,
             canceled: canceled.clone(),
             progress,
         };

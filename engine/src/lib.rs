@@ -49,6 +49,7 @@ pub mod lifecycle;
 pub(crate) mod lines;
 pub mod names;
 pub mod notify;
+pub mod observe;
 pub mod piece;
 pub mod policy;
 pub mod retry;
@@ -58,6 +59,7 @@ pub mod store;
 pub mod task;
 pub mod tokens;
 pub mod tool;
+pub mod trace;
 
 pub use batch::{Batch, BatchAnswer};
 pub use call::{Call, Outcome, Status};

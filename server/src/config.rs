@@ -8,6 +8,7 @@
 //! keys is made from the same types, so neither can say something the other does not.
 
 mod layers;
+mod telemetry;
 mod validate;
 mod webhooks;
 
@@ -26,6 +27,8 @@ use toolcrib::tool::Alternate;
 use crate::sources::builtin::{DatabaseSettings, WeatherSettings};
 
 pub use layers::ConfigError;
+pub use telemetry::TelemetrySettings;
+pub(crate) use telemetry::check_endpoint;
 pub use webhooks::{WebhookKeySettings, WebhookSettings};
 
 /// The file that is read when no other is named.
@@ -63,6 +66,8 @@ pub struct Config {
     pub webhooks: WebhookSettings,
     /// The tools that come with the server.
     pub builtin: BuiltinSettings,
+    /// Traces and metrics.
+    pub telemetry: TelemetrySettings,
     /// The file that was read; not a setting.
     #[serde(skip)]
     #[schemars(skip)]
@@ -86,6 +91,7 @@ impl Default for Config {
             ingress: IngressSettings::default(),
             webhooks: WebhookSettings::default(),
             builtin: BuiltinSettings::default(),
+            telemetry: TelemetrySettings::default(),
             file: None,
         }
     }

@@ -61,6 +61,9 @@ struct State<'a> {
     alternates: Vec<StoredTarget<'a>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     retry_at_ms: Option<u64>,
+    /// Only where it is not when a call's first attempt is usually given to its executor.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    attempt_ms: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     taken_by: Option<Cow<'a, str>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -170,6 +173,7 @@ impl CallRow {
                 Some(Hold::Retry { at_ms }) => Some(at_ms),
                 _ => None,
             },
+            attempt_ms: call.attempt_ms.filter(|_| call.attempt_ms != call.usual_attempt_ms()),
             taken_by: call.taken_by.as_deref().map(Cow::Borrowed),
             node: call.node.as_deref().map(Cow::Borrowed),
         };
@@ -241,7 +245,7 @@ pub(crate) fn read_call(row: &Row<'_>) -> Result<(u64, Call), StoreError> {
         executor.parse().map_err(|()| StoreError::Corrupt(format!("executor {executor}")))?;
     let target = |stored| target_of(stored, &tool_name, executor, &args);
     let id = text(1)?;
-    let call = Call {
+    let mut call = Call {
         id: id.parse().map_err(|_| StoreError::Corrupt(format!("call id {id}")))?,
         project: text(2)?,
         run_id: text(3)?,
@@ -270,10 +274,12 @@ pub(crate) fn read_call(row: &Row<'_>) -> Result<(u64, Call), StoreError> {
         created_ms,
         deadline_ms: number(9)? as u64,
         started_ms,
+        attempt_ms: state.attempt_ms,
         completed_ms,
         outcome,
         version: number(12)? as u64,
     };
+    call.attempt_ms = call.attempt_ms.or_else(|| call.usual_attempt_ms());
     Ok((number(0)? as u64, call))
 }
 

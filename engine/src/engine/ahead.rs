@@ -48,7 +48,7 @@ impl Inner {
         let Some(source) = self.sources.get(&target.executor).cloned() else { return Ahead::Waits };
         let held = Arc::new(Held(Mutex::new(Some(Vec::new()))));
         let sink = self.held_sink(call, &held);
-        let attempt = super::attempt::attempt(call, false);
+        let attempt = self.attempt(call, false);
         let starting = source.clone();
         let mut attempt = async move { starting.start(attempt, sink).await }.boxed();
         match (&mut attempt).now_or_never() {

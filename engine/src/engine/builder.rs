@@ -13,7 +13,7 @@ use super::gate::Gate;
 use super::live::Live;
 use super::notices::Notices;
 use super::result::{self, Handle, RESULT_READ};
-use super::{Engine, Inner, Limits, Policies};
+use super::{Engine, Inner, Limits, Policies, measure};
 use crate::bus::{Bus, LocalBus};
 use crate::clock::{Clock, SystemClock};
 use crate::desk::Desk;
@@ -21,6 +21,7 @@ use crate::fault::{Code, Error};
 use crate::function::{Functions, Tool};
 use crate::id::Minter;
 use crate::notify::{Notifier, Notifying};
+use crate::observe::Observer;
 use crate::source::Source;
 use crate::store::{MemoryStore, Store};
 use crate::task;
@@ -40,6 +41,8 @@ pub struct Builder {
     reads_results: bool,
     notifier: Option<Arc<dyn Notifier>>,
     notifying: Notifying,
+    observer: Option<Arc<dyn Observer>>,
+    tool_names: Option<bool>,
 }
 
 impl Builder {
@@ -111,9 +114,22 @@ impl Builder {
         self
     }
 
+    /// Who is told how attempts and calls went; nobody unless said, and then it costs nothing.
+    pub fn observer(mut self, observer: Arc<dyn Observer>) -> Self {
+        self.observer = Some(observer);
+        self
+    }
+
+    /// Whether the metrics name the tools of projects; unless said, while there are no keys.
+    pub fn tool_names_in_metrics(mut self, named: bool) -> Self {
+        self.tool_names = Some(named);
+        self
+    }
+
     /// An engine that takes up what the store has open, and runs its reconcilers.
     pub async fn start(self) -> Result<Engine, Error> {
         let retention_ms = self.retention_ms;
+        measure::ready();
         let engine = self.idle().await?;
         task::spawn_all(&engine, retention_ms);
         Ok(engine)
@@ -163,6 +179,8 @@ impl Builder {
             limits: self.limits,
             policies: self.policies,
             node,
+            tool_names: self.tool_names,
+            observer: self.observer,
             draining: AtomicBool::new(false),
             recovered: AtomicBool::new(false),
             stopping: CancellationToken::new(),

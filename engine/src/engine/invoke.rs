@@ -11,6 +11,7 @@ use super::ahead::{Ahead, UnderWay};
 use super::catalog::{Catalog, Entry as Compiled, not_found};
 use super::gate::{Caps, Place, Slot};
 use super::live::{Entry, Full};
+use super::observing::Over;
 use super::{Engine, Inner, measure, unavailable};
 use crate::args;
 use crate::call::{Asked, Call, Hold, Status, Target};
@@ -177,6 +178,7 @@ impl Inner {
             created_ms: now_ms,
             deadline_ms: now_ms + timeout_ms,
             started_ms: None,
+            attempt_ms: None,
             completed_ms: None,
             outcome: None,
             version: 1,
@@ -258,13 +260,14 @@ impl Inner {
             Some(Action::Start) if key.is_none() => self.begin_ahead(&call),
             _ => Ahead::Waits,
         };
-        let follows = match begun {
+        let mut follows = match begun {
             Ahead::Over(step) => {
+                let over = self.attempt_over(&call, &step.call, &step.records);
                 records.extend(step.records);
-                call = Arc::new(step.call);
+                let before = std::mem::replace(&mut call, Arc::new(step.call));
                 // The attempt is over, and its place is free while the commit is waited for.
                 slot = None;
-                Follows::AfterTheEnd(step.actions)
+                Follows::AfterTheEnd { actions: step.actions, before, over }
             }
             Ahead::UnderWay(read) => Follows::GoesOn(read),
             Ahead::Waits => Follows::Begins(action),
@@ -278,9 +281,12 @@ impl Inner {
             return answer;
         }
         measure::accepted(&call);
+        if let Follows::AfterTheEnd { before, over, .. } = &mut follows {
+            self.tell_observer(before, &call, over.take(), self.clock.now_ms());
+        }
         if call.status.is_terminal() {
             // It never was among the live ones: its room is free again, and nobody can know of it.
-            measure::ended(&call);
+            measure::ended(&call, || self.may_name(&call));
             if call.asked.callback_url.is_some() {
                 self.notices.wake();
             }
@@ -295,7 +301,7 @@ impl Inner {
             Follows::Begins(Some(action)) => self.perform(&entry, &call, &[action]),
             Follows::Begins(None) => self.gate.wait(call.id.clone(), place, caps),
             Follows::GoesOn(read) => self.go_on(&call, read),
-            Follows::AfterTheEnd(actions) => self.perform(&entry, &call, &actions),
+            Follows::AfterTheEnd { actions, .. } => self.perform(&entry, &call, &actions),
         }
         Ok(Ticket { call, replayed: false, entry: Some(entry) })
     }
@@ -353,7 +359,7 @@ enum Follows {
     /// Its first attempt has begun.
     GoesOn(UnderWay),
     /// What follows from its first attempt, which is over.
-    AfterTheEnd(Vec<Action>),
+    AfterTheEnd { actions: Vec<Action>, before: Arc<Call>, over: Option<Over> },
 }
 
 /// The fast path: with a place, the call is claimed in the same commit that creates it.

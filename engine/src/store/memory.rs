@@ -43,10 +43,12 @@ impl State {
         call.filter(|call| call.project == project)
     }
 
-    fn record(&mut self, id: &CallId, records: Vec<Record>) {
+    fn record(&mut self, call: &Call, records: Vec<Record>) {
         for record in records {
             self.numbers += 1;
-            let event = Event { number: self.numbers, call_id: id.clone(), record };
+            let (call_id, run_id) = (call.id.clone(), call.run_id.clone());
+            let (number, asked_as) = (self.numbers, call.asked.call_id.clone());
+            let event = Event { number, call_id, run_id, asked_as, record };
             self.events.insert(self.numbers, event);
         }
     }
@@ -89,7 +91,7 @@ impl Store for MemoryStore {
         state.places += 1;
         let place = state.places;
         state.by_id.insert(new.call.id.clone(), place);
-        state.record(&new.call.id, new.records);
+        state.record(&new.call, new.records);
         if let Some(delivery) = Delivery::of(&new.call) {
             state.deliveries.insert(new.call.id.clone(), (delivery, Vec::new()));
         }
@@ -113,7 +115,7 @@ impl Store for MemoryStore {
         if !state.calls.get(&place).is_some_and(follows) {
             return Ok(Saved::Stale);
         }
-        state.record(&call.id, records);
+        state.record(&call, records);
         if let Some(ended_ms) = call.completed_ms
             && let Some((delivery, _)) = state.deliveries.get_mut(&call.id)
             && let Some(due) = delivery.made_due(ended_ms)
@@ -131,8 +133,8 @@ impl Store for MemoryStore {
         records: Vec<Record>,
     ) -> Result<(), StoreError> {
         let mut state = self.state.lock();
-        if state.call(project, id).is_some() {
-            state.record(id, records);
+        if let Some(call) = state.call(project, id).cloned() {
+            state.record(&call, records);
         }
         Ok(())
     }

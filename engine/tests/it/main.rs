@@ -7,6 +7,7 @@ mod batch;
 mod engine;
 mod examples;
 mod notify;
+mod observing;
 mod results;
 mod simulation;
 mod support;

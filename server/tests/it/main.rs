@@ -21,6 +21,7 @@ mod seed;
 mod submitting;
 mod support;
 mod tasks;
+mod telemetry;
 mod validation;
 mod waiting;
 mod webhooks;

@@ -4,6 +4,7 @@
 //! for at most [`PATIENCE`], and a wait that is over fails with what was there instead.
 
 pub mod api;
+pub mod otlp;
 pub mod process;
 pub mod receiver;
 pub mod sse;

@@ -11,7 +11,7 @@ use crate::row::{Facts, Implied, read_record};
 
 /// The columns that a history is read from, in this order.
 const COLUMNS: &str = "id, events, tool_name, octet_length(args), created_ms, started_ms, project, \
-     completed_ms, octet_length(result)";
+     run_id, envelope ->> 'call_id', completed_ms, octet_length(result)";
 
 /// One number in a call's list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -38,6 +38,8 @@ pub(super) fn marks(list: &str) -> impl Iterator<Item = Mark> {
 /// What a call's row says about its events.
 struct History {
     id: CallId,
+    run_id: String,
+    asked_as: Option<String>,
     list: String,
     tool_name: String,
     args_bytes: usize,
@@ -53,14 +55,26 @@ impl History {
         let id: String = row.get(0).map_err(unreadable)?;
         Ok(Self {
             id: id.parse().map_err(|_| StoreError::Corrupt(format!("call id {id}")))?,
+            run_id: row.get(7).map_err(unreadable)?,
+            asked_as: row.get(8).map_err(unreadable)?,
             list: row.get(1).map_err(unreadable)?,
             tool_name: row.get(2).map_err(unreadable)?,
             args_bytes: row.get::<_, i64>(3).map_err(unreadable)? as usize,
             created_ms: row.get::<_, i64>(4).map_err(unreadable)? as u64,
             started_ms: row.get::<_, Option<i64>>(5).map_err(unreadable)?.map(|ms| ms as u64),
-            completed_ms: row.get::<_, Option<i64>>(7).map_err(unreadable)?.map(|ms| ms as u64),
-            result_bytes: row.get::<_, Option<i64>>(8).map_err(unreadable)?.map(|n| n as usize),
+            completed_ms: row.get::<_, Option<i64>>(9).map_err(unreadable)?.map(|ms| ms as u64),
+            result_bytes: row.get::<_, Option<i64>>(10).map_err(unreadable)?.map(|n| n as usize),
         })
+    }
+
+    fn event(&self, mark: Mark, record: Record) -> Event {
+        Event {
+            number: mark.number,
+            call_id: self.id.clone(),
+            run_id: self.run_id.clone(),
+            asked_as: self.asked_as.clone(),
+            record,
+        }
     }
 
     fn implied(&self, mark: Mark) -> Option<Record> {
@@ -117,8 +131,7 @@ fn of_calls(
             Some(record) => Some(record),
             None => row(connection, mark.number)?,
         };
-        let (number, call_id) = (mark.number, call.id.clone());
-        events.extend(record.map(|record| Event { number, call_id, record }));
+        events.extend(record.map(|record| call.event(mark, record)));
     }
     Ok(events)
 }
@@ -162,7 +175,8 @@ fn of_project(
 ) -> Result<Vec<Event>, StoreError> {
     let (sql_after, sql_limit) =
         (i64::try_from(after).unwrap_or(i64::MAX), i64::try_from(limit).unwrap_or(i64::MAX));
-    let sql = "SELECT e.kind, e.at_ms, e.attempt, e.data, e.number, c.id \
+    let sql = "SELECT e.kind, e.at_ms, e.attempt, e.data, e.number, c.id, c.run_id, \
+               c.envelope ->> 'call_id' \
                FROM events e CROSS JOIN calls c ON c.place = e.place \
                WHERE e.number > ?2 AND c.project = ?1 ORDER BY e.number LIMIT ?3";
     let bound = params![project, sql_after, sql_limit];
@@ -172,6 +186,8 @@ fn of_project(
         Ok(Event {
             number: row.get::<_, i64>(4).map_err(unreadable)? as u64,
             call_id: id.parse().map_err(|_| StoreError::Corrupt(format!("call id {id}")))?,
+            run_id: row.get(6).map_err(unreadable)?,
+            asked_as: row.get(7).map_err(unreadable)?,
             record: read_record(row)?,
         })
     })?;
@@ -206,9 +222,7 @@ fn implied_in(
             continue;
         }
         for mark in marks(&call.list).filter(|mark| mark.number > after) {
-            let (number, call_id) = (mark.number, call.id.clone());
-            let record = call.implied(mark);
-            found.extend(record.map(|record| Event { number, call_id, record }));
+            found.extend(call.implied(mark).map(|record| call.event(mark, record)));
         }
     }
     Ok(found)

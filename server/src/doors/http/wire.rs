@@ -3,11 +3,13 @@
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+use toolcrib::Engine;
 use toolcrib::call::{Call, Hold, Metrics, Outcome};
 use toolcrib::engine::CatalogEntry;
 use toolcrib::event::Event;
 use toolcrib::fault::{Code, Fault};
 use toolcrib::json::Json;
+use toolcrib::trace::TraceParent;
 use utoipa::ToSchema;
 
 use crate::task::{MAX_DATA_BYTES, TaskEnd};
@@ -132,6 +134,9 @@ pub(super) struct CallBody<'a> {
     /// The client that took it.
     #[serde(skip_serializing_if = "Option::is_none")]
     taken_by: Option<&'a str>,
+    /// The trace it belongs to: the caller's, or its own where spans are exported.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    trace_id: Option<String>,
     outcome: Option<OutcomeBody>,
 }
 
@@ -216,8 +221,21 @@ impl<'a> From<&'a Call> for CallBody<'a> {
             client_id: call.asked.client_id.as_deref(),
             user_id: call.asked.user_id.as_deref(),
             taken_by: call.taken_by.as_deref(),
+            trace_id: None,
             outcome: outcome.map(OutcomeBody::from),
         }
+    }
+}
+
+impl<'a> CallBody<'a> {
+    /// The call as it is shown, with its trace.
+    pub(super) fn of(engine: &Engine, call: &'a Call) -> Self {
+        Self::traced(call, engine.trace_of(call))
+    }
+
+    /// The same with a trace that is known already.
+    pub(super) fn traced(call: &'a Call, trace: Option<TraceParent>) -> Self {
+        Self { trace_id: trace.map(|trace| trace.trace_id_text()), ..Self::from(call) }
     }
 }
 
@@ -227,6 +245,10 @@ pub(super) fn event_text(event: &Event) -> String {
     body.insert("number".into(), event.number.into());
     body.insert("type".into(), event.record.kind.as_str().into());
     body.insert("tool_call_id".into(), event.call_id.to_string().into());
+    body.insert("run_id".into(), event.run_id.clone().into());
+    if let Some(asked_as) = &event.asked_as {
+        body.insert("call_id".into(), asked_as.clone().into());
+    }
     body.insert("at_ms".into(), event.record.at_ms.into());
     body.insert("attempt".into(), event.record.attempt.into());
     body.extend(event.record.data.clone());

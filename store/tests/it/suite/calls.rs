@@ -46,6 +46,7 @@ fn full_call() -> Call {
         taken_by: Some("laptop".into()),
         node: Some("node-1".into()),
         started_ms: Some(NOW + 3),
+        attempt_ms: Some(NOW + 700),
         ..call()
     }
 }

@@ -30,11 +30,11 @@ pub(super) async fn show(
         None | Some(0) => door.engine.call(&caller, &id).await?,
         Some(wait_ms) => door.engine.wait(&caller, &id, wait_ms).await?,
     };
-    Ok(shown(&call))
+    Ok(shown(&door, &call))
 }
 
-fn shown(call: &Call) -> Response {
-    let mut answer = Json(CallBody::from(call)).into_response();
+fn shown(door: &Door, call: &Call) -> Response {
+    let mut answer = Json(CallBody::of(&door.engine, call)).into_response();
     if !call.status.is_terminal() {
         // A hint for who polls without wait_ms.
         answer.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
@@ -77,7 +77,7 @@ pub(super) async fn list(
 ) -> Result<Response, Refused> {
     let page = door.engine.calls(&caller, query(listing)?).await?;
     let list = CallList {
-        tool_calls: page.calls.iter().map(CallBody::from).collect(),
+        tool_calls: page.calls.iter().map(|call| CallBody::of(&door.engine, call)).collect(),
         next_cursor: page.before.map(|id| id.to_string()),
     };
     Ok(Json(list).into_response())
@@ -167,5 +167,5 @@ pub(super) async fn cancel(
     Body(body): Body<CancelBody>,
 ) -> Result<Response, Refused> {
     let call = door.engine.cancel(&caller, &id, body.reason()).await?;
-    Ok(Json(CallBody::from(call.as_ref())).into_response())
+    Ok(Json(CallBody::of(&door.engine, &call)).into_response())
 }
