@@ -116,7 +116,7 @@ fn require_caller(caller: &Caller) -> Result<(), Error> {
 
 impl Inner {
     /// The callback URL as it is kept, or why there cannot be such a callback.
-    pub(super) fn check_callback(&self, caller: &Caller, url: &str) -> Result<String, Error> {
+    pub(crate) fn check_callback(&self, caller: &Caller, url: &str) -> Result<String, Error> {
         let checked = if url.is_empty() || url.len() > MAX_URL_BYTES {
             Err(format!("must be a URL of 1 to {MAX_URL_BYTES} bytes"))
         } else if let Some(notifier) = &self.notices.notifier {
