@@ -44,7 +44,7 @@ pub use catalog::{Catalog, Entry as CatalogEntry, Registration};
 pub use ingress::Connecting;
 pub use invoke::{Invocation, Ticket};
 pub use report::Report;
-pub use result::RESULT_READ;
+pub use result::{Given, RESULT_READ};
 pub use wait::{CallPage, CallQuery, EventQuery};
 
 use gate::Gate;

@@ -72,8 +72,7 @@ fn a_long_text_inside_an_object_is_digested_as_text() {
 
 #[test]
 fn a_table_shows_columns_count_and_sample_rows() {
-    let row =
-        |n: u32| json!({ "id": n, "name": format!("user {n}"), "vip": n % 7 == 0, "note": null });
+    let row = |n: u32| json!({ "id": n, "name": format!("user {n}"), "vip": n < 7, "note": null });
     let rows: Vec<Value> = (0..2_000).map(row).collect();
     let digest = digested(&Value::from(rows), 300, None);
     has(&digest, &["2000 rows, 4 columns", "id number", "name string", "vip boolean", "note null"]);
@@ -97,7 +96,7 @@ fn an_answer_of_the_database_is_a_table() {
 fn json_shows_its_shape_counts_and_first_items() {
     let user = |n: u32| {
         let mut user = json!({ "id": n, "tags": vec!["x"; n as usize % 5], "at": { "lat": 1.5 } });
-        if n % 2 == 0 {
+        if n < 100 {
             user["mail"] = json!("a@example.org");
         }
         user

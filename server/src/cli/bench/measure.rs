@@ -11,6 +11,7 @@ use toolcrib_bench::report::{Limit, Measure, Report};
 use toolcrib_bench::sample::Sample;
 
 use super::child::{CALL_BODY, Filling, Kind, Scratch, Server, call_path};
+use super::digest;
 use crate::cli::client::{Ask, Client};
 use crate::cli::output::{Output, now_ms};
 
@@ -44,7 +45,7 @@ impl Plan {
     /// Steps on the progress bar.
     fn steps(&self) -> u64 {
         let filled = if self.stored.is_some() { 3 } else { 0 };
-        (2 + self.starts + 6 * self.rounds + filled) as u64
+        (3 + self.starts + 6 * self.rounds + filled) as u64
     }
 }
 
@@ -94,6 +95,7 @@ impl<'a> Bench<'a> {
         let after = product.resident_mib()?;
         self.push(Measure::alone("memory after the load", "MiB", after, Limit::None));
         drop((product, floor));
+        self.digest()?;
         match self.plan.stored {
             Some(count) => self.stored(count).await,
             None => Ok(()),
@@ -176,6 +178,17 @@ impl<'a> Bench<'a> {
         let name = format!("{BURST} calls at once, until all results");
         let (ours, base) = (median(ours), median(base));
         self.push(Measure::against_floor(name, "ms", ours, base, Limit::AtMost(2.0)));
+        Ok(())
+    }
+
+    /// What a long result costs before a model sees it.
+    fn digest(&mut self) -> anyhow::Result<()> {
+        self.step("digests of 10 MB");
+        let costs = digest::measure()?;
+        let limit = Limit::AtMost(150.0);
+        self.push(Measure::alone("digest of a 10 MB JSON result", "ms", costs.ms, limit));
+        let name = "memory with its digest, of its size";
+        self.push(Measure::alone(name, "x", costs.times_its_size, Limit::AtMost(3.0)));
         Ok(())
     }
 
