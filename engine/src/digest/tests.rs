@@ -166,7 +166,7 @@ fn a_digest_of_anything_is_within_any_budget() {
     let call_id = call_id();
     let mut dice = Dice(7);
     let mut digests = 0;
-    for round in 0..400 {
+    for round in 0..150 {
         let value = json!([dice.value(0), dice.value(1)]);
         let value = if round % 3 == 0 { value[0].clone() } else { value };
         let data = Json::of_value(&value);
@@ -186,7 +186,7 @@ fn a_digest_of_anything_is_within_any_budget() {
             }
         }
     }
-    assert!(digests > 500, "{digests}");
+    assert!(digests > 200, "{digests}");
 }
 
 #[test]
@@ -196,7 +196,7 @@ fn every_small_budget_holds() {
     let deep = (0..60).fold(json!("x".repeat(4_000)), |inner, n| json!([inner, n, {"k": n}]));
     for data in [Value::from(rows), text, deep, json!("a".repeat(9_000)), json!(" ".repeat(9_000))]
     {
-        for budget in 0..160 {
+        for budget in (0..20).chain((20..160).step_by(7)) {
             if tokens::exceeds(&data.to_string(), budget) {
                 digested(&data, budget, Some("words"));
             }
