@@ -50,7 +50,7 @@ pub use ingress::Connecting;
 pub use invoke::{Invocation, Ticket};
 pub use notices::{DeliveryPage, DeliveryQuery};
 pub use report::Report;
-pub use result::RESULT_READ;
+pub use result::{Given, RESULT_READ};
 pub use wait::{CallPage, CallQuery, EventQuery};
 
 use gate::Gate;
