@@ -44,7 +44,7 @@ const BYTES_PER_TOKEN: usize = 24;
 const MOST_VALUES: usize = 100_000;
 
 /// How many degrees of detail there are.
-const RUNGS: u32 = 13;
+const RUNGS: u32 = 24;
 
 /// Where a result comes from, and what it was wanted for.
 #[derive(Debug, Clone, Copy)]
@@ -208,6 +208,11 @@ fn ladder(room: usize, render: impl Fn(u32) -> String) -> String {
         }
     }
     best.unwrap_or_else(|| cut(&render(RUNGS), room))
+}
+
+/// A number made smaller with each degree of detail that is given up.
+fn scaled(number: usize, factor: f64, rung: u32, least: usize) -> usize {
+    ((number as f64 * factor.powf(f64::from(rung))) as usize).max(least)
 }
 
 /// As much of a text as fits, with a mark that it was cut.
