@@ -14,6 +14,7 @@ use crate::call::{Call, Status};
 use crate::directory::{AuditEntry, Change, Directory};
 use crate::event::{Event, Record};
 use crate::id::CallId;
+use crate::json::Json;
 
 pub use memory::MemoryStore;
 
@@ -93,6 +94,16 @@ pub enum EventScope {
     Project(String),
 }
 
+/// What is kept of a run beside its calls.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Run {
+    pub project: String,
+    pub run_id: String,
+    /// The tools that were set for it.
+    pub tool_definitions: Json,
+    pub updated_ms: u64,
+}
+
 /// Where tickets, their history and the directory are kept.
 #[async_trait]
 pub trait Store: Send + Sync + 'static {
@@ -131,7 +142,14 @@ pub trait Store: Send + Sync + 'static {
     /// now on. 0 when there is no event at all.
     async fn newest_event(&self, scope: EventScope) -> Result<u64, StoreError>;
 
-    /// Deletes up to `limit` calls that ended before this, with all that belongs to them.
+    /// What is kept of a run; none where nothing was ever set for it.
+    async fn run(&self, project: &str, run_id: &str) -> Result<Option<Run>, StoreError>;
+
+    /// Keeps this of a run, instead of what was kept before.
+    async fn put_run(&self, run: Run) -> Result<(), StoreError>;
+
+    /// Deletes up to `limit` calls that ended before this, with all that belongs to them; and as
+    /// many runs that were last changed before this and have no calls left.
     async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<usize, StoreError>;
 
     /// The version of the directory.

@@ -5,6 +5,7 @@ mod directory;
 mod history;
 mod open;
 mod reader;
+mod runs;
 mod writer;
 
 use std::path::{Path, PathBuf};
@@ -17,7 +18,9 @@ use toolcrib::call::Call;
 use toolcrib::directory::{AuditEntry, Change, Directory};
 use toolcrib::event::{Event, Record};
 use toolcrib::id::CallId;
-use toolcrib::store::{CallFilter, Created, EventScope, NewCall, Open, Saved, Store, StoreError};
+use toolcrib::store::{
+    CallFilter, Created, EventScope, NewCall, Open, Run, Saved, Store, StoreError,
+};
 
 use crate::migrate::{check, migrate};
 use crate::row::{CallRow, first_records, record_rows};
@@ -176,6 +179,16 @@ impl Store for SqliteStore {
 
     async fn newest_event(&self, scope: EventScope) -> Result<u64, StoreError> {
         self.read(move |connection| history::newest_event(connection, &scope)).await
+    }
+
+    async fn run(&self, project: &str, run_id: &str) -> Result<Option<Run>, StoreError> {
+        let (project, run_id) = (project.to_owned(), run_id.to_owned());
+        self.read(move |connection| runs::run(connection, &project, &run_id)).await
+    }
+
+    async fn put_run(&self, run: Run) -> Result<(), StoreError> {
+        let run = Box::new(run);
+        self.write(|reply| Op::PutRun { run, reply }).await
     }
 
     async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<usize, StoreError> {

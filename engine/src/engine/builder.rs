@@ -18,7 +18,7 @@ use crate::desk::Desk;
 use crate::fault::{Code, Error};
 use crate::function::{Functions, Tool};
 use crate::id::Minter;
-use crate::source::Source;
+use crate::source::{Callers, Source};
 use crate::store::{MemoryStore, Store};
 use crate::task;
 use crate::tool::{Executor, check_name};
@@ -105,7 +105,7 @@ impl Builder {
         let desk = Arc::new(Desk::new(clock.clone()));
         let functions: Arc<dyn Source> = Arc::new(Functions::new(self.tools));
         let mut sources: HashMap<Executor, Arc<dyn Source>> = HashMap::new();
-        let own = [functions, desk.clone() as Arc<dyn Source>];
+        let own = [functions, desk.clone() as Arc<dyn Source>, Arc::new(Callers)];
         for source in own.into_iter().chain(self.sources) {
             sources.insert(source.executor(), source);
         }

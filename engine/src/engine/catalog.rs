@@ -162,6 +162,17 @@ impl Catalog {
         policy::decide(self.directory.rules.iter(), &caller.project, &caller.agent, tool)
     }
 
+    /// Whether the caller may record what it ran itself under this name. A name that no rule allows
+    /// may be recorded, whether or not there is such a tool: nothing is executed for it.
+    pub fn decide_own(&self, caller: &Caller, tool: &str) -> Decision {
+        if caller.may_invoke() && caller.trust == Trust::Key && !caller.may_administer() {
+            let rules = self.directory.rules.iter();
+            let denied = policy::denied(rules, &caller.project, &caller.agent, tool);
+            return denied.map_or(Decision::Allowed, Decision::Denied);
+        }
+        self.decide(caller, tool)
+    }
+
     /// Names like this one, among those the caller may call.
     pub fn nearest(&self, caller: &Caller, name: &str) -> Vec<String> {
         let mut near: Vec<(f64, String)> = self

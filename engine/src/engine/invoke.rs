@@ -22,7 +22,7 @@ use crate::policy::Decision;
 use crate::retry::{MAX_RETRIES_LIMIT, TIMEOUT_MS_RANGE};
 use crate::schema::Problem;
 use crate::store::{Created, IdempotencyKey, NewCall};
-use crate::tool::hex;
+use crate::tool::{Executor, hex};
 
 /// The envelope: what a caller asks for.
 #[derive(Debug, Clone)]
@@ -102,7 +102,16 @@ impl Inner {
         caller: &Caller,
         tool: &str,
     ) -> Result<(), Error> {
-        let Decision::Denied(reason) = catalog.decide(caller, tool) else {
+        self.permitted(caller, tool, catalog.decide(caller, tool)).await
+    }
+
+    pub(super) async fn permitted(
+        &self,
+        caller: &Caller,
+        tool: &str,
+        decision: Decision,
+    ) -> Result<(), Error> {
+        let Decision::Denied(reason) = decision else {
             measure::allowed();
             return Ok(());
         };
@@ -217,7 +226,7 @@ impl Inner {
     }
 
     /// Commits the call, already claimed when a place is free, and starts it.
-    async fn accept(
+    pub(super) async fn accept(
         self: &Arc<Self>,
         call: Call,
         key: Option<IdempotencyKey>,
@@ -260,6 +269,11 @@ impl Inner {
     }
 
     pub(super) fn place(&self, call: &Call) -> (Place, Caps) {
+        // What callers run themselves takes nobody's place. No tool has this name.
+        if call.target.executor == Executor::Caller {
+            let (project, tool) = (call.project.clone(), "(caller)".to_owned());
+            return (Place { project, tool, local: false }, Caps::default());
+        }
         let place = Place {
             project: call.project.clone(),
             tool: call.target.tool.clone(),
@@ -336,10 +350,16 @@ fn check_envelope(asked: &Invocation, max_args_bytes: usize) -> Result<(), Error
     ];
     for (field, word) in words {
         let Some(word) = word else { continue };
-        if word.is_empty() || word.len() > 255 || word.chars().any(char::is_control) {
-            let message = format!("{field} must be 1 to 255 bytes without control characters");
-            return invalid(message);
-        }
+        check_word(field, word)?;
+    }
+    Ok(())
+}
+
+/// An id or a label that a caller made up.
+pub(super) fn check_word(field: &str, word: &str) -> Result<(), Error> {
+    if word.is_empty() || word.len() > 255 || word.chars().any(char::is_control) {
+        let message = format!("{field} must be 1 to 255 bytes without control characters");
+        return Err(Fault::new(Code::ValidationError, message).not_happened().into());
     }
     Ok(())
 }

@@ -10,7 +10,7 @@ use toolcrib::directory::{AuditEntry, Change, Directory};
 use toolcrib::event::{Event, Record};
 use toolcrib::id::CallId;
 use toolcrib::store::{
-    CallFilter, Created, EventScope, MemoryStore, NewCall, Open, Saved, Store, StoreError,
+    CallFilter, Created, EventScope, MemoryStore, NewCall, Open, Run, Saved, Store, StoreError,
 };
 
 /// Numbers that depend on nothing but the seed.
@@ -113,6 +113,15 @@ impl Store for FlakyStore {
 
     async fn newest_event(&self, scope: EventScope) -> Result<u64, StoreError> {
         self.inner.newest_event(scope).await
+    }
+
+    async fn run(&self, project: &str, run_id: &str) -> Result<Option<Run>, StoreError> {
+        self.inner.run(project, run_id).await
+    }
+
+    async fn put_run(&self, run: Run) -> Result<(), StoreError> {
+        self.trouble()?;
+        self.inner.put_run(run).await
     }
 
     async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<usize, StoreError> {
