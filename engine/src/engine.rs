@@ -67,6 +67,12 @@ pub struct Limits {
     pub max_tools_per_registration: usize,
     /// Tools of one project.
     pub max_tools_per_project: usize,
+    /// Entries of one batch.
+    pub max_batch_entries: usize,
+    /// Entries of one batch that are under way at the same time.
+    pub max_batch_parallel: usize,
+    /// Results of one batch, together; what is over it is fetched by its ticket.
+    pub max_batch_bytes: usize,
 }
 
 impl Default for Limits {
@@ -80,6 +86,9 @@ impl Default for Limits {
             max_progress_events: 1_000,
             max_tools_per_registration: 1_000,
             max_tools_per_project: 10_000,
+            max_batch_entries: 256,
+            max_batch_parallel: 128,
+            max_batch_bytes: 32 << 20,
         }
     }
 }

@@ -29,11 +29,13 @@
 //! ```
 
 pub mod args;
+pub mod batch;
 pub mod bus;
 pub mod call;
 pub mod caller;
 pub mod clock;
 pub mod desk;
+pub mod dialect;
 pub mod digest;
 pub mod directory;
 pub mod engine;
@@ -43,6 +45,7 @@ pub mod function;
 pub mod id;
 pub mod json;
 pub mod lifecycle;
+pub mod names;
 pub mod policy;
 pub mod retry;
 pub mod schema;
@@ -52,6 +55,7 @@ pub mod task;
 pub mod tokens;
 pub mod tool;
 
+pub use batch::{Batch, BatchAnswer};
 pub use call::{Call, Outcome, Status};
 pub use caller::{Caller, Role};
 pub use engine::{Engine, Invocation, Limits, Ticket};

@@ -47,9 +47,14 @@ pub struct Invocation {
 impl Invocation {
     /// A call of this tool with these arguments, as JSON text.
     pub fn new(tool: impl Into<String>, args: &str) -> Result<Self, NotJson> {
-        Ok(Self {
+        Ok(Self::of(tool, Json::parse(args)?))
+    }
+
+    /// A call of this tool with these arguments.
+    pub fn of(tool: impl Into<String>, args: Json) -> Self {
+        Self {
             tool: tool.into(),
-            args: Json::parse(args)?,
+            args,
             run_id: "run_default".to_owned(),
             call_id: None,
             timeout_ms: None,
@@ -58,7 +63,7 @@ impl Invocation {
             client_id: None,
             user_id: None,
             traceparent: None,
-        })
+        }
     }
 }
 
@@ -73,16 +78,20 @@ pub struct Ticket {
 }
 
 impl Engine {
-    /// Takes a call. When this returns, the call is stored and will reach an outcome.
-    pub async fn invoke(&self, caller: &Caller, asked: Invocation) -> Result<Ticket, Error> {
+    /// Takes a call. The tool is named by its own name or by the one that models know it by
+    /// ([`crate::names`]). When this returns, the call is stored and will reach an outcome.
+    pub async fn invoke(&self, caller: &Caller, mut asked: Invocation) -> Result<Ticket, Error> {
         let inner = &self.inner;
         if inner.draining.load(Ordering::Acquire) {
             let message = "the server is shutting down; nothing was done, a retry is safe";
             return Err(Error::later(Code::Overloaded, message, 1_000));
         }
         let catalog = inner.catalog();
+        let found = catalog.named(caller, &asked.tool);
+        if let Some(tool) = found.as_ref().filter(|tool| tool.definition.name != asked.tool) {
+            asked.tool.clone_from(&tool.definition.name);
+        }
         inner.check_permission(&catalog, caller, &asked.tool).await?;
-        let found = catalog.find(&caller.project, &asked.tool);
         let tool = found.ok_or_else(|| not_found(&catalog, caller, &asked.tool))?;
         check_envelope(&asked, inner.limits.max_args_bytes)?;
         let args = asked.args.value();
