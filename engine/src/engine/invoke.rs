@@ -134,7 +134,7 @@ impl Inner {
     }
 
     /// The call as it would be, before anything was decided about it.
-    fn draft(
+    pub(super) fn draft(
         &self,
         catalog: &Catalog,
         caller: &Caller,
@@ -335,7 +335,7 @@ fn full(full: Full) -> Error {
     }
 }
 
-fn check_envelope(asked: &Invocation, max_args_bytes: usize) -> Result<(), Error> {
+pub(super) fn check_envelope(asked: &Invocation, max_args_bytes: usize) -> Result<(), Error> {
     let invalid = |message: String| {
         let fault = Fault::new(Code::ValidationError, message).not_happened();
         Err(Error::from(fault))
@@ -374,7 +374,7 @@ pub(super) fn check_word(field: &str, word: &str) -> Result<(), Error> {
 }
 
 /// The arguments must fit before anything is stored or run.
-fn check_args(tool: &Compiled, args: &Value) -> Result<(), Error> {
+pub(super) fn check_args(tool: &Compiled, args: &Value) -> Result<(), Error> {
     let problems = tool.input.problems(args);
     if problems.is_empty() {
         return Ok(());
@@ -407,7 +407,11 @@ fn check_client(
     Err(fault.with_detail(json!({ "pointer": "/client_id" })).into())
 }
 
-fn idempotency_key(caller: &Caller, asked: &Invocation, args: &Value) -> Option<IdempotencyKey> {
+pub(super) fn idempotency_key(
+    caller: &Caller,
+    asked: &Invocation,
+    args: &Value,
+) -> Option<IdempotencyKey> {
     let key = asked.idempotency_key.clone()?;
     let mut hash = Sha256::new();
     let rest = json!([
