@@ -174,6 +174,12 @@ impl Engine {
             );
             return Err(Error::refused(Code::Conflict, message));
         }
+        if let (Some(given), Some(known)) = (&own.call_id, &call.asked.call_id)
+            && given != known
+        {
+            let message = format!("call_id: call \"{}\" has the call_id \"{known}\"", call.id);
+            return Err(Error::refused(Code::ValidationError, message));
+        }
         if call.asked.agent != caller.agent && !caller.may_administer() {
             let message = format!("call \"{}\" was recorded by another agent", call.id);
             return Err(Error::refused(Code::PermissionDenied, message));

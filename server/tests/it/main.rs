@@ -7,6 +7,7 @@
 mod bad_input;
 mod builtins;
 mod canceling;
+mod contexts;
 mod crash;
 mod events;
 mod examples;
