@@ -119,6 +119,11 @@ impl Engine {
     pub async fn batch(&self, caller: &Caller, batch: Batch) -> Result<BatchAnswer, Error> {
         self.check(&batch)?;
         let read: Vec<_> = batch.entries.iter().map(dialect::parse).collect();
+        if !caller.may_invoke() {
+            // No entry could be anything else, so this is the answer to the whole.
+            let first = read.iter().flatten().next().map_or("", |entry| entry.name.as_str());
+            self.inner.check_permission(&self.inner.catalog(), caller, first).await?;
+        }
         let limits = self.limits();
         let width = batch.max_parallel.unwrap_or(limits.max_batch_parallel);
         let wait_ms = batch.wait_ms.unwrap_or(limits.max_wait_ms).min(limits.max_wait_ms);

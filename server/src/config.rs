@@ -235,6 +235,12 @@ pub struct LimitSettings {
     pub max_tools_per_registration: usize,
     /// Tools of one project.
     pub max_tools_per_project: usize,
+    /// Entries of one batch.
+    pub max_batch_entries: usize,
+    /// Entries of one batch that are under way at the same time.
+    pub max_batch_parallel: usize,
+    /// Size of the results of one batch together; what is over it is fetched by its ticket.
+    pub max_batch_bytes: usize,
     /// Size of the body of one HTTP request.
     pub max_body_bytes: usize,
     /// HTTP connections at the same time.
@@ -255,6 +261,9 @@ impl Default for LimitSettings {
             max_progress_events: limits.max_progress_events,
             max_tools_per_registration: limits.max_tools_per_registration,
             max_tools_per_project: limits.max_tools_per_project,
+            max_batch_entries: limits.max_batch_entries,
+            max_batch_parallel: limits.max_batch_parallel,
+            max_batch_bytes: limits.max_batch_bytes,
             max_body_bytes: 2 << 20,
             max_connections: 10_000,
             request_header_timeout_ms: 10_000,
@@ -422,6 +431,9 @@ impl Config {
             max_progress_events: limits.max_progress_events,
             max_tools_per_registration: limits.max_tools_per_registration,
             max_tools_per_project: limits.max_tools_per_project,
+            max_batch_entries: limits.max_batch_entries,
+            max_batch_parallel: limits.max_batch_parallel,
+            max_batch_bytes: limits.max_batch_bytes,
         }
     }
 }

@@ -105,7 +105,7 @@ impl Engine {
 
 impl Inner {
     /// Denied calls are answered with the reason and written down.
-    async fn check_permission(
+    pub(crate) async fn check_permission(
         &self,
         catalog: &Catalog,
         caller: &Caller,

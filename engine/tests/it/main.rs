@@ -5,6 +5,7 @@
 mod batch;
 mod context;
 mod engine;
+mod examples;
 mod simulation;
 mod support;
 mod tidy;

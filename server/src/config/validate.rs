@@ -121,6 +121,9 @@ impl Config {
             ("limits.max_open_calls_per_project", limits.max_open_calls_per_project),
             ("limits.max_tools_per_registration", limits.max_tools_per_registration),
             ("limits.max_tools_per_project", limits.max_tools_per_project),
+            ("limits.max_batch_entries", limits.max_batch_entries),
+            ("limits.max_batch_parallel", limits.max_batch_parallel),
+            ("limits.max_batch_bytes", limits.max_batch_bytes),
             ("limits.max_body_bytes", limits.max_body_bytes),
             ("limits.max_connections", limits.max_connections),
             ("ingress.window", self.ingress.window as usize),
@@ -130,6 +133,15 @@ impl Config {
         for (key, count) in counts {
             if count == 0 {
                 return Err(ConfigError::invalid(key, "must be at least 1"));
+            }
+        }
+        let bounded = [
+            ("limits.max_batch_entries", limits.max_batch_entries, 10_000),
+            ("limits.max_batch_parallel", limits.max_batch_parallel, 256),
+        ];
+        for (key, count, most) in bounded {
+            if count > most {
+                return Err(ConfigError::invalid(key, format!("must be at most {most}")));
             }
         }
         if self.ingress.dead_after_ms <= self.ingress.heartbeat_ms {

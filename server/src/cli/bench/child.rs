@@ -176,6 +176,16 @@ fn this_program() -> anyhow::Result<Command> {
 /// The call that is measured.
 pub const CALL_BODY: &str = r#"{"run_id":"run_bench","args":{}}"#;
 
+/// So many of it at once, as a model asks for them.
+pub fn batch_body(entries: usize) -> String {
+    let name = toolcrib::names::for_model(toolcrib_bench::floor::TOOL);
+    let function = serde_json::json!({ "name": name, "arguments": "{}" });
+    let entry = serde_json::json!({ "id": "call_0", "type": "function", "function": function });
+    let entries = vec![entry; entries];
+    serde_json::json!({ "run_id": "run_bench", "mode": "parallel", "tool_calls": entries })
+        .to_string()
+}
+
 pub fn call_path() -> String {
     format!("/v1/tools/{}/invoke?wait_ms=10000", toolcrib_bench::floor::TOOL)
 }

@@ -10,7 +10,7 @@ use toolcrib_bench::machine::Machine;
 use toolcrib_bench::report::{Limit, Measure, Report};
 use toolcrib_bench::sample::Sample;
 
-use super::child::{CALL_BODY, Filling, Kind, Scratch, Server, call_path};
+use super::child::{CALL_BODY, Filling, Kind, Scratch, Server, batch_body, call_path};
 use crate::cli::client::{Ask, Client};
 use crate::cli::output::{Output, now_ms};
 
@@ -44,7 +44,7 @@ impl Plan {
     /// Steps on the progress bar.
     fn steps(&self) -> u64 {
         let filled = if self.stored.is_some() { 3 } else { 0 };
-        (2 + self.starts + 6 * self.rounds + filled) as u64
+        (2 + self.starts + 8 * self.rounds + filled) as u64
     }
 }
 
@@ -91,6 +91,7 @@ impl<'a> Bench<'a> {
         self.throughput(&product, &floor).await?;
         self.latency(&product, &floor).await?;
         self.burst(&product, &floor).await?;
+        self.batch(&product).await?;
         let after = product.resident_mib()?;
         self.push(Measure::alone("memory after the load", "MiB", after, Limit::None));
         drop((product, floor));
@@ -176,6 +177,25 @@ impl<'a> Bench<'a> {
         let name = format!("{BURST} calls at once, until all results");
         let (ours, base) = (median(ours), median(base));
         self.push(Measure::against_floor(name, "ms", ours, base, Limit::AtMost(2.0)));
+        Ok(())
+    }
+
+    /// Many calls in one batch against one call alone, both by the product.
+    async fn batch(&mut self, product: &Server) -> anyhow::Result<()> {
+        let (body, time) = (batch_body(BURST), self.plan.round);
+        let (mut many, mut one) = (Vec::new(), Vec::new());
+        for _ in 0..self.plan.rounds {
+            one.push(self.calls("the product", product, 1).await?.p50_us as f64 / 1e3);
+            self.step(&format!("batches of {BURST}"));
+            let path = "/v1/tool_calls?wait_ms=10000";
+            let sample = load::batches(&product.addr, BURST, time, path, &body, None).await?;
+            let bad = sample.errors;
+            ensure!(bad == 0 && sample.count > 0, "{bad} batches had calls that failed");
+            many.push(sample.p50_us as f64 / 1e3);
+        }
+        let name = format!("batch of {BURST} in parallel, against one call alone");
+        let (many, one) = (median(many), median(one));
+        self.push(Measure::against_floor(name, "ms", many, one, Limit::AtMost(4.0)));
         Ok(())
     }
 

@@ -1,6 +1,7 @@
 //! HTTP v1: for agents, and for who operates the crib.
 
 mod admin;
+mod batch;
 mod calls;
 mod contexts;
 mod events;
@@ -16,7 +17,7 @@ pub(super) fn routes() -> OpenApiRouter<Door> {
         .routes(routes!(tools::list))
         .routes(routes!(tools::show))
         .routes(routes!(tools::invoke))
-        .routes(routes!(calls::list))
+        .routes(routes!(calls::list, batch::run))
         .routes(routes!(calls::show))
         .routes(routes!(calls::cancel))
         .routes(routes!(events::of_call))

@@ -3,7 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use toolcrib::call::{Call, Hold, Outcome};
+use toolcrib::call::{Call, Hold, Metrics, Outcome};
 use toolcrib::engine::CatalogEntry;
 use toolcrib::event::Event;
 use toolcrib::fault::{Code, Fault};
@@ -176,13 +176,15 @@ impl From<&Outcome> for OutcomeBody {
             ok: outcome.ok,
             data: outcome.data.clone(),
             error: outcome.error.as_ref().map(FaultBody::from),
-            metrics: MetricsBody {
-                latency_ms: outcome.metrics.latency_ms,
-                retries: outcome.metrics.retries,
-                queue_ms: outcome.metrics.queue_ms,
-                attempts: outcome.metrics.attempts,
-            },
+            metrics: outcome.metrics.into(),
         }
+    }
+}
+
+impl From<Metrics> for MetricsBody {
+    fn from(metrics: Metrics) -> Self {
+        let Metrics { latency_ms, queue_ms, attempts, retries } = metrics;
+        Self { latency_ms, retries, queue_ms, attempts }
     }
 }
 

@@ -18,11 +18,12 @@ enum Row {
 
 use Row::{Keyed, Open};
 
-const TABLE: [(&str, &str, Row); 32] = [
+const TABLE: [(&str, &str, Row); 33] = [
     ("get", "/v1/tools", Keyed([200, 200, 200, 200])),
     ("get", "/v1/tools/{name}", Keyed([200, 404, 200, 404])),
     ("post", "/v1/tools/{name}/invoke", Keyed([202, 403, 202, 404])),
     ("get", "/v1/tool_calls", Keyed([200, 200, 200, 200])),
+    ("post", "/v1/tool_calls", Keyed([202, 403, 202, 200])),
     ("get", "/v1/tool_calls/{tool_call_id}", Keyed([200, 200, 200, 404])),
     ("post", "/v1/tool_calls/{tool_call_id}/cancel", Keyed([200, 403, 200, 404])),
     ("get", "/v1/tool_calls/{tool_call_id}/events", Keyed([200, 200, 200, 404])),
@@ -94,6 +95,9 @@ impl World {
             "/v1/runs/{run_id}/context/tool_results" => {
                 self.admin.post("/v1/runs/run_1/context/tool_calls", own_call("his")).await.is(201);
                 json!({ "tool_results": [{ "call_id": "his" }] })
+            }
+            "/v1/tool_calls" => {
+                json!({ "run_id": "run_1", "tool_calls": [{ "name": "a.tool" }], "wait_ms": 0 })
             }
             "/v1/keys" => json!({ "agent": "made" }),
             "/v1/rules" => json!({ "agent": "eve", "pattern": "y.*", "verdict": "deny" }),

@@ -6,6 +6,7 @@ use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use toolcrib::Invocation;
+use toolcrib::dialect::Format;
 use toolcrib::fault::{Code, Error};
 use utoipa::{IntoParams, ToSchema};
 
@@ -20,12 +21,40 @@ pub(super) struct ToolList {
     tools: Vec<ToolBody>,
 }
 
+/// The same tools, described for a model.
+#[derive(Serialize)]
+struct Definitions {
+    tools: Vec<toolcrib::Json>,
+}
+
+/// How to describe the tools.
+#[derive(Deserialize, IntoParams)]
+pub(super) struct Listing {
+    /// `openai`, `openai_responses`, `anthropic` or `mcp`: as that API wants tools described, to be
+    /// put into a request as they are, under names that it takes.
+    format: Option<String>,
+}
+
 /// Lists the tools the caller may call, by name.
-#[utoipa::path(get, path = "/v1/tools", tag = "agents",
-    responses((status = 200, body = ToolList), (status = 401, body = Problem)))]
-pub(super) async fn list(State(door): State<Door>, Who(caller): Who) -> Json<ToolList> {
-    let tools = door.engine.tools(&caller);
-    Json(ToolList { tools: tools.iter().map(|entry| ToolBody::from(entry.as_ref())).collect() })
+#[utoipa::path(get, path = "/v1/tools", tag = "agents", params(Listing),
+    responses((status = 200, body = ToolList), (status = 401, body = Problem),
+        (status = 422, body = Problem)))]
+pub(super) async fn list(
+    State(door): State<Door>,
+    Who(caller): Who,
+    Asked(listing): Asked<Listing>,
+) -> Result<Response, Refused> {
+    let Some(format) = listing.format else {
+        let tools = door.engine.tools(&caller);
+        let tools = tools.iter().map(|entry| ToolBody::from(entry.as_ref())).collect();
+        return Ok(Json(ToolList { tools }).into_response());
+    };
+    let format = format.parse::<Format>().map_err(|()| {
+        let known: Vec<&str> = Format::ALL.iter().map(|format| format.as_str()).collect();
+        let message = format!("format must be one of {}", known.join(", "));
+        Error::refused(Code::ValidationError, message)
+    })?;
+    Ok(Json(Definitions { tools: door.engine.definitions(&caller, format) }).into_response())
 }
 
 /// Shows one tool.
@@ -149,7 +178,10 @@ pub(super) async fn invoke(
 }
 
 /// The key from the header or the body; where both are given they must be the same.
-fn idempotency_key(headers: &HeaderMap, body: Option<String>) -> Result<Option<String>, Refused> {
+pub(super) fn idempotency_key(
+    headers: &HeaderMap,
+    body: Option<String>,
+) -> Result<Option<String>, Refused> {
     let Some(header) = headers.get("idempotency-key") else { return Ok(body) };
     let invalid = |message: &str| Error::refused(Code::BadRequest, message);
     let key = header.to_str().map_err(|_| invalid("Idempotency-Key must be visible ASCII"))?;
