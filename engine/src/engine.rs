@@ -1,6 +1,6 @@
 //! The engine: what every door calls and what drives every source.
 //!
-//! One call, one path: a door makes a [`Caller`] and an [`Invocation`]; [`Engine::invoke`] checks,
+//! One call, one path: a door makes a [`Caller`](crate::Caller) and an [`Invocation`]; [`Engine::invoke`] checks,
 //! commits and answers with a ticket; the attempt is started at its source; its report goes through
 //! [`crate::lifecycle::step`] in `advance`, the only writer of calls; waiters are woken. The store
 //! is the truth, and everything kept in memory here can be made again from it.
