@@ -1,5 +1,5 @@
-//! A typed function as a tool: the schemas come from its types, arguments that do not fit are refused
-//! before it runs, and what it answers is kept.
+//! A typed function as a tool: the schemas come from its types, arguments that do not fit are
+//! refused before it runs, and what it answers is kept.
 //!
 //! `cargo run -p toolcrib --example typed_tool`
 

@@ -157,7 +157,8 @@ impl ToolResult {
     pub fn of_call(call: &Call) -> Option<Self> {
         let outcome = call.outcome.as_ref()?;
         let result = match &outcome.error {
-            Some(fault) => Err(fault.clone()),
+            // What a tool gave and was refused is for who operates the crib.
+            Some(fault) => Err(Fault { raw: None, ..fault.clone() }),
             None => Ok(outcome.data.clone().unwrap_or_else(Json::null)),
         };
         Some(Self {

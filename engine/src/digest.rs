@@ -2,14 +2,46 @@
 //!
 //! A digest is never longer than its budget, and always says what was left out and how to get it:
 //! the whole result is kept, and the tool `result.read` reads any part of it.
+//!
+//! | result | digest |
+//! |---|---|
+//! | text | its head, its tail, the most relevant lines between them |
+//! | a table | its columns, how many rows, some of them |
+//! | other JSON | its shape, counts, the first items of each long array |
+//!
+//! A result that is an object around one long text or one table is digested as that. The document
+//! is gone through once and not taken apart, so a digest of a result of any size needs little
+//! memory beside it.
+
+mod json;
+mod shape;
+mod skeleton;
+mod table;
+mod text;
+
+#[cfg(test)]
+mod tests;
+
+use std::borrow::Cow;
 
 use crate::id::CallId;
 use crate::json::Json;
+use crate::json::cursor::unquoted;
+use crate::piece::escaped;
 use crate::tokens;
+use skeleton::{Map, Node, skeleton};
+use table::Table;
 
 /// From this budget on, a digest always says how much there is, of what call, and how to read the
-/// rest. With less it says as much of that as fits.
+/// rest. With less it says as much of that as fits, and is still never longer than the budget.
 pub const MIN_BUDGET: usize = 64;
+
+/// What is longer than so many bytes for each token of the budget is taken to be over it. Text has
+/// about four.
+const BYTES_PER_TOKEN: usize = 24;
+
+/// How many degrees of detail there are.
+const RUNGS: u32 = 13;
 
 /// Where a result comes from, and what it was wanted for.
 #[derive(Debug, Clone, Copy)]
@@ -36,55 +68,157 @@ pub fn digest(data: &Json, budget_tokens: usize, source: &Source<'_>) -> Option<
     if !tokens::exceeds(whole, budget_tokens) {
         return None;
     }
-    let note = note(whole.len(), budget_tokens, source);
-    let room = budget_tokens.saturating_sub(tokens::count(&note) + 4);
-    let head = tokens::first(whole, room * 2 / 3);
-    let tail = tokens::last(&whole[head.len()..], room - tokens::count(head).min(room));
+    let root = skeleton(whole, budget_tokens.saturating_mul(2));
+    let what = What::of(&root);
+    let note = what.note(whole.len(), budget_tokens, source);
+    let mut room = budget_tokens.saturating_sub(tokens::count(&note) + 1);
     let mut text = note.clone();
-    if !head.is_empty() {
-        text = format!("{note}\n{head}\n…\n{tail}");
-    }
-    if tokens::exceeds(&text, budget_tokens) {
-        text = tokens::first(&text, budget_tokens).to_owned();
+    // Where two parts meet they can fall into other tokens than each alone.
+    for _ in 0..4 {
+        let body = what.body(&root, source, room);
+        let both = format!("{note}\n{body}");
+        if !body.is_empty() && !tokens::exceeds(&both, budget_tokens) {
+            text = both;
+            break;
+        }
+        room = room.saturating_sub(4);
     }
     Some(Digest { tokens: tokens::count(&text), text, whole_bytes: whole.len() })
 }
 
-/// What was left out and how to get it, in the longest words that fit.
-fn note(bytes: usize, budget: usize, source: &Source<'_>) -> String {
-    let Source { call_id, tool, .. } = source;
-    let forms = [
-        format!(
-            "[{tool}: {bytes} bytes, of which parts are left out. \
-             Read any part: result.read {{\"tool_call_id\":\"{call_id}\",\"pointer\":\"/…\"}}]"
-        ),
-        format!("[{bytes} bytes, left out: result.read {{\"tool_call_id\":\"{call_id}\"}}]"),
-        format!("[left out: result.read {call_id}]"),
-        "[left out]".to_owned(),
-    ];
-    let fits = |form: &String| !tokens::exceeds(form, budget);
-    forms.into_iter().find(fits).unwrap_or_default()
+/// What a result mainly is, and where in it.
+enum What<'n, 'a> {
+    Text { pointer: String, text: Cow<'a, str>, lines: usize },
+    Table { pointer: String, table: Table<'n, 'a> },
+    Json,
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_digest_is_within_any_budget_and_says_how_to_get_the_rest() {
-        let call_id: CallId = "tc_01JD0ABCDEFGHJKMNPQRSTVWXY".parse().unwrap();
-        let source = Source { call_id: &call_id, tool: "file.read", hint: None };
-        let data = Json::of(&"line of text, number 7\n".repeat(500)).unwrap();
-        for budget in 0..300 {
-            let digest = digest(&data, budget, &source).unwrap();
-            assert!(digest.tokens <= budget, "{budget}");
-            assert_eq!(digest.tokens, tokens::count(&digest.text));
-            assert_eq!(digest.whole_bytes, data.text().len());
-            if budget >= MIN_BUDGET {
-                assert!(digest.text.contains(call_id.as_str()), "{}", digest.text);
-                assert!(digest.text.contains("result.read"), "{}", digest.text);
+impl<'n, 'a> What<'n, 'a> {
+    /// Goes down to where most of the document is.
+    fn of(root: &'n Node<'a>) -> Self {
+        let (mut node, mut beside, mut pointer): (_, Option<&Map<'a>>, _) =
+            (root, None, String::new());
+        loop {
+            match node {
+                Node::Text(written) => {
+                    let text = unquoted(written);
+                    let lines = text::line_count(&text);
+                    return Self::Text { pointer, text, lines };
+                }
+                Node::List(list) => {
+                    let table = Table::of(list, beside);
+                    return table.map_or(Self::Json, |table| Self::Table { pointer, table });
+                }
+                Node::Map(map) => {
+                    let heaviest = map.entries.iter().max_by_key(|(_, value)| value.bytes());
+                    let most = heaviest.filter(|(_, value)| value.bytes() > map.bytes / 10 * 7);
+                    let Some((key, value)) = most else { return Self::Json };
+                    pointer = format!("{pointer}/{}", escaped(&unquoted(key)));
+                    (node, beside) = (value, Some(map));
+                }
+                Node::Plain(_) => return Self::Json,
             }
         }
-        assert_eq!(digest(&data, 100_000, &source), None);
+    }
+
+    /// What was left out and how to get it, in the longest words that fit.
+    fn note(&self, bytes: usize, budget: usize, source: &Source<'_>) -> String {
+        let Source { call_id, tool, .. } = source;
+        let (what, part) = match self {
+            Self::Text { pointer, lines, .. } => {
+                (format!("{lines} lines of text"), example(pointer, 100))
+            }
+            Self::Table { pointer, table } => {
+                (format!("a table of {} rows", table.count), example(pointer, 20))
+            }
+            Self::Json => ("JSON".to_owned(), r#","pointer":"/…""#.to_owned()),
+        };
+        let call = format!(r#"result.read {{"tool_call_id":"{call_id}""#);
+        let forms = [
+            format!(
+                "[digest of {tool}: {what}, {bytes} bytes; parts are left out, the whole is kept. \
+                 Read any part: {call}{part}}}, or search it with \"grep\"]"
+            ),
+            format!("[digest: {what}, {bytes} bytes; parts left out. Read them: {call}{part}}}]"),
+            format!("[{bytes} bytes, parts left out. Read them: {call}}}]"),
+            format!("[left out: result.read {call_id}]"),
+            "[left out]".to_owned(),
+            "…".to_owned(),
+        ];
+        // Of a small budget the note takes a part at most, while there is a shorter one.
+        let fits = |form: &String| {
+            let tokens = tokens::count(form);
+            tokens <= budget && (tokens <= budget * 2 / 3 || tokens <= MIN_BUDGET / 2)
+        };
+        forms.into_iter().find(fits).unwrap_or_default()
+    }
+
+    fn body(&self, root: &Node<'a>, source: &Source<'_>, room: usize) -> String {
+        match self {
+            Self::Text { pointer, text, .. } => {
+                let around = if pointer.is_empty() { String::new() } else { frame(root, room / 5) };
+                let rest = room.saturating_sub(tokens::count(&around));
+                around + &text::render(text, source.hint, rest)
+            }
+            Self::Table { pointer, table } => {
+                let around = if pointer.is_empty() { String::new() } else { frame(root, room / 5) };
+                let rest = room.saturating_sub(tokens::count(&around));
+                around + &table.render(pointer, rest)
+            }
+            Self::Json => json::render(root, room),
+        }
+    }
+}
+
+/// How to name a part of it to `result.read`.
+fn example(pointer: &str, limit: usize) -> String {
+    let pointer = match pointer {
+        "" => String::new(),
+        pointer => format!(r#","pointer":{}"#, serde_json::Value::from(pointer)),
+    };
+    format!(r#"{pointer},"offset":0,"limit":{limit}"#)
+}
+
+/// The object around what is mainly shown, in one line.
+fn frame(root: &Node<'_>, room: usize) -> String {
+    let around = json::around(root, room.saturating_sub(1));
+    if around.is_empty() { around } else { around + "\n" }
+}
+
+/// The most detailed of several renderings that fits; of the least detailed one, as much as fits.
+fn ladder(room: usize, render: impl Fn(u32) -> String) -> String {
+    let fits = |text: &str| {
+        text.len() <= room.saturating_mul(BYTES_PER_TOKEN) && !tokens::exceeds(text, room)
+    };
+    let (mut low, mut high) = (0, RUNGS);
+    let mut best = None;
+    while low < high {
+        let middle = low.midpoint(high);
+        let text = render(middle);
+        if fits(&text) {
+            best = Some(text);
+            high = middle;
+        } else {
+            low = middle + 1;
+        }
+    }
+    best.unwrap_or_else(|| cut(&render(RUNGS), room))
+}
+
+/// As much of a text as fits, with a mark that it was cut.
+fn cut(text: &str, room: usize) -> String {
+    if !tokens::exceeds(text, room) {
+        return text.to_owned();
+    }
+    let mut begin = tokens::first(text, room.saturating_sub(1));
+    loop {
+        let marked = format!("{begin}…");
+        if !tokens::exceeds(&marked, room) {
+            return marked;
+        }
+        if begin.is_empty() {
+            return String::new();
+        }
+        begin = &begin[..begin.floor_char_boundary(begin.len() - 1)];
     }
 }

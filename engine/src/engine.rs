@@ -1,12 +1,14 @@
 //! The engine: what every door calls and what drives every source.
 //!
-//! One call, one path: a door makes a [`Caller`](crate::Caller) and an [`Invocation`]; [`Engine::invoke`] checks,
-//! commits and answers with a ticket; the attempt is started at its source; its report goes through
-//! [`crate::lifecycle::step`] in `advance`, the only writer of calls; waiters are woken. The store
-//! is the truth, and everything kept in memory here can be made again from it.
+//! One call, one path: a door makes a [`Caller`](crate::Caller) and an [`Invocation`];
+//! [`Engine::invoke`] checks, commits and answers with a ticket; the attempt is started at its
+//! source; its report goes through [`crate::lifecycle::step`] in `advance`, the only writer of
+//! calls; waiters are woken. The store is the truth, and everything kept in memory here can be made
+//! again from it.
 
 mod admin;
 mod advance;
+mod ahead;
 mod attempt;
 mod builder;
 mod catalog;
@@ -19,6 +21,8 @@ mod measure;
 mod record;
 mod recover;
 mod report;
+mod result;
+mod surely;
 mod wait;
 
 use std::collections::HashMap;
@@ -47,6 +51,7 @@ pub use ingress::Connecting;
 pub use invoke::{Invocation, Ticket};
 pub use record::{MAX_RECORDED, OwnCall, OwnResult};
 pub use report::Report;
+pub use result::RESULT_READ;
 pub use wait::{CallPage, CallQuery, EventQuery};
 
 use gate::Gate;

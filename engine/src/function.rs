@@ -18,6 +18,7 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 use tokio_util::sync::CancellationToken;
 
+use crate::event::{Kind, Record};
 use crate::fault::{Code, Fault};
 use crate::id::CallId;
 use crate::json::Json;
@@ -32,6 +33,23 @@ pub struct Progress {
     pub percent: Option<f64>,
     pub message: Option<String>,
     pub data: Option<Value>,
+}
+
+impl Progress {
+    /// As it is written down; what is too long is cut or left out.
+    pub(crate) fn record(self, now_ms: u64, attempt: u32) -> Record {
+        let mut record = Record::new(Kind::Progress, now_ms, attempt);
+        if let Some(percent) = self.percent {
+            record = record.with("percent", percent);
+        }
+        if let Some(message) = self.message {
+            record = record.with("message", message.chars().take(2_000).collect::<String>());
+        }
+        if let Some(data) = self.data.filter(|data| data.to_string().len() <= 65_536) {
+            record = record.with("data", data);
+        }
+        record
+    }
 }
 
 /// What a tool may know about the call it is executing.

@@ -110,6 +110,13 @@ pub trait Store: Send + Sync + 'static {
     /// Stores a new call, unless its idempotency key was used before.
     async fn create(&self, new: NewCall) -> Result<Created, StoreError>;
 
+    /// What this key was used for before: never [`Created::New`]; none when it was not used.
+    async fn used(
+        &self,
+        project: &str,
+        key: &IdempotencyKey,
+    ) -> Result<Option<Created>, StoreError>;
+
     /// Replaces a call whose stored version is exactly one below, and appends to its history.
     async fn save(&self, call: Arc<Call>, records: Vec<Record>) -> Result<Saved, StoreError>;
 

@@ -41,8 +41,8 @@ pub fn exceeds(text: &str, budget: usize) -> bool {
 
 /// The longest beginning of the text that is within the budget, whole characters only.
 ///
-/// What a beginning costs alone can differ by a token or two from what it costs inside the text; the
-/// answer is within the budget alone.
+/// What a beginning costs alone can differ by a token or two from what it costs inside the text;
+/// the answer is within the budget alone.
 pub fn first(text: &str, budget: usize) -> &str {
     if text.len() <= budget {
         return text;

@@ -55,6 +55,9 @@ pub async fn engine(config: &Config) -> anyhow::Result<Served> {
         .limits(config.limits())
         .policies(config.policies())
         .tools(builtin_tools(config)?);
+    if config.builtin.enabled {
+        builder = builder.result_read();
+    }
     let days = config.retention.finished_calls_days;
     if days > 0.0 {
         builder = builder.retention_ms((days * 86_400_000.0) as u64);

@@ -1,5 +1,5 @@
-//! Tickets in SQLite: a call is accepted, the program ends, and the next one finds it, finishes what
-//! was not done, and has the answer.
+//! Tickets in SQLite: a call is accepted, the program ends, and the next one finds it, finishes
+//! what was not done, and has the answer.
 //!
 //! `cargo run -p toolcrib-store --example durable`
 

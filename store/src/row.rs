@@ -1,6 +1,7 @@
 //! How a call becomes a row and a row becomes a call. The engine's types are not made to be
 //! stored; the forms here are, and are read by every later version of this program.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use rusqlite::Row;
@@ -19,58 +20,59 @@ pub(crate) const CALL_COLUMNS: &str = "place, id, project, run_id, tool_name, ex
      hold, created_ms, deadline_ms, started_ms, completed_ms, version, args, result, error, \
      envelope, state";
 
+/// Borrowed where it is written, owned where it is read.
 #[derive(Serialize, Deserialize)]
-struct Envelope {
-    agent: String,
+struct Envelope<'a> {
+    agent: Cow<'a, str>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    call_id: Option<String>,
+    call_id: Option<Cow<'a, str>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    client_id: Option<String>,
+    client_id: Option<Cow<'a, str>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    user_id: Option<String>,
+    user_id: Option<Cow<'a, str>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    idempotency_key: Option<String>,
+    idempotency_key: Option<Cow<'a, str>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    traceparent: Option<String>,
+    traceparent: Option<Cow<'a, str>>,
     #[serde(default, skip_serializing_if = "is_false")]
     background: bool,
     max_retries: u32,
     /// Only where it is not the usual one.
     #[serde(default, skip_serializing_if = "is_usual")]
-    backoff: Backoff,
+    backoff: Cow<'a, Backoff>,
 }
 
 fn is_false(value: &bool) -> bool {
     !value
 }
 
-fn is_usual(backoff: &Backoff) -> bool {
-    *backoff == Backoff::default()
+fn is_usual(backoff: &Cow<'_, Backoff>) -> bool {
+    **backoff == Backoff::default()
 }
 
 #[derive(Serialize, Deserialize)]
-struct State {
+struct State<'a> {
     attempt: u32,
     target_attempts: u32,
-    target: StoredTarget,
+    target: StoredTarget<'a>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    alternates: Vec<StoredTarget>,
+    alternates: Vec<StoredTarget<'a>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     retry_at_ms: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    taken_by: Option<String>,
+    taken_by: Option<Cow<'a, str>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    node: Option<String>,
+    node: Option<Cow<'a, str>>,
 }
 
 /// Rows are small because they are flushed: what a column says already is left out, and what an
 /// outcome took follows from the timestamps.
 #[derive(Serialize, Deserialize)]
-struct StoredTarget {
+struct StoredTarget<'a> {
     /// Only where it is not the tool that was asked for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    tool: Option<String>,
-    version: String,
+    tool: Option<Cow<'a, str>>,
+    version: Cow<'a, str>,
     /// Only of alternates; the call's own is a column.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     executor: Option<Executor>,
@@ -89,6 +91,8 @@ struct StoredFault {
     retryable: bool,
     #[serde(default)]
     not_happened: bool,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    raw: Option<Json>,
 }
 
 /// A call as the writer binds it. Made by the caller's task, so the writer only writes.
@@ -124,15 +128,15 @@ impl CallRow {
     /// A call that is stored for the first time: `args` are those it was asked with.
     pub(crate) fn first(call: Arc<Call>) -> Result<Self, StoreError> {
         let envelope = encode(&Envelope {
-            agent: call.asked.agent.clone(),
-            call_id: call.asked.call_id.clone(),
-            client_id: call.asked.client_id.clone(),
-            user_id: call.asked.user_id.clone(),
-            idempotency_key: call.asked.idempotency_key.clone(),
-            traceparent: call.asked.traceparent.clone(),
+            agent: Cow::Borrowed(&call.asked.agent),
+            call_id: call.asked.call_id.as_deref().map(Cow::Borrowed),
+            client_id: call.asked.client_id.as_deref().map(Cow::Borrowed),
+            user_id: call.asked.user_id.as_deref().map(Cow::Borrowed),
+            idempotency_key: call.asked.idempotency_key.as_deref().map(Cow::Borrowed),
+            traceparent: call.asked.traceparent.as_deref().map(Cow::Borrowed),
             background: call.asked.background,
             max_retries: call.max_retries,
-            backoff: call.backoff.clone(),
+            backoff: Cow::Borrowed(&call.backoff),
         })?;
         let mut row = Self::next(call)?;
         row.envelope = envelope;
@@ -151,6 +155,7 @@ impl CallRow {
                 detail: fault.detail.clone(),
                 retryable: fault.retryable,
                 not_happened: fault.happened == Happened::No,
+                raw: fault.raw.clone(),
             })
         });
         let state = State {
@@ -162,35 +167,36 @@ impl CallRow {
                 Some(Hold::Retry { at_ms }) => Some(at_ms),
                 _ => None,
             },
-            taken_by: call.taken_by.clone(),
-            node: call.node.clone(),
+            taken_by: call.taken_by.as_deref().map(Cow::Borrowed),
+            node: call.node.as_deref().map(Cow::Borrowed),
         };
+        let state = encode(&state)?;
         Ok(Self {
             hold: call.hold.map(Hold::as_str),
             args: call.args.clone(),
             result: outcome.and_then(|outcome| outcome.data.clone()),
             error: error.transpose()?,
             envelope: String::new(),
-            state: encode(&state)?,
+            state,
             call,
         })
     }
 }
 
-fn stored_target(call: &Call, target: &Target, with_args: bool) -> StoredTarget {
+fn stored_target<'a>(call: &Call, target: &'a Target, with_args: bool) -> StoredTarget<'a> {
     StoredTarget {
-        tool: (target.tool != call.tool_name).then(|| target.tool.clone()),
-        version: target.version.clone(),
+        tool: (target.tool != call.tool_name).then(|| Cow::Borrowed(target.tool.as_str())),
+        version: Cow::Borrowed(&target.version),
         executor: (target.executor != call.target.executor).then_some(target.executor),
         effect: target.effect,
         args: with_args.then(|| target.args.clone()),
     }
 }
 
-fn target_of(stored: StoredTarget, tool_name: &str, executor: Executor, args: &Json) -> Target {
+fn target_of(stored: StoredTarget<'_>, tool_name: &str, executor: Executor, args: &Json) -> Target {
     Target {
-        tool: stored.tool.unwrap_or_else(|| tool_name.to_owned()),
-        version: stored.version,
+        tool: stored.tool.map_or_else(|| tool_name.to_owned(), Cow::into_owned),
+        version: stored.version.into_owned(),
         executor: stored.executor.unwrap_or(executor),
         effect: stored.effect,
         args: stored.args.unwrap_or_else(|| args.clone()),
@@ -205,8 +211,8 @@ pub(crate) fn read_call(row: &Row<'_>) -> Result<(u64, Call), StoreError> {
     let time = |n: usize| row.get::<_, Option<i64>>(n).map_err(unreadable);
     let maybe = |n: usize| row.get::<_, Option<String>>(n).map_err(unreadable);
     let parse = |text: &str| decode::<Json>(text);
-    let envelope: Envelope = decode(&text(16)?)?;
-    let state: State = decode(&text(17)?)?;
+    let envelope: Envelope<'_> = decode(&text(16)?)?;
+    let state: State<'_> = decode(&text(17)?)?;
     let args = parse(&text(13)?)?;
     let status_text = text(6)?;
     let status: Status =
@@ -239,24 +245,24 @@ pub(crate) fn read_call(row: &Row<'_>) -> Result<(u64, Call), StoreError> {
         tool_name: tool_name.clone(),
         args: args.clone(),
         asked: Asked {
-            agent: envelope.agent,
-            call_id: envelope.call_id,
-            client_id: envelope.client_id,
-            user_id: envelope.user_id,
-            idempotency_key: envelope.idempotency_key,
-            traceparent: envelope.traceparent,
+            agent: envelope.agent.into_owned(),
+            call_id: envelope.call_id.map(Cow::into_owned),
+            client_id: envelope.client_id.map(Cow::into_owned),
+            user_id: envelope.user_id.map(Cow::into_owned),
+            idempotency_key: envelope.idempotency_key.map(Cow::into_owned),
+            traceparent: envelope.traceparent.map(Cow::into_owned),
             background: envelope.background,
         },
         target: target(state.target),
         alternates: state.alternates.into_iter().map(target).collect(),
         max_retries: envelope.max_retries,
-        backoff: envelope.backoff,
+        backoff: envelope.backoff.into_owned(),
         status,
         hold,
         attempt: state.attempt,
         target_attempts: state.target_attempts,
-        taken_by: state.taken_by,
-        node: state.node,
+        taken_by: state.taken_by.map(Cow::into_owned),
+        node: state.node.map(Cow::into_owned),
         created_ms,
         deadline_ms: number(9)? as u64,
         started_ms,
@@ -276,6 +282,7 @@ fn read_fault(text: &str) -> Result<Fault, StoreError> {
         detail: stored.detail,
         retryable: stored.retryable,
         happened,
+        raw: stored.raw,
     })
 }
 
@@ -285,16 +292,19 @@ fn read_fault(text: &str) -> Result<Fault, StoreError> {
 pub(crate) enum Implied {
     Requested,
     Started,
+    /// Of a call that had ended when it was stored first.
+    Finished,
 }
 
 impl Implied {
-    pub(crate) const ALL: [Self; 2] = [Self::Requested, Self::Started];
+    pub(crate) const ALL: [Self; 3] = [Self::Requested, Self::Started, Self::Finished];
 
     /// Stands behind the record's number in the call's list.
     pub(crate) fn letter(self) -> char {
         match self {
             Self::Requested => 'r',
             Self::Started => 's',
+            Self::Finished => 'f',
         }
     }
 }
@@ -305,9 +315,40 @@ pub(crate) struct Facts<'a> {
     pub(crate) args_bytes: usize,
     pub(crate) created_ms: u64,
     pub(crate) started_ms: Option<u64>,
+    pub(crate) completed_ms: Option<u64>,
+    /// Only of a call that succeeded.
+    pub(crate) result_bytes: Option<usize>,
 }
 
 impl Facts<'_> {
+    /// Which implied record this is, if the row says all that it says. Compared fact by fact: to
+    /// make the implied records only to compare them would cost every call more than the rest.
+    fn implies(&self, record: &Record) -> Option<Implied> {
+        let says = |name: &str| record.data.get(name);
+        let number = |name: &str, value: u64| says(name).and_then(Value::as_u64) == Some(value);
+        let same_tool = says("tool").and_then(Value::as_str) == Some(self.tool_name);
+        let (facts, at_ms, attempt) = (record.data.len(), record.at_ms, record.attempt);
+        let (implied, same) = match record.kind {
+            Kind::Requested => {
+                let same = (facts, at_ms, attempt) == (2, self.created_ms, 0);
+                (Implied::Requested, same && number("args_bytes", self.args_bytes as u64))
+            }
+            Kind::Started => {
+                let same = (facts, Some(at_ms), attempt) == (1, self.started_ms, 1);
+                (Implied::Started, same)
+            }
+            Kind::Finished => {
+                let latency_ms = at_ms.saturating_sub(self.created_ms);
+                let same = (facts, Some(at_ms), attempt) == (3, self.completed_ms, 1)
+                    && number("latency_ms", latency_ms)
+                    && number("result_bytes", self.result_bytes? as u64);
+                (Implied::Finished, same)
+            }
+            _ => return None,
+        };
+        (same && same_tool).then_some(implied)
+    }
+
     /// The implied record; none where the row does not say enough.
     pub(crate) fn record(&self, implied: Implied) -> Option<Record> {
         match implied {
@@ -319,6 +360,16 @@ impl Facts<'_> {
             Implied::Started => {
                 Some(Record::new(Kind::Started, self.started_ms?, 1).with("tool", self.tool_name))
             }
+            Implied::Finished => {
+                let completed_ms = self.completed_ms?;
+                let latency_ms = completed_ms.saturating_sub(self.created_ms);
+                Some(
+                    Record::new(Kind::Finished, completed_ms, 1)
+                        .with("latency_ms", latency_ms)
+                        .with("tool", self.tool_name)
+                        .with("result_bytes", self.result_bytes?),
+                )
+            }
         }
     }
 }
@@ -328,22 +379,18 @@ pub(crate) fn first_records(
     call: &Call,
     records: Vec<Record>,
 ) -> Result<Vec<RecordRow>, StoreError> {
+    let result = call.outcome.as_ref().and_then(|outcome| outcome.data.as_ref());
     let facts = Facts {
         tool_name: &call.tool_name,
         args_bytes: call.args.text().len(),
         created_ms: call.created_ms,
         started_ms: call.started_ms,
+        completed_ms: call.completed_ms,
+        result_bytes: result.map(|result| result.text().len()),
     };
-    let implied: Vec<Option<Implied>> = records
-        .iter()
-        .map(|record| {
-            Implied::ALL
-                .into_iter()
-                .find(|implied| facts.record(*implied).is_some_and(|implied| implied == *record))
-        })
-        .collect();
     let mut rows = Vec::with_capacity(records.len());
-    for (record, implied) in records.into_iter().zip(implied) {
+    for record in records {
+        let implied = facts.implies(&record);
         let data = if implied.is_some() { String::new() } else { encode(&record.data)? };
         rows.push(RecordRow {
             implied,

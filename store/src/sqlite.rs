@@ -19,7 +19,7 @@ use toolcrib::directory::{AuditEntry, Change, Directory};
 use toolcrib::event::{Event, Record};
 use toolcrib::id::CallId;
 use toolcrib::store::{
-    CallFilter, Created, EventScope, NewCall, Open, Run, Saved, Store, StoreError,
+    CallFilter, Created, EventScope, IdempotencyKey, NewCall, Open, Run, Saved, Store, StoreError,
 };
 
 use crate::migrate::{check, migrate};
@@ -135,6 +135,18 @@ impl Store for SqliteStore {
         let row = Box::new(CallRow::first(new.call)?);
         let key = new.key;
         self.write(|reply| Op::Create { row, records, key, reply }).await
+    }
+
+    async fn used(
+        &self,
+        project: &str,
+        key: &IdempotencyKey,
+    ) -> Result<Option<Created>, StoreError> {
+        let (project, key) = (project.to_owned(), key.clone());
+        self.read(move |connection| {
+            changes::used(connection, &project, &key).map_err(|error| reader::failed(&error))
+        })
+        .await
     }
 
     async fn save(&self, call: Arc<Call>, records: Vec<Record>) -> Result<Saved, StoreError> {

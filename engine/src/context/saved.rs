@@ -83,6 +83,7 @@ pub(super) mod outcome {
             detail: error.detail,
             retryable: error.retryable,
             happened,
+            raw: None,
         }))
     }
 }

@@ -158,6 +158,11 @@ impl Inner {
     /// Wakes whoever waits for news of this call.
     pub(crate) fn announce(&self, call: &Call) {
         self.bus.wake(&Topic::Call(call.id.clone()));
+        self.announce_around(call);
+    }
+
+    /// Wakes whoever follows the run or the project.
+    pub(crate) fn announce_around(&self, call: &Call) {
         if !self.bus.is_followed() {
             return;
         }

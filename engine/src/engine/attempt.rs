@@ -13,20 +13,7 @@ impl Inner {
     /// Starts the attempt that is out. Parking happens at once and in order; what is executed in
     /// this process gets its own task, and whatever becomes of that task is reported.
     pub(super) fn start_attempt(self: &Arc<Self>, call: &Arc<Call>, again: bool) {
-        let attempt = Attempt {
-            call_id: call.id.clone(),
-            project: call.project.clone(),
-            run_id: call.run_id.clone(),
-            agent: call.asked.agent.clone(),
-            number: call.attempt,
-            tool: call.target.tool.clone(),
-            effect: call.target.effect,
-            args: call.target.args.clone(),
-            deadline_ms: call.deadline_ms,
-            client_id: call.asked.client_id.clone(),
-            taken_by: call.taken_by.clone(),
-            again,
-        };
+        let attempt = attempt(call, again);
         let (inner, call) = (self.clone(), call.clone());
         self.attempts.spawn(async move {
             let executor = call.target.executor;
@@ -37,11 +24,16 @@ impl Inner {
             };
             let sink = inner.progress_sink(&call);
             let started = source.start(attempt, sink).await;
-            measure::attempted(executor, &started);
-            if let Started::Done(result) = started {
-                inner.report_attempt(&call, result).await;
-            }
+            inner.take_back(&call, started).await;
         });
+    }
+
+    /// Takes back how a started attempt went.
+    pub(super) async fn take_back(self: &Arc<Self>, call: &Call, started: Started) {
+        let executor = call.target.executor;
+        let Started::Done(result) = started else { return measure::parked(executor) };
+        measure::attempted(executor, result.is_ok());
+        self.report_attempt(call, result).await;
     }
 
     async fn report_attempt(
@@ -61,14 +53,34 @@ impl Inner {
 
     fn progress_sink(self: &Arc<Self>, call: &Arc<Call>) -> ProgressSink {
         let (inner, call) = (self.clone(), call.clone());
-        Arc::new(move |progress: Progress| {
-            let (inner, call) = (inner.clone(), call.clone());
-            tokio::spawn(async move {
-                let noted = inner.note_progress(&call.id, call.attempt, progress).await;
-                if let Err(error) = noted {
-                    tracing::debug!(call = %call.id, %error, "progress was not kept");
-                }
-            });
-        })
+        Arc::new(move |progress: Progress| inner.note_progress_soon(&call, progress))
+    }
+
+    pub(super) fn note_progress_soon(self: &Arc<Self>, call: &Arc<Call>, progress: Progress) {
+        let (inner, call) = (self.clone(), call.clone());
+        tokio::spawn(async move {
+            let noted = inner.note_progress(&call.id, call.attempt, progress).await;
+            if let Err(error) = noted {
+                tracing::debug!(call = %call.id, %error, "progress was not kept");
+            }
+        });
+    }
+}
+
+/// The attempt that is out.
+pub(super) fn attempt(call: &Call, again: bool) -> Attempt {
+    Attempt {
+        call_id: call.id.clone(),
+        project: call.project.clone(),
+        run_id: call.run_id.clone(),
+        agent: call.asked.agent.clone(),
+        number: call.attempt,
+        tool: call.target.tool.clone(),
+        effect: call.target.effect,
+        args: call.target.args.clone(),
+        deadline_ms: call.deadline_ms,
+        client_id: call.asked.client_id.clone(),
+        taken_by: call.taken_by.clone(),
+        again,
     }
 }

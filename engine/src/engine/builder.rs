@@ -1,6 +1,6 @@
 //! Putting an engine together.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -11,6 +11,7 @@ use tokio_util::task::TaskTracker;
 use super::catalog::{Catalog, Entry};
 use super::gate::Gate;
 use super::live::Live;
+use super::result::{self, Handle, RESULT_READ};
 use super::{Engine, Inner, Limits, Policies};
 use crate::bus::{Bus, LocalBus};
 use crate::clock::{Clock, SystemClock};
@@ -34,6 +35,7 @@ pub struct Builder {
     limits: Limits,
     policies: Policies,
     retention_ms: Option<u64>,
+    reads_results: bool,
 }
 
 impl Builder {
@@ -63,6 +65,15 @@ impl Builder {
     /// More tools that run in this process.
     pub fn tools(mut self, tools: impl IntoIterator<Item = Arc<dyn Tool>>) -> Self {
         self.tools.extend(tools);
+        self
+    }
+
+    /// The tool `result.read` too: a model reads with it what a digest left out. Its name must not
+    /// be taken by another tool then. Who may call any tool may call this one, unless a rule denies
+    /// it: it gives nothing that a caller could not read by itself. [`Engine::tools`] lists it for
+    /// an agent only where a rule names it.
+    pub fn result_read(mut self) -> Self {
+        self.reads_results = true;
         self
     }
 
@@ -103,7 +114,13 @@ impl Builder {
     pub async fn idle(self) -> Result<Engine, Error> {
         let clock = self.clock.unwrap_or_else(|| Arc::new(SystemClock::default()));
         let desk = Arc::new(Desk::new(clock.clone()));
-        let functions: Arc<dyn Source> = Arc::new(Functions::new(self.tools));
+        let own_handle = Handle::default();
+        let mut tools = self.tools;
+        if self.reads_results {
+            tools.push(Arc::new(result::tool(own_handle.clone())));
+        }
+        check_unique(&tools)?;
+        let functions: Arc<dyn Source> = Arc::new(Functions::new(tools));
         let mut sources: HashMap<Executor, Arc<dyn Source>> = HashMap::new();
         let own = [functions, desk.clone() as Arc<dyn Source>, Arc::new(Callers)];
         for source in own.into_iter().chain(self.sources) {
@@ -116,8 +133,7 @@ impl Builder {
             let name = definition.name.clone();
             let entry = Arc::new(Entry::compile(definition)?);
             if shared.insert(name.clone(), entry).is_some() {
-                let message = format!("there are two built-in tools named \"{name}\"");
-                return Err(Error::refused(Code::Conflict, message));
+                return Err(named_twice(&name));
             }
         }
         let minter = Minter::default();
@@ -142,7 +158,30 @@ impl Builder {
             attempts: TaskTracker::new(),
             tasks: TaskTracker::new(),
         });
+        // Set once, by who made it.
+        let _ = own_handle.set(Arc::downgrade(&inner));
         inner.renew_catalog().await?;
         Ok(Engine { inner })
     }
+}
+
+/// Two functions of one name: the second would silently take the place of the first.
+fn check_unique(tools: &[Arc<dyn Tool>]) -> Result<(), Error> {
+    let mut names = HashSet::new();
+    for tool in tools {
+        let name = tool.definition().name;
+        if names.contains(&name) {
+            return Err(named_twice(&name));
+        }
+        names.insert(name);
+    }
+    Ok(())
+}
+
+fn named_twice(name: &str) -> Error {
+    let mut message = format!("there are two built-in tools named \"{name}\"");
+    if name == RESULT_READ {
+        message.push_str("; one is the engine's own: rename yours, or build without result_read()");
+    }
+    Error::refused(Code::Conflict, message)
 }

@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock};
 
 use serde_json::json;
 
-use super::{Engine, Inner, unavailable};
+use super::{Engine, Inner, RESULT_READ, unavailable};
 use crate::bus::Topic;
 use crate::caller::{Caller, Trust};
 use crate::dialect::{Format, definition};
@@ -194,18 +194,24 @@ impl Catalog {
         if caller.trust == Trust::Local || caller.may_administer() {
             return Decision::Allowed;
         }
-        policy::decide(self.directory.rules.iter(), &caller.project, &caller.agent, tool)
+        let rules = self.directory.rules.iter();
+        if tool == RESULT_READ && self.shared.contains_key(tool) {
+            return policy::decide_companion(rules, &caller.project, &caller.agent, tool);
+        }
+        policy::decide(rules, &caller.project, &caller.agent, tool)
     }
 
-    /// Whether the caller may record what it ran itself under this name. A name that no rule allows
-    /// may be recorded, whether or not there is such a tool: nothing is executed for it.
-    pub fn decide_own(&self, caller: &Caller, tool: &str) -> Decision {
-        if caller.may_invoke() && caller.trust == Trust::Key && !caller.may_administer() {
-            let rules = self.directory.rules.iter();
-            let denied = policy::denied(rules, &caller.project, &caller.agent, tool);
-            return denied.map_or(Decision::Allowed, Decision::Denied);
+    /// Whether a tool is listed for the caller: what comes along with others is listed only where
+    /// a rule names it, so that a list shows what the operator allowed and nothing else.
+    fn lists(&self, caller: &Caller, tool: &str) -> bool {
+        if self.decide(caller, tool) != Decision::Allowed {
+            return false;
         }
-        self.decide(caller, tool)
+        let (rules, agent) = (self.directory.rules.iter(), &caller.agent);
+        tool != RESULT_READ
+            || caller.trust == Trust::Local
+            || caller.may_administer()
+            || policy::decide(rules, &caller.project, agent, tool) == Decision::Allowed
     }
 
     /// Names like this one, among those the caller may call.
@@ -238,7 +244,7 @@ impl Engine {
     pub fn tools(&self, caller: &Caller) -> Vec<Arc<Entry>> {
         let catalog = self.inner.catalog();
         let mut tools = catalog.tools(&caller.project);
-        tools.retain(|e| catalog.decide(caller, &e.definition.name) == Decision::Allowed);
+        tools.retain(|entry| catalog.lists(caller, &entry.definition.name));
         tools
     }
 

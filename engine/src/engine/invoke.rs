@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
+use super::ahead::{Ahead, UnderWay};
 use super::catalog::{Catalog, Entry as Compiled, not_found};
 use super::gate::{Caps, Place, Slot};
 use super::live::{Entry, Full};
@@ -99,7 +100,8 @@ impl Engine {
         check_client(&catalog, caller, &tool, asked.client_id.as_deref())?;
         let key = idempotency_key(caller, &asked, &args);
         let call = inner.draft(&catalog, caller, &tool, asked, &args);
-        inner.accept(call, key).await
+        let accepting = inner.clone().accept(call, key);
+        inner.surely(accepting).await
     }
 }
 
@@ -236,45 +238,100 @@ impl Inner {
 
     /// Commits the call, already claimed when a place is free, and starts it.
     pub(super) async fn accept(
-        self: &Arc<Self>,
+        self: Arc<Self>,
         call: Call,
         key: Option<IdempotencyKey>,
     ) -> Result<Ticket, Error> {
         let (all, each) = (self.limits.max_open_calls, self.limits.max_open_calls_per_project);
-        let room = self.live.room(&call.project, all, each).map_err(full)?;
+        let room = match self.live.room(&call.project, all, each) {
+            Ok(room) => room,
+            Err(why) => return self.known(&call.project, key).await?.ok_or_else(|| full(why))?,
+        };
         let requested = Record::new(Kind::Requested, call.created_ms, 0)
             .with("tool", call.tool_name.as_str())
             .with("args_bytes", call.target.args.text().len());
         let (place, caps) = self.place(&call);
-        let slot = self.gate.try_enter(&place, &caps);
-        let (call, records, action) = claimed(call, &slot, &self.node, requested);
-        let call = Arc::new(call);
+        let mut slot = self.gate.try_enter(&place, &caps);
+        let (call, mut records, action) = claimed(call, &slot, &self.node, requested);
+        let mut call = Arc::new(call);
+        // A key may mean that all this has been done: then nothing is done before it is known.
+        let begun = match action {
+            Some(Action::Start) if key.is_none() => self.begin_ahead(&call),
+            _ => Ahead::Waits,
+        };
+        let follows = match begun {
+            Ahead::Over(step) => {
+                records.extend(step.records);
+                call = Arc::new(step.call);
+                // The attempt is over, and its place is free while the commit is waited for.
+                slot = None;
+                Follows::AfterTheEnd(step.actions)
+            }
+            Ahead::UnderWay(read) => Follows::GoesOn(read),
+            Ahead::Waits => Follows::Begins(action),
+        };
         let new = NewCall { call: call.clone(), records, key };
-        match self.store.create(new).await.map_err(unavailable)? {
-            Created::New => {}
+        let created = self.store.create(new).await;
+        if let (Err(_), Follows::GoesOn(_)) = (&created, &follows) {
+            self.stop_attempt(&call);
+        }
+        if let Some(answer) = self.known_before(created.map_err(unavailable)?) {
+            return answer;
+        }
+        measure::accepted(&call);
+        if call.status.is_terminal() {
+            // It never was among the live ones: its room is free again, and nobody can know of it.
+            measure::ended(&call);
+            self.announce_around(&call);
+            return Ok(Ticket { call, replayed: false, entry: None });
+        }
+        room.keep();
+        let entry = Entry::new(call.clone(), slot);
+        self.live.insert(entry.clone());
+        self.announce(&call);
+        match follows {
+            Follows::Begins(Some(action)) => self.perform(&entry, &call, &[action]),
+            Follows::Begins(None) => self.gate.wait(call.id.clone(), place, caps),
+            Follows::GoesOn(read) => self.go_on(&call, read),
+            Follows::AfterTheEnd(actions) => self.perform(&entry, &call, &actions),
+        }
+        Ok(Ticket { call, replayed: false, entry: Some(entry) })
+    }
+
+    /// What was asked before under this key is answered also when nothing new is taken.
+    async fn known(
+        &self,
+        project: &str,
+        key: Option<IdempotencyKey>,
+    ) -> Result<Option<Result<Ticket, Error>>, Error> {
+        let Some(key) = key else { return Ok(None) };
+        let used = self.store.used(project, &key).await.map_err(unavailable)?;
+        Ok(used.and_then(|used| self.known_before(used)))
+    }
+
+    fn known_before(&self, created: Created) -> Option<Result<Ticket, Error>> {
+        match created {
+            Created::New => None,
             Created::Replayed(known) => {
                 metrics::counter!("toolcrib_idempotent_replays_total").increment(1);
                 let entry = self.live.get(&known.id);
                 let call = entry.as_ref().map_or_else(|| Arc::new(*known), |entry| entry.call());
-                return Ok(Ticket { call, replayed: true, entry });
+                Some(Ok(Ticket { call, replayed: true, entry }))
             }
             Created::Mismatch(id) => {
                 let message = "this idempotency key was used for another request";
                 let detail = json!({ "tool_call_id": id });
                 let fault = Fault::new(Code::IdempotencyMismatch, message).with_detail(detail);
-                return Err(fault.not_happened().into());
+                Some(Err(fault.not_happened().into()))
             }
         }
-        room.keep();
-        measure::accepted(&call);
-        let entry = Entry::new(call.clone(), slot);
-        self.live.insert(entry.clone());
-        self.announce(&call);
-        match action {
-            Some(action) => self.perform(&entry, &call, &[action]),
-            None => self.gate.wait(call.id.clone(), place, caps),
+    }
+
+    /// The call did not come to be: its attempt need not go on.
+    fn stop_attempt(&self, call: &Call) {
+        if let Some(source) = self.sources.get(&call.target.executor) {
+            source.cancel(&call.id, call.attempt);
         }
-        Ok(Ticket { call, replayed: false, entry: Some(entry) })
     }
 
     pub(super) fn place(&self, call: &Call) -> (Place, Caps) {
@@ -290,6 +347,16 @@ impl Inner {
         };
         (place, self.caps(&call.project, &call.target.tool))
     }
+}
+
+/// What is to be done once the call is stored.
+enum Follows {
+    /// Its first attempt, or standing in line.
+    Begins(Option<Action>),
+    /// Its first attempt has begun.
+    GoesOn(UnderWay),
+    /// What follows from its first attempt, which is over.
+    AfterTheEnd(Vec<Action>),
 }
 
 /// The fast path: with a place, the call is claimed in the same commit that creates it.

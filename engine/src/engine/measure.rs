@@ -8,7 +8,6 @@ use std::sync::LazyLock;
 use metrics::{Counter, Histogram, counter, histogram};
 
 use crate::call::{Call, Status};
-use crate::source::Started;
 use crate::tool::Executor;
 
 struct Usual {
@@ -61,9 +60,13 @@ pub(super) fn accepted(call: &Call) {
 }
 
 pub(super) fn moved(before: &Call, after: &Call) {
-    if before.status.is_terminal() || !after.status.is_terminal() {
-        return;
+    if !before.status.is_terminal() {
+        ended(after);
     }
+}
+
+/// The call has ended, if it has.
+pub(super) fn ended(after: &Call) {
     let Some(outcome) = &after.outcome else { return };
     let usual = usual(after.target.executor);
     match &outcome.error {
@@ -81,13 +84,12 @@ pub(super) fn moved(before: &Call, after: &Call) {
     usual.queue.record(seconds(outcome.metrics.queue_ms));
 }
 
-pub(super) fn attempted(executor: Executor, started: &Started) {
-    let which = match started {
-        Started::Done(Ok(_)) => 0,
-        Started::Done(Err(_)) => 1,
-        Started::Parked => 2,
-    };
-    usual(executor).attempts[which].increment(1);
+pub(super) fn attempted(executor: Executor, ok: bool) {
+    usual(executor).attempts[usize::from(!ok)].increment(1);
+}
+
+pub(super) fn parked(executor: Executor) {
+    usual(executor).attempts[2].increment(1);
 }
 
 #[cfg(test)]

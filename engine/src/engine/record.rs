@@ -8,18 +8,19 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::catalog::Entry;
+use super::catalog::{Catalog, Entry};
 use super::contexts::{at, own_tool};
 use super::invoke::{Invocation, check_args, check_envelope, check_word, idempotency_key, misfit};
 use super::report::settled;
 use super::{Engine, Inner, unavailable};
 use crate::call::{Call, Status};
-use crate::caller::Caller;
+use crate::caller::{Caller, Trust};
 use crate::fault::{Code, Error, Fault};
 use crate::id::CallId;
 use crate::json::Json;
 use crate::lifecycle::Event;
 use crate::names;
+use crate::policy::{self, Decision};
 use crate::retry::PolicyPatch;
 use crate::store::{CallFilter, IdempotencyKey};
 use crate::tool::{Definition, Executor, check_name};
@@ -77,7 +78,7 @@ impl Engine {
             ready.push(checked.map_err(|error| at(&format!("tool_calls/{n}"), error))?);
         }
         // Side by side, so that they share a commit.
-        let stored = ready.into_iter().map(|ready| inner.store_own(ready));
+        let stored = ready.into_iter().map(|ready| inner.surely(inner.clone().store_own(ready)));
         futures::future::join_all(stored).await.into_iter().collect()
     }
 
@@ -187,7 +188,7 @@ impl Engine {
         let known = named(tools, &call.tool_name);
         let result = self.inner.checked_own(&call, known, own.result)?;
         let event = Event::Report { attempt: None, by: None, result };
-        settled(self.inner.advance(&caller.project, &call.id, event).await?)
+        settled(self.inner.decide(caller, &call.id, event).await?)
     }
 
     /// The newest unanswered call with this id that the caller may answer; else the newest with it.
@@ -227,9 +228,22 @@ impl Engine {
     }
 }
 
+impl Catalog {
+    /// Whether the caller may record what it ran itself under this name. A name that no rule allows
+    /// may be recorded, whether or not there is such a tool: nothing is executed for it.
+    pub(super) fn decide_own(&self, caller: &Caller, tool: &str) -> Decision {
+        if caller.may_invoke() && caller.trust == Trust::Key && !caller.may_administer() {
+            let rules = self.directory().rules.iter();
+            let denied = policy::denied(rules, &caller.project, &caller.agent, tool);
+            return denied.map_or(Decision::Allowed, Decision::Denied);
+        }
+        self.decide(caller, tool)
+    }
+}
+
 impl Inner {
-    async fn store_own(self: &Arc<Self>, ready: Ready) -> Result<Arc<Call>, Error> {
-        let call = self.accept(ready.call, ready.key).await?.call;
+    async fn store_own(self: Arc<Self>, ready: Ready) -> Result<Arc<Call>, Error> {
+        let call = self.clone().accept(ready.call, ready.key).await?.call;
         let Some(result) = ready.result else { return Ok(call) };
         let event = Event::Report { attempt: None, by: None, result };
         settled(self.advance(&call.project, &call.id, event).await?)
@@ -257,7 +271,7 @@ impl Inner {
             return Ok(Ok(data));
         }
         let what = format!("the result of {} does not fit its output schema", call.tool_name);
-        Ok(Err(misfit(&what, &problems)))
+        Ok(Err(misfit(&what, &problems).with_raw(data)))
     }
 }
 

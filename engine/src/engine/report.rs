@@ -10,7 +10,6 @@ use super::invoke::misfit;
 use super::{Engine, Inner, unavailable};
 use crate::call::Call;
 use crate::caller::{Caller, Trust};
-use crate::event::{Kind, Record};
 use crate::fault::{Code, Error, Fault};
 use crate::function::Progress;
 use crate::id::CallId;
@@ -40,7 +39,7 @@ impl Engine {
         let call = self.inner.provided(caller, id, Some(client_id)).await?;
         let attempt = attempt.unwrap_or(call.attempt);
         let event = Event::Taken { attempt, by: client_id.to_owned() };
-        let call = settled(self.inner.advance(&caller.project, id, event).await?)?;
+        let call = settled(self.inner.decide(caller, id, event).await?)?;
         self.inner.desk.acknowledged(&call.project, client_id, id);
         Ok(call)
     }
@@ -57,7 +56,7 @@ impl Engine {
         let by = report.client_id.or_else(|| self.inner.desk.holder(id));
         let result = self.inner.checked(&call, report.result);
         let event = Event::Report { attempt: report.attempt, by, result };
-        settled(self.inner.advance(&caller.project, id, event).await?)
+        settled(self.inner.decide(caller, id, event).await?)
     }
 
     /// A client says how far it is.
@@ -86,11 +85,22 @@ impl Engine {
         }
         let call = self.call(caller, id).await?;
         let event = Event::Cancel { by: caller.agent.clone(), reason };
-        settled(self.inner.advance(&caller.project, &call.id, event).await?)
+        settled(self.inner.decide(caller, &call.id, event).await?)
     }
 }
 
 impl Inner {
+    /// Decides an event to the end, also when who brought it does not wait for that.
+    pub(super) async fn decide(
+        self: &Arc<Self>,
+        caller: &Caller,
+        id: &CallId,
+        event: Event,
+    ) -> Result<Advanced, Error> {
+        let (inner, project, id) = (self.clone(), caller.project.clone(), id.clone());
+        self.surely(async move { inner.advance(&project, &id, event).await }).await
+    }
+
     /// The call, if this caller may report on it.
     async fn provided(
         &self,
@@ -170,7 +180,8 @@ impl Inner {
             return Ok(data);
         }
         let what = format!("the result of {} does not fit its output schema", call.target.tool);
-        Err(misfit(&what, &problems))
+        // Whoever looks for the cause needs what was really given.
+        Err(misfit(&what, &problems).with_raw(data))
     }
 
     pub(super) async fn note_progress(
@@ -192,16 +203,7 @@ impl Inner {
         if entry.count_progress() > self.limits.max_progress_events {
             return Ok(());
         }
-        let mut record = Record::new(Kind::Progress, self.clock.now_ms(), attempt);
-        if let Some(percent) = progress.percent {
-            record = record.with("percent", percent);
-        }
-        if let Some(message) = progress.message {
-            record = record.with("message", message.chars().take(2_000).collect::<String>());
-        }
-        if let Some(data) = progress.data.filter(|data| data.to_string().len() <= 65_536) {
-            record = record.with("data", data);
-        }
+        let record = progress.record(self.clock.now_ms(), attempt);
         self.store.append(&call.project, id, vec![record]).await.map_err(unavailable)?;
         self.announce(&call);
         Ok(())

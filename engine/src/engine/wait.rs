@@ -71,6 +71,9 @@ impl Engine {
         ticket: &Ticket,
         wait_ms: u64,
     ) -> Result<Arc<Call>, Error> {
+        if ticket.call.status.is_terminal() {
+            return Ok(ticket.call.clone());
+        }
         self.wait_for(caller, &ticket.call.id, ticket.entry.clone(), wait_ms).await
     }
 

@@ -102,6 +102,14 @@ impl Store for MemoryStore {
         Ok(Created::New)
     }
 
+    async fn used(
+        &self,
+        project: &str,
+        key: &IdempotencyKey,
+    ) -> Result<Option<Created>, StoreError> {
+        Ok(self.state.lock().known(project, key))
+    }
+
     async fn save(&self, call: Arc<Call>, records: Vec<Record>) -> Result<Saved, StoreError> {
         let mut state = self.state.lock();
         let Some(place) = state.by_id.get(&call.id).copied() else { return Ok(Saved::Stale) };

@@ -2,10 +2,12 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod ahead;
 mod batch;
 mod context;
 mod engine;
 mod examples;
+mod results;
 mod simulation;
 mod support;
 mod tidy;

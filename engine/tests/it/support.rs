@@ -10,7 +10,8 @@ use toolcrib::directory::{AuditEntry, Change, Directory};
 use toolcrib::event::{Event, Record};
 use toolcrib::id::CallId;
 use toolcrib::store::{
-    CallFilter, Created, EventScope, MemoryStore, NewCall, Open, Run, Saved, Store, StoreError,
+    CallFilter, Created, EventScope, IdempotencyKey, MemoryStore, NewCall, Open, Run, Saved, Store,
+    StoreError,
 };
 
 /// Numbers that depend on nothing but the seed.
@@ -47,12 +48,15 @@ pub struct FlakyStore {
     inner: MemoryStore,
     chance: Chance,
     failing_percent: AtomicU64,
+    /// While somebody writes here, what was committed is not yet answered.
+    pub answering: tokio::sync::RwLock<()>,
 }
 
 impl FlakyStore {
     pub fn new(chance: Chance) -> Arc<Self> {
         let (inner, failing_percent) = (MemoryStore::default(), AtomicU64::new(0));
-        Arc::new(Self { inner, chance, failing_percent })
+        let answering = tokio::sync::RwLock::default();
+        Arc::new(Self { inner, chance, failing_percent, answering })
     }
 
     pub fn fail(&self, percent: u64) {
@@ -72,12 +76,24 @@ impl FlakyStore {
 impl Store for FlakyStore {
     async fn create(&self, new: NewCall) -> Result<Created, StoreError> {
         self.trouble()?;
-        self.inner.create(new).await
+        let created = self.inner.create(new).await;
+        drop(self.answering.read().await);
+        created
+    }
+
+    async fn used(
+        &self,
+        project: &str,
+        key: &IdempotencyKey,
+    ) -> Result<Option<Created>, StoreError> {
+        self.inner.used(project, key).await
     }
 
     async fn save(&self, call: Arc<Call>, records: Vec<Record>) -> Result<Saved, StoreError> {
         self.trouble()?;
-        self.inner.save(call, records).await
+        let saved = self.inner.save(call, records).await;
+        drop(self.answering.read().await);
+        saved
     }
 
     async fn append(

@@ -340,6 +340,15 @@ async fn nonsense_is_refused_by_its_name() {
         let error = api.get(&format!("{CONTEXT}?{query}")).await.refused(422, "VALIDATION_ERROR");
         assert!(message(&error).starts_with(field), "{query}: {error}");
     }
+    let long = format!("/v1/runs/{}/context", "r".repeat(256));
+    let error = api.get(&long).await.refused(422, "VALIDATION_ERROR");
+    assert!(message(&error).starts_with("run_id"), "{error}");
+}
+
+#[tokio::test]
+async fn posted_nonsense_is_refused_by_its_name() {
+    let server = Server::start().await;
+    let api = server.api();
     let many: Vec<Value> = (0..129).map(|_| json!({ "name": "a" })).collect();
     for (body, field) in [
         (json!([]), "tool_calls"),
@@ -380,6 +389,13 @@ async fn nonsense_is_refused_by_its_name() {
         let error = answer.refused(422, "VALIDATION_ERROR");
         assert!(message(&error).starts_with(field), "{body}: {error}");
     }
+    assert_eq!(context(&api).await["tool_calls"], json!([]), "nothing of it was recorded");
+}
+
+#[tokio::test]
+async fn definitions_that_make_no_sense_are_refused_by_their_name() {
+    let server = Server::start().await;
+    let api = server.api();
     for (body, field) in [
         (json!({ "tool_definitions": [{}] }), "tool_definitions/0: missing field `name`"),
         (json!({ "tool_definitions": [{ "name": "a b" }] }), "tool_definitions/0"),
@@ -403,10 +419,6 @@ async fn nonsense_is_refused_by_its_name() {
         let error = answer.refused(422, "VALIDATION_ERROR");
         assert!(message(&error).starts_with(field), "{body}: {error}");
     }
-    let long = format!("/v1/runs/{}/context", "r".repeat(256));
-    let error = api.get(&long).await.refused(422, "VALIDATION_ERROR");
-    assert!(message(&error).starts_with("run_id"), "{error}");
-    assert_eq!(context(&api).await["tool_calls"], json!([]), "nothing of it was recorded");
 }
 
 #[tokio::test]

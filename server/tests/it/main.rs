@@ -17,6 +17,7 @@ mod identity;
 mod ingress;
 mod listing;
 mod policy;
+mod results;
 mod seed;
 mod submitting;
 mod support;

@@ -1,6 +1,6 @@
 //! What the writer does with each kind of change: the SQL, and nothing about groups or flushes.
 
-use rusqlite::{OptionalExtension, params};
+use rusqlite::{Connection, OptionalExtension, params};
 use toolcrib::id::CallId;
 use toolcrib::store::{Created, IdempotencyKey, Saved};
 
@@ -18,7 +18,7 @@ impl Desk {
     ) -> rusqlite::Result<Created> {
         let call = &row.call;
         if let Some(key) = key
-            && let Some(known) = self.known(&call.project, key)?
+            && let Some(known) = used(&self.connection, &call.project, key)?
         {
             return Ok(known);
         }
@@ -62,27 +62,6 @@ impl Desk {
         }
         self.record(place, records)?;
         Ok(Created::New)
-    }
-
-    fn known(&self, project: &str, key: &IdempotencyKey) -> rusqlite::Result<Option<Created>> {
-        let used: Option<(String, i64)> = self
-            .connection
-            .prepare_cached(
-                "SELECT fingerprint, place FROM idempotency_keys \
-                 WHERE project = ?1 AND agent = ?2 AND key = ?3",
-            )?
-            .query_row(params![project, key.agent, key.key], |row| Ok((row.get(0)?, row.get(1)?)))
-            .optional()?;
-        let Some((fingerprint, place)) = used else { return Ok(None) };
-        let sql = format!("SELECT {CALL_COLUMNS} FROM calls WHERE place = ?1");
-        let mut select = self.connection.prepare_cached(&sql)?;
-        let mut rows = select.query([place])?;
-        let row = rows.next()?.ok_or(rusqlite::Error::QueryReturnedNoRows)?;
-        let (_, call) = read_call(row).map_err(|_| rusqlite::Error::InvalidQuery)?;
-        if fingerprint != key.fingerprint {
-            return Ok(Some(Created::Mismatch(call.id)));
-        }
-        Ok(Some(Created::Replayed(Box::new(call))))
     }
 
     pub(super) fn save(&mut self, row: &CallRow, records: &[RecordRow]) -> rusqlite::Result<Saved> {
@@ -248,4 +227,29 @@ impl Desk {
             .execute([])?;
         Ok(places.len())
     }
+}
+
+/// What a key was used for before.
+pub(super) fn used(
+    connection: &Connection,
+    project: &str,
+    key: &IdempotencyKey,
+) -> rusqlite::Result<Option<Created>> {
+    let used: Option<(String, i64)> = connection
+        .prepare_cached(
+            "SELECT fingerprint, place FROM idempotency_keys \
+             WHERE project = ?1 AND agent = ?2 AND key = ?3",
+        )?
+        .query_row(params![project, key.agent, key.key], |row| Ok((row.get(0)?, row.get(1)?)))
+        .optional()?;
+    let Some((fingerprint, place)) = used else { return Ok(None) };
+    let sql = format!("SELECT {CALL_COLUMNS} FROM calls WHERE place = ?1");
+    let mut select = connection.prepare_cached(&sql)?;
+    let mut rows = select.query([place])?;
+    let row = rows.next()?.ok_or(rusqlite::Error::QueryReturnedNoRows)?;
+    let (_, call) = read_call(row).map_err(|_| rusqlite::Error::InvalidQuery)?;
+    if fingerprint != key.fingerprint {
+        return Ok(Some(Created::Mismatch(call.id)));
+    }
+    Ok(Some(Created::Replayed(Box::new(call))))
 }

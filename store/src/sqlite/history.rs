@@ -10,7 +10,8 @@ use super::reader::{collect, failed};
 use crate::row::{Facts, Implied, read_record};
 
 /// The columns that a history is read from, in this order.
-const COLUMNS: &str = "id, events, tool_name, octet_length(args), created_ms, started_ms, project";
+const COLUMNS: &str = "id, events, tool_name, octet_length(args), created_ms, started_ms, project, \
+     completed_ms, octet_length(result)";
 
 /// One number in a call's list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -42,6 +43,8 @@ struct History {
     args_bytes: usize,
     created_ms: u64,
     started_ms: Option<u64>,
+    completed_ms: Option<u64>,
+    result_bytes: Option<usize>,
 }
 
 impl History {
@@ -55,6 +58,8 @@ impl History {
             args_bytes: row.get::<_, i64>(3).map_err(unreadable)? as usize,
             created_ms: row.get::<_, i64>(4).map_err(unreadable)? as u64,
             started_ms: row.get::<_, Option<i64>>(5).map_err(unreadable)?.map(|ms| ms as u64),
+            completed_ms: row.get::<_, Option<i64>>(7).map_err(unreadable)?.map(|ms| ms as u64),
+            result_bytes: row.get::<_, Option<i64>>(8).map_err(unreadable)?.map(|n| n as usize),
         })
     }
 
@@ -64,6 +69,8 @@ impl History {
             args_bytes: self.args_bytes,
             created_ms: self.created_ms,
             started_ms: self.started_ms,
+            completed_ms: self.completed_ms,
+            result_bytes: self.result_bytes,
         };
         facts.record(mark.implied()?)
     }

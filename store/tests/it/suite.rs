@@ -24,6 +24,7 @@ macro_rules! conformance {
                     a_call_of_another_project_is_none
                     every_status_and_hold_is_read_back
                     a_fault_is_read_back_with_all_it_says
+                    what_a_tool_gave_and_was_refused_is_kept_with_its_fault
                     an_alternate_in_the_targets_place_is_read_back
                     an_alternate_of_the_same_name_keeps_its_own_arguments
                     saving_the_next_version_replaces_the_call
@@ -34,6 +35,7 @@ macro_rules! conformance {
                 }
                 idempotency {
                     the_same_key_and_request_give_the_first_call
+                    what_a_key_was_used_for_can_be_asked
                     a_replay_shows_the_call_as_it_is_now
                     the_same_key_for_another_request_is_a_mismatch
                     keys_of_other_agents_and_projects_are_independent

@@ -5,6 +5,7 @@ mod batch;
 mod calls;
 mod contexts;
 mod events;
+mod results;
 mod tools;
 
 use utoipa_axum::router::OpenApiRouter;
@@ -20,6 +21,7 @@ pub(super) fn routes() -> OpenApiRouter<Door> {
         .routes(routes!(calls::list, batch::run))
         .routes(routes!(calls::show))
         .routes(routes!(calls::cancel))
+        .routes(routes!(results::read))
         .routes(routes!(events::of_call))
         .routes(routes!(events::of_run))
         .routes(routes!(events::of_project))

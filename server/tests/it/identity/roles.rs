@@ -18,13 +18,14 @@ enum Row {
 
 use Row::{Keyed, Open};
 
-const TABLE: [(&str, &str, Row); 33] = [
+const TABLE: [(&str, &str, Row); 34] = [
     ("get", "/v1/tools", Keyed([200, 200, 200, 200])),
     ("get", "/v1/tools/{name}", Keyed([200, 404, 200, 404])),
     ("post", "/v1/tools/{name}/invoke", Keyed([202, 403, 202, 404])),
     ("get", "/v1/tool_calls", Keyed([200, 200, 200, 200])),
     ("post", "/v1/tool_calls", Keyed([202, 403, 202, 200])),
     ("get", "/v1/tool_calls/{tool_call_id}", Keyed([200, 200, 200, 404])),
+    ("get", "/v1/tool_calls/{tool_call_id}/result", Keyed([200, 200, 200, 404])),
     ("post", "/v1/tool_calls/{tool_call_id}/cancel", Keyed([200, 403, 200, 404])),
     ("get", "/v1/tool_calls/{tool_call_id}/events", Keyed([200, 200, 200, 404])),
     ("get", "/v1/runs/{run_id}/events", Keyed([200, 200, 200, 200])),
@@ -74,6 +75,9 @@ impl World {
         let mut filled = path.replace("{name}", "a.tool").replace("{run_id}", "run_1");
         if path.contains("{tool_call_id}") {
             let id = self.admin.invoke("a.tool", json!({})).await;
+            if path.ends_with("/result") {
+                self.provider.succeed(&id, json!({})).await;
+            }
             filled = filled.replace("{tool_call_id}", &id);
         }
         if path.contains("{id}") {

@@ -142,6 +142,20 @@ pub async fn a_fault_is_read_back_with_all_it_says(store: &dyn Store) {
     }
 }
 
+pub async fn what_a_tool_gave_and_was_refused_is_kept_with_its_fault(store: &dyn Store) {
+    let raw = r#"{ "price": 1.10, "deep": [[["🦀", null]]] }"#;
+    let waiting = call();
+    put(store, &waiting).await;
+    let mut failed = ended(&waiting, Status::Failed, NOW + 9);
+    let fault = Fault::new(Code::ValidationError, "does not fit").with_raw(json(raw));
+    failed.outcome.as_mut().unwrap().error = Some(fault);
+    save(store, &failed).await;
+    let stored = read(store, &waiting).await;
+    assert_eq!(stored, failed);
+    let kept = stored.outcome.unwrap().error.unwrap().raw.unwrap();
+    assert_eq!(kept.text(), raw, "as it was given");
+}
+
 /// As `lifecycle` does it: the alternate leaves the list and its attempts are counted anew.
 fn fallen_back(call: &Call) -> Call {
     let mut next = running(call);

@@ -1,12 +1,13 @@
 //! Events: numbered over the whole store in the order of the commits, read by scope and page.
 
 use serde_json::json as value;
+use toolcrib::call::Status;
 use toolcrib::event::{Event, Kind, Record};
 use toolcrib::store::{EventScope, Store};
 
 use crate::support::{
-    NOW, append, call, call_of, creating, found, history, of_call, of_project, of_run, on_threads,
-    put, record, requested, running, saving,
+    NOW, append, call, call_of, creating, ended, found, history, of_call, of_project, of_run,
+    on_threads, put, record, requested, running, saving,
 };
 
 fn numbers(events: &[Event]) -> Vec<u64> {
@@ -208,7 +209,18 @@ fn accepted(run: &str) -> (toolcrib::Call, Vec<Record>) {
 pub async fn the_usual_beginning_is_told_like_everything_else(store: &dyn Store) {
     let mut told = Vec::new();
     for n in 0..20 {
-        let (begun, records) = accepted(if n % 2 == 0 { "even" } else { "odd" });
+        let (mut begun, mut records) = accepted(if n % 2 == 0 { "even" } else { "odd" });
+        if n % 5 == 0 {
+            // Over when it was stored first.
+            let over = ended(&begun, Status::Succeeded, begun.created_ms + 4);
+            let result = over.outcome.as_ref().unwrap().data.as_ref().unwrap().text().len();
+            let finished = Record::new(Kind::Finished, begun.created_ms + 4, 1)
+                .with("latency_ms", 4)
+                .with("tool", "weather.query")
+                .with("result_bytes", result);
+            records.push(finished);
+            begun = toolcrib::Call { version: 1, ..over };
+        }
         creating(store, &begun, records.clone(), None).await.unwrap();
         told.extend(records.into_iter().map(|record| (begun.clone(), record)));
         if n % 3 == 0 {
@@ -228,7 +240,7 @@ pub async fn the_usual_beginning_is_told_like_everything_else(store: &dyn Store)
     assert_eq!(seen(&all), expected(None));
     assert_eq!(seen(&history(store, of_run("p", "odd")).await), expected(Some("odd")));
     let first = &told[0].0;
-    assert_eq!(history(store, of_call(first)).await.len(), 3);
+    assert_eq!(history(store, of_call(first)).await.len(), 4);
     // From every place on, in pages of every size: nothing twice, nothing left out.
     for (n, event) in all.iter().enumerate() {
         for limit in [1, 2, 7] {

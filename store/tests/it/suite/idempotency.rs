@@ -21,6 +21,18 @@ pub async fn the_same_key_and_request_give_the_first_call(store: &dyn Store) {
     assert_eq!(history(store, of_project("p")).await, told);
 }
 
+pub async fn what_a_key_was_used_for_can_be_asked(store: &dyn Store) {
+    let first = call();
+    assert!(store.used("p", &key("ada", "k", "f")).await.unwrap().is_none());
+    put_keyed(store, &first, &key("ada", "k", "f")).await;
+    let used = store.used("p", &key("ada", "k", "f")).await.unwrap();
+    assert!(matches!(used, Some(Created::Replayed(known)) if *known == first));
+    let other = store.used("p", &key("ada", "k", "g")).await.unwrap();
+    assert!(matches!(other, Some(Created::Mismatch(id)) if id == first.id));
+    assert!(store.used("q", &key("ada", "k", "f")).await.unwrap().is_none());
+    assert!(store.used("p", &key("bob", "k", "f")).await.unwrap().is_none());
+}
+
 pub async fn a_replay_shows_the_call_as_it_is_now(store: &dyn Store) {
     let first = call();
     put_keyed(store, &first, &key("ada", "k", "f")).await;

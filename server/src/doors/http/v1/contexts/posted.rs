@@ -90,8 +90,8 @@ impl OwnTool {
 /// Calls that the caller runs itself.
 #[derive(Deserialize, ToSchema)]
 pub(crate) struct CallsBody {
-    /// 1 to 128 calls: `{call_id?, name, args?, timeout_ms?, idempotency_key?, async?, result?}`, or
-    /// as OpenAI or Anthropic write them. `result` is `{ok?, data?, error?}`.
+    /// 1 to 128 calls: `{call_id?, name, args?, timeout_ms?, idempotency_key?, async?, result?}`,
+    /// or as OpenAI or Anthropic write them. `result` is `{ok?, data?, error?}`.
     #[schema(value_type = Vec<Object>)]
     tool_calls: Vec<Json>,
 }
@@ -166,8 +166,8 @@ impl CallsBody {
 /// How calls went that the caller ran itself.
 #[derive(Deserialize, ToSchema)]
 pub(crate) struct ResultsBody {
-    /// 1 to 128 results: `{call_id or tool_call_id, ok?, data?, error?}`, or the messages that go to
-    /// OpenAI (`role: "tool"`) or Anthropic (`type: "tool_result"`).
+    /// 1 to 128 results: `{call_id or tool_call_id, ok?, data?, error?}`, or the messages that go
+    /// to OpenAI (`role: "tool"`) or Anthropic (`type: "tool_result"`).
     #[schema(value_type = Vec<Object>)]
     tool_results: Vec<Json>,
 }

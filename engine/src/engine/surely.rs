@@ -1,0 +1,67 @@
+//! What was begun is finished, also when whoever asked for it has gone away.
+//!
+//! A caller that hangs up drops the future it was waiting for. Between handing a change to the
+//! store and acting on its commit that must not happen: the change would stand, and nobody would
+//! act on it.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use super::Inner;
+
+/// A future that goes on by itself when it is dropped half-way.
+pub(super) struct Surely<F>
+where
+    F: Future + Send + 'static,
+    F::Output: Send,
+{
+    rest: Option<Pin<Box<F>>>,
+    inner: Arc<Inner>,
+}
+
+impl Inner {
+    pub(super) fn surely<F>(self: &Arc<Self>, work: F) -> Surely<F>
+    where
+        F: Future + Send + 'static,
+        F::Output: Send,
+    {
+        Surely { rest: Some(Box::pin(work)), inner: self.clone() }
+    }
+}
+
+impl<F> Future for Surely<F>
+where
+    F: Future + Send + 'static,
+    F::Output: Send,
+{
+    type Output = F::Output;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<F::Output> {
+        let Some(rest) = self.rest.as_mut() else { return Poll::Pending };
+        let answer = rest.as_mut().poll(context);
+        if answer.is_ready() {
+            self.rest = None;
+        }
+        answer
+    }
+}
+
+impl<F> Drop for Surely<F>
+where
+    F: Future + Send + 'static,
+    F::Output: Send,
+{
+    fn drop(&mut self) {
+        let Some(rest) = self.rest.take() else { return };
+        // Without a runtime the process is going down, and the next start takes it up.
+        if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+            self.inner.attempts.spawn_on(
+                async move {
+                    rest.await;
+                },
+                &runtime,
+            );
+        }
+    }
+}
