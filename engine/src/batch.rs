@@ -64,6 +64,8 @@ pub struct Batch {
     pub user_id: Option<String>,
     /// The trace it is asked in, as W3C's `traceparent`.
     pub traceparent: Option<String>,
+    /// Who is told of the end of each call.
+    pub callback_url: Option<String>,
 }
 
 impl Batch {
@@ -79,6 +81,7 @@ impl Batch {
             idempotency_key: None,
             user_id: None,
             traceparent: None,
+            callback_url: None,
         }
     }
 }
@@ -118,6 +121,9 @@ impl Engine {
     /// ```
     pub async fn batch(&self, caller: &Caller, batch: Batch) -> Result<BatchAnswer, Error> {
         self.check(&batch)?;
+        if let Some(url) = &batch.callback_url {
+            self.inner.check_callback(caller, url)?;
+        }
         let read: Vec<_> = batch.entries.iter().map(dialect::parse).collect();
         if !caller.may_invoke() {
             // No entry could be anything else, so this is the answer to the whole.
@@ -281,6 +287,7 @@ impl Run<'_> {
             idempotency_key: entry.idempotency_key.clone().or_else(of_batch),
             user_id: batch.user_id.clone(),
             traceparent: batch.traceparent.clone(),
+            callback_url: batch.callback_url.clone(),
             ..Invocation::of(entry.name.clone(), entry.args.clone())
         }
     }

@@ -18,6 +18,9 @@ mod ingress;
 mod invoke;
 mod live;
 mod measure;
+mod notices;
+mod observing;
+mod permit;
 mod record;
 mod recover;
 mod report;
@@ -38,6 +41,7 @@ use crate::clock::Clock;
 use crate::desk::Desk;
 use crate::fault::{Code, Error};
 use crate::id::Minter;
+use crate::observe::Observer;
 use crate::retry::{ExecutionPolicy, PolicyPatch};
 use crate::source::Source;
 use crate::store::{Store, StoreError};
@@ -49,6 +53,7 @@ pub use catalog::{Catalog, Entry as CatalogEntry, Registration};
 pub use contexts::{CONTEXT_CALLS, RunTools, Style};
 pub use ingress::Connecting;
 pub use invoke::{Invocation, Ticket};
+pub use notices::{DeliveryPage, DeliveryQuery};
 pub use record::{MAX_RECORDED, OwnCall, OwnResult};
 pub use report::Report;
 pub use result::RESULT_READ;
@@ -56,6 +61,8 @@ pub use wait::{CallPage, CallQuery, EventQuery};
 
 use gate::Gate;
 use live::Live;
+use notices::Notices;
+pub(crate) use notices::{Entered, Lane};
 
 /// A limit on everything that could grow.
 #[derive(Debug, Clone)]
@@ -134,11 +141,15 @@ pub(crate) struct Inner {
     pub(crate) changing: tokio::sync::Mutex<()>,
     pub(crate) live: Live,
     pub(crate) gate: Arc<Gate>,
+    pub(crate) notices: Arc<Notices>,
     pub(crate) minter: Minter,
     pub(crate) limits: Limits,
     pub(crate) policies: Policies,
     /// This process, told apart from the one before a restart.
     pub(crate) node: String,
+    /// Whether the metrics name projects' tools; unless said, while there are no keys.
+    pub(crate) tool_names: Option<bool>,
+    pub(crate) observer: Option<Arc<dyn Observer>>,
     pub(crate) draining: AtomicBool,
     pub(crate) recovered: AtomicBool,
     pub(crate) stopping: CancellationToken,
@@ -187,6 +198,11 @@ impl Engine {
     /// Calls that have not ended.
     pub fn open_calls(&self) -> usize {
         self.inner.live.len()
+    }
+
+    /// Calls that have not ended, by what they are doing.
+    pub fn open_calls_by_state(&self) -> [(&'static str, usize); 4] {
+        self.inner.live.states()
     }
 
     /// Calls that wait for a free place.

@@ -8,7 +8,9 @@
 //! keys is made from the same types, so neither can say something the other does not.
 
 mod layers;
+mod telemetry;
 mod validate;
+mod webhooks;
 
 #[cfg(test)]
 mod tests;
@@ -25,6 +27,9 @@ use toolcrib::tool::Alternate;
 use crate::sources::builtin::{DatabaseSettings, WeatherSettings};
 
 pub use layers::ConfigError;
+pub use telemetry::TelemetrySettings;
+pub(crate) use telemetry::check_endpoint;
+pub use webhooks::{WebhookKeySettings, WebhookSettings};
 
 /// The file that is read when no other is named.
 pub const DEFAULT_FILE: &str = "toolcrib.toml";
@@ -57,8 +62,12 @@ pub struct Config {
     pub shutdown: ShutdownSettings,
     /// Connections of programs that offer tools.
     pub ingress: IngressSettings,
+    /// Completion callbacks.
+    pub webhooks: WebhookSettings,
     /// The tools that come with the server.
     pub builtin: BuiltinSettings,
+    /// Traces and metrics.
+    pub telemetry: TelemetrySettings,
     /// The file that was read; not a setting.
     #[serde(skip)]
     #[schemars(skip)]
@@ -80,7 +89,9 @@ impl Default for Config {
             retention: RetentionSettings::default(),
             shutdown: ShutdownSettings::default(),
             ingress: IngressSettings::default(),
+            webhooks: WebhookSettings::default(),
             builtin: BuiltinSettings::default(),
+            telemetry: TelemetrySettings::default(),
             file: None,
         }
     }

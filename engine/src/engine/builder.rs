@@ -11,14 +11,17 @@ use tokio_util::task::TaskTracker;
 use super::catalog::{Catalog, Entry};
 use super::gate::Gate;
 use super::live::Live;
+use super::notices::Notices;
 use super::result::{self, Handle, RESULT_READ};
-use super::{Engine, Inner, Limits, Policies};
+use super::{Engine, Inner, Limits, Policies, measure};
 use crate::bus::{Bus, LocalBus};
 use crate::clock::{Clock, SystemClock};
 use crate::desk::Desk;
 use crate::fault::{Code, Error};
 use crate::function::{Functions, Tool};
 use crate::id::Minter;
+use crate::notify::{Notifier, Notifying};
+use crate::observe::Observer;
 use crate::source::{Callers, Source};
 use crate::store::{MemoryStore, Store};
 use crate::task;
@@ -36,6 +39,10 @@ pub struct Builder {
     policies: Policies,
     retention_ms: Option<u64>,
     reads_results: bool,
+    notifier: Option<Arc<dyn Notifier>>,
+    notifying: Notifying,
+    observer: Option<Arc<dyn Observer>>,
+    tool_names: Option<bool>,
 }
 
 impl Builder {
@@ -95,15 +102,34 @@ impl Builder {
         self
     }
 
+    /// Who tells callers that their calls have ended; without one, callback URLs are refused.
+    pub fn notifier(mut self, notifier: Arc<dyn Notifier>, notifying: Notifying) -> Self {
+        (self.notifier, self.notifying) = (Some(notifier), notifying);
+        self
+    }
+
     /// How long finished calls are kept; for ever unless said.
     pub fn retention_ms(mut self, retention_ms: u64) -> Self {
         self.retention_ms = Some(retention_ms);
         self
     }
 
+    /// Who is told how attempts and calls went; nobody unless said, and then it costs nothing.
+    pub fn observer(mut self, observer: Arc<dyn Observer>) -> Self {
+        self.observer = Some(observer);
+        self
+    }
+
+    /// Whether the metrics name the tools of projects; unless said, while there are no keys.
+    pub fn tool_names_in_metrics(mut self, named: bool) -> Self {
+        self.tool_names = Some(named);
+        self
+    }
+
     /// An engine that takes up what the store has open, and runs its reconcilers.
     pub async fn start(self) -> Result<Engine, Error> {
         let retention_ms = self.retention_ms;
+        measure::ready();
         let engine = self.idle().await?;
         task::spawn_all(&engine, retention_ms);
         Ok(engine)
@@ -148,10 +174,13 @@ impl Builder {
             changing: tokio::sync::Mutex::new(()),
             live: Live::default(),
             gate: Arc::new(Gate::default()),
+            notices: Arc::new(Notices::new(self.notifier, self.notifying)),
             minter,
             limits: self.limits,
             policies: self.policies,
             node,
+            tool_names: self.tool_names,
+            observer: self.observer,
             draining: AtomicBool::new(false),
             recovered: AtomicBool::new(false),
             stopping: CancellationToken::new(),

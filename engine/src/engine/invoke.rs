@@ -11,6 +11,7 @@ use super::ahead::{Ahead, UnderWay};
 use super::catalog::{Catalog, Entry as Compiled, not_found};
 use super::gate::{Caps, Place, Slot};
 use super::live::{Entry, Full};
+use super::observing::Over;
 use super::{Engine, Inner, measure, unavailable};
 use crate::args;
 use crate::call::{Asked, Call, Hold, Status, Target};
@@ -43,6 +44,8 @@ pub struct Invocation {
     pub user_id: Option<String>,
     /// The trace it is asked in, as W3C's `traceparent`.
     pub traceparent: Option<String>,
+    /// Where to tell that it has ended.
+    pub callback_url: Option<String>,
 }
 
 impl Invocation {
@@ -64,6 +67,7 @@ impl Invocation {
             client_id: None,
             user_id: None,
             traceparent: None,
+            callback_url: None,
         }
     }
 }
@@ -98,6 +102,9 @@ impl Engine {
         let args = asked.args.value();
         check_args(&tool, &args)?;
         check_client(&catalog, caller, &tool, asked.client_id.as_deref())?;
+        if let Some(url) = &asked.callback_url {
+            asked.callback_url = Some(inner.check_callback(caller, url)?);
+        }
         let key = idempotency_key(caller, &asked, &args);
         let call = inner.draft(&catalog, caller, &tool, asked, &args);
         let accepting = inner.clone().accept(call, key);
@@ -106,35 +113,6 @@ impl Engine {
 }
 
 impl Inner {
-    /// Denied calls are answered with the reason and written down.
-    pub(crate) async fn check_permission(
-        &self,
-        catalog: &Catalog,
-        caller: &Caller,
-        tool: &str,
-    ) -> Result<(), Error> {
-        self.permitted(caller, tool, catalog.decide(caller, tool)).await
-    }
-
-    pub(super) async fn permitted(
-        &self,
-        caller: &Caller,
-        tool: &str,
-        decision: Decision,
-    ) -> Result<(), Error> {
-        let Decision::Denied(reason) = decision else {
-            measure::allowed();
-            return Ok(());
-        };
-        metrics::counter!("toolcrib_policy_decisions_total", "decision" => "deny").increment(1);
-        let shown: String = tool.chars().take(128).collect();
-        let entry = self.entry(caller, &caller.project, "call.denied", &shown, &reason);
-        self.store.audit(entry).await.map_err(unavailable)?;
-        let message = format!("agent \"{}\" may not call \"{shown}\": {reason}", caller.agent);
-        let detail = json!({ "agent": caller.agent, "tool": shown, "rule": reason });
-        Err(Fault::new(Code::PermissionDenied, message).not_happened().with_detail(detail).into())
-    }
-
     /// The call as it would be, before anything was decided about it.
     pub(super) fn draft(
         &self,
@@ -167,6 +145,7 @@ impl Inner {
                 idempotency_key: asked.idempotency_key,
                 traceparent: asked.traceparent,
                 background: definition.background,
+                callback_url: asked.callback_url,
             },
             max_retries: asked.retry.unwrap_or(policy.max_retries),
             backoff: policy.backoff,
@@ -179,6 +158,7 @@ impl Inner {
             created_ms: now_ms,
             deadline_ms: now_ms + timeout_ms,
             started_ms: None,
+            attempt_ms: None,
             completed_ms: None,
             outcome: None,
             version: 1,
@@ -249,7 +229,8 @@ impl Inner {
         };
         let requested = Record::new(Kind::Requested, call.created_ms, 0)
             .with("tool", call.tool_name.as_str())
-            .with("args_bytes", call.target.args.text().len());
+            .with("args_bytes", call.target.args.text().len())
+            .about_task(&call);
         let (place, caps) = self.place(&call);
         let mut slot = self.gate.try_enter(&place, &caps);
         let (call, mut records, action) = claimed(call, &slot, &self.node, requested);
@@ -259,13 +240,14 @@ impl Inner {
             Some(Action::Start) if key.is_none() => self.begin_ahead(&call),
             _ => Ahead::Waits,
         };
-        let follows = match begun {
+        let mut follows = match begun {
             Ahead::Over(step) => {
+                let over = self.attempt_over(&call, &step.call, &step.records);
                 records.extend(step.records);
-                call = Arc::new(step.call);
+                let before = std::mem::replace(&mut call, Arc::new(step.call));
                 // The attempt is over, and its place is free while the commit is waited for.
                 slot = None;
-                Follows::AfterTheEnd(step.actions)
+                Follows::AfterTheEnd { actions: step.actions, before, over }
             }
             Ahead::UnderWay(read) => Follows::GoesOn(read),
             Ahead::Waits => Follows::Begins(action),
@@ -279,9 +261,15 @@ impl Inner {
             return answer;
         }
         measure::accepted(&call);
+        if let Follows::AfterTheEnd { before, over, .. } = &mut follows {
+            self.tell_observer(before, &call, over.take(), self.clock.now_ms());
+        }
         if call.status.is_terminal() {
             // It never was among the live ones: its room is free again, and nobody can know of it.
-            measure::ended(&call);
+            measure::ended(&call, || self.may_name(&call));
+            if call.asked.callback_url.is_some() {
+                self.notices.wake();
+            }
             self.announce_around(&call);
             return Ok(Ticket { call, replayed: false, entry: None });
         }
@@ -293,7 +281,7 @@ impl Inner {
             Follows::Begins(Some(action)) => self.perform(&entry, &call, &[action]),
             Follows::Begins(None) => self.gate.wait(call.id.clone(), place, caps),
             Follows::GoesOn(read) => self.go_on(&call, read),
-            Follows::AfterTheEnd(actions) => self.perform(&entry, &call, &actions),
+            Follows::AfterTheEnd { actions, .. } => self.perform(&entry, &call, &actions),
         }
         Ok(Ticket { call, replayed: false, entry: Some(entry) })
     }
@@ -356,7 +344,7 @@ enum Follows {
     /// Its first attempt has begun.
     GoesOn(UnderWay),
     /// What follows from its first attempt, which is over.
-    AfterTheEnd(Vec<Action>),
+    AfterTheEnd { actions: Vec<Action>, before: Arc<Call>, over: Option<Over> },
 }
 
 /// The fast path: with a place, the call is claimed in the same commit that creates it.
@@ -490,6 +478,9 @@ pub(super) fn idempotency_key(
         asked.client_id
     ]);
     hash.update(rest.to_string().as_bytes());
+    if let Some(url) = &asked.callback_url {
+        hash.update(Value::from(url.as_str()).to_string().as_bytes());
+    }
     hash.update(canonical(args).as_bytes());
     let fingerprint = hex(&hash.finalize());
     Some(IdempotencyKey { agent: caller.agent.clone(), key, fingerprint })

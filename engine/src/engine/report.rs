@@ -69,6 +69,10 @@ impl Engine {
         progress: Progress,
     ) -> Result<(), Error> {
         let call = self.inner.provided(caller, id, client_id).await?;
+        if progress.percent.is_some_and(|percent| !(0.0..=100.0).contains(&percent)) {
+            let fault = Fault::new(Code::ValidationError, "percent must be from 0 to 100");
+            return Err(fault.with_detail(json!({ "pointer": "/percent" })).into());
+        }
         self.inner.note_progress(id, attempt.unwrap_or(call.attempt), progress).await
     }
 
@@ -203,7 +207,7 @@ impl Inner {
         if entry.count_progress() > self.limits.max_progress_events {
             return Ok(());
         }
-        let record = progress.record(self.clock.now_ms(), attempt);
+        let record = progress.record(self.clock.now_ms(), attempt).about_task(&call);
         self.store.append(&call.project, id, vec![record]).await.map_err(unavailable)?;
         self.announce(&call);
         Ok(())

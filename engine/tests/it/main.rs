@@ -7,6 +7,8 @@ mod batch;
 mod context;
 mod engine;
 mod examples;
+mod notify;
+mod observing;
 mod results;
 mod simulation;
 mod support;

@@ -28,11 +28,13 @@ impl Config {
         }
         self.check_policies()?;
         self.check_numbers()?;
+        self.webhooks.validate()?;
         let days = self.retention.finished_calls_days;
         if !(0.0..=36_500.0).contains(&days) {
             let why = "must be from 0 (keep for ever) to 36500";
             return Err(ConfigError::invalid("retention.finished_calls_days", why));
         }
+        self.telemetry.validate()?;
         self.check_builtin()
     }
 
@@ -102,6 +104,8 @@ impl Config {
             ("limits.request_header_timeout_ms", limits.request_header_timeout_ms),
             ("ingress.heartbeat_ms", self.ingress.heartbeat_ms),
             ("ingress.dead_after_ms", self.ingress.dead_after_ms),
+            ("telemetry.export_interval_ms", self.telemetry.export_interval_ms),
+            ("telemetry.metrics_interval_ms", self.telemetry.metrics_interval_ms),
             ("builtin.database.timeout_ms", self.builtin.database.timeout_ms),
             ("builtin.weather.timeout_ms", self.builtin.weather.timeout_ms),
         ];

@@ -249,6 +249,20 @@ async fn messages_keep_to_their_budget() {
 }
 
 #[tokio::test]
+async fn a_callback_that_cannot_be_used_refuses_the_batch() {
+    let server = Server::start().await;
+    let api = server.api();
+    for url in ["", "ftp://example.com/", "https://hooks.example/x"] {
+        let batch = json!({
+            "run_id": "run_1", "callback_url": url,
+            "tool_calls": [{ "name": "calculation.eval", "args": { "expression": "1" } }],
+        });
+        let error = send(&api, batch).await.refused(422, "VALIDATION_ERROR");
+        assert_eq!(error["detail"]["pointer"], "/callback_url", "{error}");
+    }
+}
+
+#[tokio::test]
 async fn definitions_can_be_put_into_a_request_as_they_are() {
     let server = Server::start().await;
     let api = server.api();

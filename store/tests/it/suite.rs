@@ -4,6 +4,7 @@
 //! in the list below is dead code, which the lints refuse.
 
 pub mod calls;
+pub mod deliveries;
 pub mod directory;
 pub mod events;
 pub mod idempotency;
@@ -84,6 +85,18 @@ macro_rules! conformance {
                     runs_of_other_projects_are_independent
                     a_run_goes_with_the_last_of_its_calls
                     runs_go_in_steps
+                }
+                deliveries {
+                    a_delivery_is_stored_with_its_call_and_due_with_its_end
+                    a_call_without_a_url_has_no_delivery
+                    a_replayed_call_brings_no_second_delivery
+                    what_is_pending_comes_in_the_order_it_is_due_and_in_pages
+                    saving_the_next_version_replaces_the_delivery_and_keeps_the_try
+                    of_many_tries_the_last_are_kept
+                    deliveries_are_listed_by_project_status_and_page
+                    deliveries_and_tasks_go_with_their_call
+                    background_tasks_are_listed_among_the_calls
+                    the_newest_record_of_a_kind_is_found
                 }
                 directory {
                     an_empty_directory_has_version_0

@@ -4,8 +4,10 @@ mod admin;
 mod batch;
 mod calls;
 mod contexts;
+mod deliveries;
 mod events;
 mod results;
+mod tasks;
 mod tools;
 
 use utoipa_axum::router::OpenApiRouter;
@@ -22,6 +24,13 @@ pub(super) fn routes() -> OpenApiRouter<Door> {
         .routes(routes!(calls::show))
         .routes(routes!(calls::cancel))
         .routes(routes!(results::read))
+        .routes(routes!(deliveries::list))
+        .routes(routes!(deliveries::of_call))
+        .routes(routes!(deliveries::repeat))
+        .routes(routes!(tasks::list))
+        .routes(routes!(tasks::show))
+        .routes(routes!(tasks::cancel))
+        .routes(routes!(tasks::events))
         .routes(routes!(events::of_call))
         .routes(routes!(events::of_run))
         .routes(routes!(events::of_project))

@@ -18,7 +18,7 @@ enum Row {
 
 use Row::{Keyed, Open};
 
-const TABLE: [(&str, &str, Row); 34] = [
+const TABLE: [(&str, &str, Row); 41] = [
     ("get", "/v1/tools", Keyed([200, 200, 200, 200])),
     ("get", "/v1/tools/{name}", Keyed([200, 404, 200, 404])),
     ("post", "/v1/tools/{name}/invoke", Keyed([202, 403, 202, 404])),
@@ -28,6 +28,13 @@ const TABLE: [(&str, &str, Row); 34] = [
     ("get", "/v1/tool_calls/{tool_call_id}/result", Keyed([200, 200, 200, 404])),
     ("post", "/v1/tool_calls/{tool_call_id}/cancel", Keyed([200, 403, 200, 404])),
     ("get", "/v1/tool_calls/{tool_call_id}/events", Keyed([200, 200, 200, 404])),
+    ("get", "/v1/tool_calls/{tool_call_id}/deliveries", Keyed([200, 403, 200, 404])),
+    ("post", "/v1/tool_calls/{tool_call_id}/deliveries/repeat", Keyed([202, 403, 202, 404])),
+    ("get", "/v1/deliveries", Keyed([200, 403, 200, 200])),
+    ("get", "/v1/tasks", Keyed([200, 200, 200, 200])),
+    ("get", "/v1/tasks/{task_id}", Keyed([200, 200, 200, 404])),
+    ("post", "/v1/tasks/{task_id}/cancel", Keyed([200, 403, 200, 404])),
+    ("get", "/v1/tasks/{task_id}/events", Keyed([200, 200, 200, 404])),
     ("get", "/v1/runs/{run_id}/events", Keyed([200, 200, 200, 200])),
     ("get", "/v1/runs/{run_id}/context", Keyed([200, 200, 200, 200])),
     ("put", "/v1/runs/{run_id}/context/tool_definitions", Keyed([200, 403, 200, 200])),
@@ -73,7 +80,15 @@ impl World {
         let tools = json!([offer("a.tool")]);
         self.provider.register("c1", tools.clone()).await;
         let mut filled = path.replace("{name}", "a.tool").replace("{run_id}", "run_1");
-        if path.contains("{tool_call_id}") {
+        filled = filled.replace("{task_id}", "{tool_call_id}");
+        if path.ends_with("/repeat") {
+            let url = "https://hooks.example/x";
+            let body = json!({ "run_id": "run_1", "callback_url": url });
+            let id = self.admin.invoke_with("a.tool", body).await;
+            self.admin.post(&format!("/v1/tasks/{id}/cancel"), json!({})).await.is(200);
+            filled = filled.replace("{tool_call_id}", &id);
+        }
+        if filled.contains("{tool_call_id}") {
             let id = self.admin.invoke("a.tool", json!({})).await;
             if path.ends_with("/result") {
                 self.provider.succeed(&id, json!({})).await;
@@ -129,7 +144,12 @@ impl World {
 }
 
 async fn world() -> (World, Vec<(&'static str, Api)>) {
-    let server = Server::start().await;
+    let server = Server::with(|config| {
+        let file = config.data_dir.with_file_name("signing.key");
+        std::fs::write(&file, crate::support::receiver::KEY).unwrap();
+        config.webhooks.signing_key_file = Some(file);
+    })
+    .await;
     let admin = server.keyed("p", "boss", "admin", &[]).await;
     let agent = server.keyed("p", "ada", "agent", &["*"]).await;
     let provider = server.keyed("p", "tools", "provider", &[]).await;

@@ -25,6 +25,7 @@ fn full_call() -> Call {
             idempotency_key: Some("k-1".into()),
             traceparent: Some("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01".into()),
             background: true,
+            callback_url: Some("https://hooks.example/a".into()),
         },
         target: Target {
             tool: "weather.query".into(),
@@ -45,6 +46,7 @@ fn full_call() -> Call {
         taken_by: Some("laptop".into()),
         node: Some("node-1".into()),
         started_ms: Some(NOW + 3),
+        attempt_ms: Some(NOW + 700),
         ..call()
     }
 }

@@ -14,7 +14,7 @@ use utoipa::ToSchema;
 
 use super::super::Door;
 use super::super::answer::{Problem, Refused};
-use super::super::question::{Asked, Body, Who};
+use super::super::question::{Asked, Body, Who, traceparent};
 use super::super::wire::{FaultBody, MetricsBody};
 use super::tools::{Wait, idempotency_key};
 
@@ -54,6 +54,9 @@ pub(super) struct BatchBody {
     /// A label for people; it decides nothing.
     #[schema(value_type = Option<String>)]
     user_id: Option<toolcrib::Json>,
+    /// Is told of the end of each call, with a signed POST.
+    #[schema(value_type = Option<String>)]
+    callback_url: Option<toolcrib::Json>,
 }
 
 /// What each call came to, and what to tell the model.
@@ -152,6 +155,7 @@ pub(super) async fn run(
     let mut asked = read(body)?;
     asked.wait_ms = wait.wait_ms.or(asked.wait_ms);
     asked.idempotency_key = idempotency_key(&headers, asked.idempotency_key)?;
+    asked.traceparent = traceparent(&headers).map(|trace| trace.to_string());
     let answer = Box::pin(door.engine.batch(&caller, asked)).await?;
     Ok(written(&answer))
 }
@@ -180,6 +184,7 @@ fn read(body: BatchBody) -> Result<Batch, Error> {
         wait_ms: number("wait_ms", 0, body.wait_ms.as_ref())?,
         idempotency_key: text("idempotency_key", body.idempotency_key.as_ref())?,
         user_id: text("user_id", body.user_id.as_ref())?,
+        callback_url: text("callback_url", body.callback_url.as_ref())?,
         ..Batch::new(run_id, entries)
     })
 }

@@ -16,7 +16,7 @@ use utoipa::{IntoParams, ToSchema};
 use self::posted::{CallsBody, DefinitionsBody, ResultsBody};
 use super::super::Door;
 use super::super::answer::{Problem, Refused};
-use super::super::question::{Asked, Body, NamePath, ResultBody, Who};
+use super::super::question::{Asked, Body, NamePath, ResultBody, Who, traceparent};
 use super::super::wire::{CallBody, FaultBody, ToolBody};
 
 /// The most tokens anybody may ask for.
@@ -299,9 +299,11 @@ pub(super) async fn record_calls(
     State(door): State<Door>,
     Who(caller): Who,
     NamePath(run_id): NamePath,
+    headers: HeaderMap,
     ResultBody(body): ResultBody<CallsBody>,
 ) -> Result<Response, Refused> {
-    let calls = body.calls(&run_id)?;
+    let traceparent = traceparent(&headers).map(|trace| trace.to_string());
+    let calls = body.calls(&run_id, traceparent.as_deref())?;
     let made = Box::pin(door.engine.record_calls(&caller, &run_id, calls)).await?;
     Ok(recorded(StatusCode::CREATED, &made))
 }

@@ -12,7 +12,7 @@ use utoipa::{IntoParams, ToSchema};
 
 use super::super::Door;
 use super::super::answer::{Problem, Refused};
-use super::super::question::{Asked, Body, NamePath, Who};
+use super::super::question::{Asked, Body, NamePath, TRACEPARENT, Who, traceparent};
 use super::super::wire::{CallBody, ToolBody, timeout_ms};
 
 /// The tools the caller may call.
@@ -93,6 +93,8 @@ pub(super) struct InvokeBody {
     client_id: Option<String>,
     /// A label for people; it decides nothing.
     user_id: Option<String>,
+    /// Told with a signed POST (Standard Webhooks) when the call has ended.
+    callback_url: Option<String>,
     /// Wait this long for the outcome. Also as a query parameter.
     wait_ms: Option<u64>,
 }
@@ -104,6 +106,9 @@ pub(super) struct TicketBody {
     /// `pending`.
     status: &'static str,
     message: &'static str,
+    /// Of an async tool: the same id, to follow at `/v1/tasks/{task_id}`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    task_id: Option<String>,
 }
 
 /// How long to wait.
@@ -119,7 +124,9 @@ pub(super) struct Wait {
     params(
         ("name" = String, Path, description = "The tool's name"),
         Wait,
-        ("Idempotency-Key" = Option<String>, Header, description = "Same key, same ticket")
+        ("Idempotency-Key" = Option<String>, Header, description = "Same key, same ticket"),
+        ("traceparent" = Option<String>, Header, description = "W3C trace context: the span that \
+            the call is part of")
     ),
     request_body = InvokeBody,
     responses(
@@ -148,28 +155,34 @@ pub(super) async fn invoke(
         idempotency_key: idempotency_key(&headers, body.idempotency_key)?,
         client_id: body.client_id,
         user_id: body.user_id,
-        traceparent: None,
+        traceparent: traceparent(&headers).map(|trace| trace.to_string()),
+        callback_url: body.callback_url,
     };
     // Boxed, because this handler's future is moved several times on its way into the router.
     let ticket = Box::pin(door.engine.invoke(&caller, invocation)).await?;
     let id = ticket.call.id.clone();
+    let trace = door.engine.trace_of(&ticket.call);
     let mut answer = match wait_ms {
         None | Some(0) => {
             let body = TicketBody {
                 tool_call_id: id.to_string(),
                 status: "pending",
                 message: "tool call created, use tool_call_id to poll result",
+                task_id: ticket.call.asked.background.then(|| id.to_string()),
             };
             (StatusCode::ACCEPTED, Json(body)).into_response()
         }
         Some(wait_ms) => {
             let call = Box::pin(door.engine.outcome(&caller, &ticket, wait_ms)).await?;
-            (StatusCode::ACCEPTED, Json(CallBody::from(call.as_ref()))).into_response()
+            (StatusCode::ACCEPTED, Json(CallBody::traced(&call, trace))).into_response()
         }
     };
     let headers = answer.headers_mut();
     if let Ok(place) = HeaderValue::from_str(&format!("/v1/tool_calls/{id}")) {
         headers.insert(header::LOCATION, place);
+    }
+    if let Some(trace) = trace.and_then(|trace| HeaderValue::from_str(&trace.to_string()).ok()) {
+        headers.insert(TRACEPARENT, trace);
     }
     if ticket.replayed {
         headers.insert("idempotent-replayed", HeaderValue::from_static("true"));

@@ -134,7 +134,11 @@ impl Outcome {
 }
 
 impl CallsBody {
-    pub(super) fn calls(self, run_id: &str) -> Result<Vec<OwnCall>, Error> {
+    pub(super) fn calls(
+        self,
+        run_id: &str,
+        traceparent: Option<&str>,
+    ) -> Result<Vec<OwnCall>, Error> {
         let mut calls = Vec::with_capacity(self.tool_calls.len());
         for (n, entry) in self.tool_calls.iter().enumerate() {
             let place = format!("tool_calls/{n}");
@@ -154,7 +158,8 @@ impl CallsBody {
                 idempotency_key: asked.idempotency_key,
                 client_id: None,
                 user_id: None,
-                traceparent: None,
+                traceparent: traceparent.map(str::to_owned),
+                callback_url: None,
             };
             let result = result.transpose()?;
             calls.push(OwnCall { asked, background: beside.background, result });
