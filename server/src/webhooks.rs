@@ -21,7 +21,7 @@ use toolcrib::notify::{Notice, Notifier};
 use crate::outbound::{Outbound, PrivateAddress};
 use crate::task::TaskEnd;
 
-pub use signing::{KeyPlace, KeyRing, new_key};
+pub use signing::{KEY_PREFIX, KeyPlace, KeyRing, new_key};
 
 /// Sends callbacks.
 pub struct Webhooks {

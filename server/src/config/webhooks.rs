@@ -11,7 +11,7 @@ use toolcrib::notify::Notifying;
 use super::ConfigError;
 use crate::outbound::Outbound;
 use crate::task::MAX_DATA_BYTES;
-use crate::webhooks::{KeyPlace, KeyRing};
+use crate::webhooks::{KEY_PREFIX, KeyPlace, KeyRing};
 
 /// The longest wait in the schedule: a week in milliseconds.
 const WEEK_MS: u64 = 604_800_000;
@@ -108,7 +108,7 @@ impl WebhookSettings {
             |key: &str, why: &str| Err(ConfigError::invalid(&format!("webhooks.{key}"), why));
         let word = |name: &str| {
             let plain = |c: char| c.is_ascii_alphanumeric() || c == '_';
-            !name.is_empty() && name.chars().all(plain)
+            !name.is_empty() && name.chars().all(plain) && !name.starts_with(KEY_PREFIX)
         };
         // Whoever writes the key itself here is told so before it stands in a log.
         let not_a_name = "must be the name of an environment variable, not the key itself";
