@@ -69,6 +69,10 @@ impl Section {
         if self.all == 0 {
             return;
         }
+        if self.shown == 0 {
+            text.push_str(&format!("\n{}: {}, not shown here\n", self.title, self.all));
+            return;
+        }
         text.push_str(&format!("\n## {} ({})\n", self.title, self.all));
         for line in &self.lines[..self.shown] {
             text.push_str(line);
@@ -113,10 +117,10 @@ impl Draft {
         !tokens::exceeds(&self.text(), budget)
     }
 
-    /// Shows as many lines of a section as fit; never fewer than it shows now.
-    fn fill(&mut self, section: usize, budget: usize) {
-        let (mut least, mut most) =
-            (self.sections[section].shown, self.sections[section].lines.len());
+    /// Shows as many lines of a section as fit, up to so many; never fewer than it shows now.
+    fn fill(&mut self, section: usize, at_most: usize, budget: usize) {
+        let mut least = self.sections[section].shown;
+        let mut most = self.sections[section].lines.len().min(at_most).max(least);
         // All of them need no word about the others, so they may fit where one fewer does not.
         self.sections[section].shown = most;
         if self.fits(budget) {
@@ -159,9 +163,14 @@ impl ToolCallContext {
         if !draft.fits(budget_tokens) {
             return last_resort(all, budget_tokens);
         }
+        // One line of what matters most before anything else; then the shares.
+        draft.fill(PENDING, 1, budget_tokens);
+        draft.fill(FINISHED, 1, budget_tokens);
+        let said = tokens::count(&draft.text());
+        let room = budget_tokens.saturating_sub(said);
         let shares = [(PENDING, 2), (FINISHED, 3), (TOOLS, 4), (PENDING, 4), (FINISHED, 4)];
         for (section, quarters) in shares {
-            draft.fill(section, budget_tokens * quarters / 4);
+            draft.fill(section, usize::MAX, said + room * quarters / 4);
         }
         let text = draft.text();
         Prompt { tokens: tokens::count(&text), text, left_out: draft.left_out() }

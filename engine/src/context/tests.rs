@@ -128,6 +128,58 @@ fn a_listener_that_fails_or_panics_stops_nobody() {
     assert_eq!(context.tool_results().len(), 2, "and the results are there");
 }
 
+/// What is logged, line by line.
+#[derive(Clone, Default)]
+struct Log(Arc<parking_lot::Mutex<Vec<String>>>);
+
+impl tracing::Subscriber for Log {
+    fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+
+    fn event(&self, event: &tracing::Event<'_>) {
+        struct Line(String);
+        impl tracing::field::Visit for Line {
+            fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
+                self.0.push_str(&format!(" {field}={value:?}"));
+            }
+        }
+        let mut line = Line(event.metadata().level().to_string());
+        event.record(&mut line);
+        self.0.lock().push(line.0);
+    }
+
+    fn enter(&self, _: &tracing::span::Id) {}
+
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+#[test]
+fn a_listener_that_fails_or_panics_is_logged() {
+    let log = Log::default();
+    tracing::subscriber::with_default(log.clone(), || {
+        let mut context = ToolCallContext::new("run");
+        context.on_tool_call(|_, _| Err("no room".into()));
+        context.on_tool_call(|_, _| panic!("out of cheese"));
+        context.set_tool_calls([asked("call_0", "a.tool")]);
+        context.set_tool_call_result(answer("call_0", "x")).unwrap();
+    });
+    let lines = log.0.lock().clone();
+    assert_eq!(lines.len(), 2, "{lines:?}");
+    for (line, why) in lines.iter().zip(["no room", "it panicked: out of cheese"]) {
+        assert!(line.starts_with("ERROR") && line.contains(why), "{line}");
+        assert!(line.contains("a.tool") && line.contains("call_0"), "{line}");
+    }
+}
+
 #[test]
 fn a_context_is_saved_and_read_back() {
     let mut context = ToolCallContext::new("run");
@@ -218,12 +270,15 @@ fn a_prompt_is_within_any_budget_and_says_what_is_left_out() {
         assert!(tokens::count(&prompt.text) <= budget, "{budget}: {}", prompt.tokens);
         assert_eq!(prompt.tokens, tokens::count(&prompt.text));
         let left = prompt.left_out;
-        let said = |count: usize, what: &str| {
-            budget < 150 || count == 0 || prompt.text.contains(&format!("and {count} {what}"))
+        let said = |count: usize, title: &str, what: &str| {
+            let forms = [format!("and {count} {what}"), format!("{title}: {count}, not shown")];
+            budget < 40 || count == 0 || forms.iter().any(|form| prompt.text.contains(form))
         };
-        assert!(said(left.tools, "more tools"), "{budget}: {}", prompt.text);
-        assert!(said(left.pending, "more that have not finished"), "{budget}: {}", prompt.text);
-        assert!(said(left.finished, "that came before"), "{budget}: {}", prompt.text);
+        let text = &prompt.text;
+        assert!(said(left.tools, "Available", "more tools"), "{budget}: {text}");
+        assert!(said(left.pending, "Pending", "more that have not"), "{budget}: {text}");
+        assert!(said(left.finished, "Just finished", "that came before"), "{budget}: {text}");
+        assert!(budget < 100 || left.pending < 31, "what is pending comes first: {text}");
         if budget >= 500 {
             assert!(left.tools < 300 && left.pending < 31 && left.finished < 32, "{left:?}");
             assert!(prompt.tokens > before, "more room shows more");
