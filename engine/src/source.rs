@@ -63,3 +63,24 @@ pub trait Source: Send + Sync + 'static {
     /// The attempt is over, whichever way: nothing need be kept for it.
     fn settled(&self, _call_id: &CallId, _attempt: u32) {}
 }
+
+/// The source of what callers run themselves: there is nothing to start, to stop or to forget, and
+/// the caller reports how it went.
+pub(crate) struct Callers;
+
+#[async_trait]
+impl Source for Callers {
+    fn executor(&self) -> Executor {
+        Executor::Caller
+    }
+
+    fn list(&self) -> Vec<Definition> {
+        Vec::new()
+    }
+
+    async fn start(&self, _attempt: Attempt, _progress: ProgressSink) -> Started {
+        Started::Parked
+    }
+
+    fn cancel(&self, _call_id: &CallId, _attempt: u32) {}
+}
