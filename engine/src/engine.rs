@@ -56,7 +56,7 @@ pub use invoke::{Invocation, Ticket};
 pub use notices::{DeliveryPage, DeliveryQuery};
 pub use record::{MAX_RECORDED, OwnCall, OwnResult};
 pub use report::Report;
-pub use result::RESULT_READ;
+pub use result::{Given, RESULT_READ};
 pub use wait::{CallPage, CallQuery, EventQuery};
 
 use gate::Gate;

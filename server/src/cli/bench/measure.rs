@@ -12,6 +12,7 @@ use toolcrib_bench::sample::Sample;
 use toolcrib_bench::sink::Sink;
 
 use super::child::{CALL_BODY, Filling, Kind, Scratch, Server, batch_body, call_path};
+use super::digest;
 use crate::cli::client::{Ask, Client};
 use crate::cli::output::{Output, now_ms};
 
@@ -47,7 +48,7 @@ impl Plan {
     /// Steps on the progress bar.
     fn steps(&self) -> u64 {
         let filled = if self.stored.is_some() { 3 } else { 0 };
-        (3 + self.starts + 12 * self.rounds + filled) as u64
+        (4 + self.starts + 12 * self.rounds + filled) as u64
     }
 }
 
@@ -99,6 +100,7 @@ impl<'a> Bench<'a> {
         self.push(Measure::alone("memory after the load", "MiB", after, Limit::None));
         drop((product, floor));
         self.tracing().await?;
+        self.digest()?;
         match self.plan.stored {
             Some(count) => self.stored(count).await,
             None => Ok(()),
@@ -229,6 +231,16 @@ impl<'a> Bench<'a> {
         let (with, without) = (median(with), median(without));
         let name = format!("traces of 10 %, {CALLERS} at once, against none");
         self.push(Measure::against_floor(name, "calls/s", with, without, Limit::AtLeast(0.95)));
+        Ok(())
+    }
+    /// What a long result costs before a model sees it.
+    fn digest(&mut self) -> anyhow::Result<()> {
+        self.step("digests of 10 MB");
+        let costs = digest::measure()?;
+        let limit = Limit::AtMost(150.0);
+        self.push(Measure::alone("digest of a 10 MB JSON result", "ms", costs.ms, limit));
+        let name = "memory with its digest, of its size";
+        self.push(Measure::alone(name, "x", costs.times_its_size, Limit::AtMost(3.0)));
         Ok(())
     }
 

@@ -2,7 +2,7 @@
 
 use axum::Json;
 use axum::extract::State;
-use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use toolcrib::Invocation;
@@ -12,7 +12,7 @@ use utoipa::{IntoParams, ToSchema};
 
 use super::super::Door;
 use super::super::answer::{Problem, Refused};
-use super::super::question::{Asked, Body, NamePath, TRACEPARENT, Who, traceparent};
+use super::super::question::{Asked, Body, Carried, NamePath, TRACEPARENT, Who};
 use super::super::wire::{CallBody, ToolBody, timeout_ms};
 
 /// The tools the caller may call.
@@ -29,6 +29,7 @@ struct Definitions {
 
 /// How to describe the tools.
 #[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 pub(super) struct Listing {
     /// `openai`, `openai_responses`, `anthropic` or `mcp`: as that API wants tools described, to be
     /// put into a request as they are, under names that it takes.
@@ -113,6 +114,7 @@ pub(super) struct TicketBody {
 
 /// How long to wait.
 #[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 pub(super) struct Wait {
     /// Wait this long for the outcome, then answer with the call as it is.
     pub(super) wait_ms: Option<u64>,
@@ -141,7 +143,7 @@ pub(super) async fn invoke(
     Who(caller): Who,
     NamePath(name): NamePath,
     Asked(wait): Asked<Wait>,
-    headers: HeaderMap,
+    carried: Carried,
     Body(body): Body<InvokeBody>,
 ) -> Result<Response, Refused> {
     let wait_ms = wait.wait_ms.or(body.wait_ms);
@@ -152,10 +154,10 @@ pub(super) async fn invoke(
         call_id: body.call_id,
         timeout_ms: body.timeout_ms,
         retry: body.retry,
-        idempotency_key: idempotency_key(&headers, body.idempotency_key)?,
+        idempotency_key: carried.idempotency_key(body.idempotency_key)?,
         client_id: body.client_id,
         user_id: body.user_id,
-        traceparent: traceparent(&headers).map(|trace| trace.to_string()),
+        traceparent: carried.traceparent,
         callback_url: body.callback_url,
     };
     // Boxed, because this handler's future is moved several times on its way into the router.
@@ -188,22 +190,4 @@ pub(super) async fn invoke(
         headers.insert("idempotent-replayed", HeaderValue::from_static("true"));
     }
     Ok(answer)
-}
-
-/// The key from the header or the body; where both are given they must be the same.
-pub(super) fn idempotency_key(
-    headers: &HeaderMap,
-    body: Option<String>,
-) -> Result<Option<String>, Refused> {
-    let Some(header) = headers.get("idempotency-key") else { return Ok(body) };
-    let invalid = |message: &str| Error::refused(Code::BadRequest, message);
-    let key = header.to_str().map_err(|_| invalid("Idempotency-Key must be visible ASCII"))?;
-    if key.is_empty() || key.len() > 255 {
-        return Err(invalid("Idempotency-Key must be 1 to 255 characters").into());
-    }
-    if body.as_ref().is_some_and(|body| body != key) {
-        let message = "Idempotency-Key and idempotency_key are different";
-        return Err(invalid(message).into());
-    }
-    Ok(Some(key.to_owned()))
 }
