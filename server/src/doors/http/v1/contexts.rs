@@ -24,6 +24,7 @@ const MAX_BUDGET_TOKENS: usize = 1_000_000;
 
 /// How the context is shown. Numbers are read as texts, so that nonsense is answered by its name.
 #[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 pub(super) struct Showing {
     /// `json` unless said, `openai`, `anthropic` or `prompt`.
     format: Option<String>,

@@ -20,6 +20,7 @@ const MAX_BUDGET: u64 = 1_000_000;
 
 /// Which part. Numbers are read here, so that a wrong one is refused by its name.
 #[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 pub(super) struct Reading {
     /// Which part, as a JSON pointer (RFC 6901) such as `/rows/10`; the whole unless given.
     pointer: Option<String>,

@@ -29,6 +29,7 @@ struct Definitions {
 
 /// How to describe the tools.
 #[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 pub(super) struct Listing {
     /// `openai`, `openai_responses`, `anthropic` or `mcp`: as that API wants tools described, to be
     /// put into a request as they are, under names that it takes.
@@ -113,6 +114,7 @@ pub(super) struct TicketBody {
 
 /// How long to wait.
 #[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 pub(super) struct Wait {
     /// Wait this long for the outcome, then answer with the call as it is.
     pub(super) wait_ms: Option<u64>,
