@@ -242,6 +242,7 @@ impl Inner {
         };
         let mut follows = match begun {
             Ahead::Over(step) => {
+                let step = *step;
                 let over = self.attempt_over(&call, &step.call, &step.records);
                 records.extend(step.records);
                 let before = std::mem::replace(&mut call, Arc::new(step.call));

@@ -144,7 +144,7 @@ impl CallsBody {
             let place = format!("tool_calls/{n}");
             let asked = dialect::parse(entry).map_err(|misfit| {
                 let message = format!("{place}: {}", misfit.fault.message);
-                Error::from(Fault { message, ..misfit.fault })
+                Error::from(Fault { message, ..*misfit.fault })
             })?;
             let beside: Beside = read(&place, entry)?;
             let result = beside.result.map(|outcome| outcome.result(&format!("{place}/result")));
