@@ -61,8 +61,9 @@ impl Engine {
 }
 
 impl Engine {
-    /// A call's result as a model is given it: whole where it is within the budget, else its digest.
-    /// What the call was asked with says what is relevant, unless something better is given.
+    /// A call's result as a model is given it: whole where it is within the budget, else its
+    /// digest. What the call was asked with says what is relevant, unless something better is
+    /// given.
     pub async fn given_result(
         &self,
         caller: &Caller,
