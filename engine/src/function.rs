@@ -25,6 +25,7 @@ use crate::json::Json;
 use crate::retry::PolicyPatch;
 use crate::source::{Attempt, ProgressSink, Source, Started};
 use crate::tool::{Alternate, Definition, Effect, Executor, Risk};
+use crate::trace::TraceParent;
 
 /// How far an attempt is.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -61,8 +62,9 @@ pub struct ToolContext {
     pub agent: String,
     pub attempt: u32,
     pub deadline_ms: u64,
-    /// The trace to go on with, as W3C's `traceparent`: for requests that the tool makes.
-    pub traceparent: Option<String>,
+    /// The span that the attempt is. Requests that the tool makes go on with its trace when they
+    /// carry it as the header `traceparent`.
+    pub traceparent: Option<TraceParent>,
     /// Fires when the call was canceled or its deadline passed.
     pub canceled: CancellationToken,
     progress: ProgressSink,
