@@ -4,7 +4,7 @@
 //! however old they are. Which tools a run is told of is set per run and decides nothing about what
 //! may be called: that is the rules' to say.
 
-use std::collections::HashMap;
+use std::collections::HashSet;
 
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -111,9 +111,9 @@ impl Engine {
         loop {
             let before = context.tool_results().len();
             let (mut calls, _) = self.calls_of_run(caller, &run_id, CONTEXT_CALLS.1).await?;
-            let listed: HashMap<_, _> = calls.iter().map(|call| (call.id.clone(), ())).collect();
+            let listed: HashSet<_> = calls.iter().map(|call| call.id.clone()).collect();
             let older = context.pending().filter_map(|call| call.tool_call_id.clone());
-            let older: Vec<_> = older.filter(|id| !listed.contains_key(id)).collect();
+            let older: Vec<_> = older.filter(|id| !listed.contains(id)).collect();
             for id in older {
                 // One that was purged meanwhile has nothing more to say.
                 if let Ok(call) = self.call(caller, &id).await {

@@ -153,7 +153,11 @@ impl Engine {
                 let call = self.call(caller, ticket).await?;
                 Some(call).filter(|call| call.run_id == run_id)
             }
-            (None, Some(call_id)) => self.find_own(caller, run_id, call_id).await?,
+            (None, Some(call_id)) => match self.find_own(caller, run_id, call_id).await? {
+                Some(call) => Some(call),
+                // A call that was given no id goes by its ticket.
+                None => self.by_ticket(caller, run_id, call_id).await,
+            },
             (None, None) => {
                 let message = "call_id: say which call it is the result of";
                 return Err(Error::refused(Code::ValidationError, message));
@@ -189,6 +193,11 @@ impl Engine {
         let result = self.inner.checked_own(&call, known, own.result)?;
         let event = Event::Report { attempt: None, by: None, result };
         settled(self.inner.decide(caller, &call.id, event).await?)
+    }
+
+    async fn by_ticket(&self, caller: &Caller, run_id: &str, id: &str) -> Option<Arc<Call>> {
+        let call = self.call(caller, &id.parse().ok()?).await.ok()?;
+        Some(call).filter(|call| call.run_id == run_id && call.asked.call_id.is_none())
     }
 
     /// The newest unanswered call with this id that the caller may answer; else the newest with it.

@@ -155,6 +155,15 @@ async fn a_result_answers_the_newest_call_that_waits_and_once() {
     let other = json!({ "tool_results": [{ "tool_call_id": ticket, "data": 7 }] });
     let error = api.post(&format!("{CONTEXT}/tool_results"), other).await.refused(409, "CONFLICT");
     assert!(message(&error).contains("SUCCEEDED already"), "{error}");
+    // A call that was given no id goes by its ticket, as the context shows it.
+    record(&api, json!([{ "name": "my.nameless" }])).await;
+    let shown = context(&api).await["tool_calls"][2].clone();
+    assert_eq!(shown["call_id"], shown["tool_call_id"]);
+    let nameless = answer(&api, json!([{ "call_id": shown["call_id"], "data": 3 }])).await;
+    assert_eq!(
+        (&nameless[0]["tool_name"], &nameless[0]["result"]),
+        (&json!("my.nameless"), &json!(3))
+    );
     let mixed = json!({ "tool_results": [{ "tool_call_id": ticket, "call_id": "call_9" }] });
     let refused = api.post(&format!("{CONTEXT}/tool_results"), mixed).await;
     let error = refused.refused(422, "VALIDATION_ERROR");
