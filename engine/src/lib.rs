@@ -34,6 +34,7 @@ pub mod call;
 pub mod caller;
 pub mod clock;
 pub mod desk;
+pub mod dialogue;
 pub mod directory;
 pub mod engine;
 pub mod event;

@@ -11,6 +11,7 @@ use toolcrib_store::SqliteStore;
 
 use crate::config::Config;
 use crate::doors::http::{Door, Settings};
+use crate::doors::mcp;
 use crate::sources::builtin;
 use crate::telemetry;
 
@@ -84,6 +85,33 @@ pub fn door(config: &Config, engine: Engine) -> Door {
         default_allow: config.auth.default_allow.clone(),
     };
     Door { engine, settings: Arc::new(settings), metrics: telemetry::metrics() }
+}
+
+/// The MCP door of a server.
+pub fn mcp_door(config: &Config, engine: Engine) -> mcp::Door {
+    let doors = &config.doors.mcp;
+    let days = config.retention.finished_calls_days;
+    let settings = mcp::Settings {
+        task_after_ms: doors.task_after_ms,
+        wait_ms: doors.wait_ms.min(config.limits.max_wait_ms),
+        page_size: doors.page_size,
+        ttl_ms: doors.ttl_ms,
+        retention_ms: (days > 0.0).then_some((days * 86_400_000.0) as u64),
+        max_body_bytes: config.limits.max_body_bytes,
+        max_sessions: doors.max_sessions,
+        allowed_origins: doors.allowed_origins.clone(),
+        allowed_hosts: doors.allowed_hosts.clone(),
+    };
+    mcp::Door::new(engine, settings)
+}
+
+/// All doors of a server that are reached over HTTP.
+pub fn router(config: &Config, engine: Engine) -> axum::Router {
+    let router = crate::doors::http::router(door(config, engine.clone()));
+    match config.doors.mcp.enabled {
+        true => router.merge(mcp::router(mcp_door(config, engine))),
+        false => router,
+    }
 }
 
 fn builtin_tools(config: &Config) -> anyhow::Result<Vec<Arc<dyn Tool>>> {

@@ -7,6 +7,7 @@
 //! a server that does not start. The doc comments are the user documentation: the check of the
 //! keys is made from the same types, so neither can say something the other does not.
 
+mod doors;
 mod layers;
 mod validate;
 
@@ -24,6 +25,7 @@ use toolcrib::tool::Alternate;
 
 use crate::sources::builtin::{DatabaseSettings, WeatherSettings};
 
+pub use doors::{DoorSettings, McpSettings};
 pub use layers::ConfigError;
 
 /// The file that is read when no other is named.
@@ -59,6 +61,8 @@ pub struct Config {
     pub ingress: IngressSettings,
     /// The tools that come with the server.
     pub builtin: BuiltinSettings,
+    /// The ways in.
+    pub doors: DoorSettings,
     /// The file that was read; not a setting.
     #[serde(skip)]
     #[schemars(skip)]
@@ -81,6 +85,7 @@ impl Default for Config {
             shutdown: ShutdownSettings::default(),
             ingress: IngressSettings::default(),
             builtin: BuiltinSettings::default(),
+            doors: DoorSettings::default(),
             file: None,
         }
     }

@@ -204,6 +204,32 @@ impl Engine {
         found.ok_or_else(|| not_found(&catalog, caller, name))
     }
 
+    /// Counts the changes of tools, keys and rules: while it is the same, so is every answer that
+    /// is made of them.
+    pub fn directory_version(&self) -> u64 {
+        self.inner.catalog().version()
+    }
+
+    /// Waits until the directory is another than at this version, and answers with the new one.
+    /// None when the engine is being shut down.
+    pub async fn directory_changed(&self, seen: u64) -> Option<u64> {
+        let inner = &self.inner;
+        let mut news = inner.bus.listen(Topic::Directory);
+        loop {
+            let version = self.directory_version();
+            if inner.stopping.is_cancelled() {
+                return None;
+            }
+            if version != seen {
+                return Some(version);
+            }
+            tokio::select! {
+                () = news.woken() => {}
+                () = inner.stopping.cancelled() => {}
+            }
+        }
+    }
+
     /// How long a call of a tool has that says nothing itself.
     pub fn default_timeout_ms(&self, caller: &Caller) -> u64 {
         let policies = &self.inner.policies;

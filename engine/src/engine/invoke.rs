@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
 use super::ahead::{Ahead, UnderWay};
@@ -15,6 +15,7 @@ use super::{Engine, Inner, measure, unavailable};
 use crate::args;
 use crate::call::{Asked, Call, Hold, Status, Target};
 use crate::caller::Caller;
+use crate::dialogue::{self, Dialogue, MAX_DIALOGUE_BYTES};
 use crate::event::{Kind, Record};
 use crate::fault::{Code, Error, Fault};
 use crate::json::{Json, NotJson, canonical};
@@ -43,6 +44,8 @@ pub struct Invocation {
     pub user_id: Option<String>,
     /// The trace it is asked in, as W3C's `traceparent`.
     pub traceparent: Option<String>,
+    /// Answers to what the tool will ask, where the caller knows that already.
+    pub answers: Option<Map<String, Value>>,
 }
 
 impl Invocation {
@@ -59,6 +62,7 @@ impl Invocation {
             client_id: None,
             user_id: None,
             traceparent: None,
+            answers: None,
         })
     }
 }
@@ -157,6 +161,9 @@ impl Inner {
             attempt: 0,
             target_attempts: 0,
             taken_by: None,
+            dialogue: asked
+                .answers
+                .map(|answers| Box::new(Dialogue { answers, ..Dialogue::default() })),
             node: None,
             created_ms: now_ms,
             deadline_ms: now_ms + timeout_ms,
@@ -385,6 +392,10 @@ fn check_envelope(asked: &Invocation, max_args_bytes: usize) -> Result<(), Error
     };
     if asked.args.text().len() > max_args_bytes {
         let message = format!("args are over the limit of {max_args_bytes} bytes");
+        return Err(Error::refused(Code::PayloadTooLarge, message));
+    }
+    if asked.answers.as_ref().is_some_and(|all| dialogue::size(all) > MAX_DIALOGUE_BYTES) {
+        let message = format!("the answers are over the limit of {MAX_DIALOGUE_BYTES} bytes");
         return Err(Error::refused(Code::PayloadTooLarge, message));
     }
     if asked.timeout_ms.is_some_and(|timeout_ms| !TIMEOUT_MS_RANGE.contains(&timeout_ms)) {

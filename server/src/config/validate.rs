@@ -102,6 +102,8 @@ impl Config {
             ("limits.request_header_timeout_ms", limits.request_header_timeout_ms),
             ("ingress.heartbeat_ms", self.ingress.heartbeat_ms),
             ("ingress.dead_after_ms", self.ingress.dead_after_ms),
+            ("doors.mcp.task_after_ms", self.doors.mcp.task_after_ms),
+            ("doors.mcp.wait_ms", self.doors.mcp.wait_ms),
             ("builtin.database.timeout_ms", self.builtin.database.timeout_ms),
             ("builtin.weather.timeout_ms", self.builtin.weather.timeout_ms),
         ];
@@ -123,6 +125,8 @@ impl Config {
             ("limits.max_tools_per_project", limits.max_tools_per_project),
             ("limits.max_body_bytes", limits.max_body_bytes),
             ("limits.max_connections", limits.max_connections),
+            ("doors.mcp.page_size", self.doors.mcp.page_size),
+            ("doors.mcp.max_sessions", self.doors.mcp.max_sessions),
             ("ingress.window", self.ingress.window as usize),
             ("builtin.database.max_rows", self.builtin.database.max_rows),
             ("builtin.database.max_bytes", self.builtin.database.max_bytes),

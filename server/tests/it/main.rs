@@ -14,6 +14,7 @@ mod idempotency;
 mod identity;
 mod ingress;
 mod listing;
+mod mcp;
 mod policy;
 mod seed;
 mod submitting;

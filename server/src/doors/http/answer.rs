@@ -62,6 +62,11 @@ pub(super) fn problem_as(
     answer
 }
 
+/// A refusal in the words of HTTP, for another door that is reached over it.
+pub fn refusal(error: Error) -> Response {
+    Refused(error).into_response()
+}
+
 /// What every handler may fail with.
 pub(super) struct Refused(Error);
 

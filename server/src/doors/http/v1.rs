@@ -18,6 +18,7 @@ pub(super) fn routes() -> OpenApiRouter<Door> {
         .routes(routes!(calls::list))
         .routes(routes!(calls::show))
         .routes(routes!(calls::cancel))
+        .routes(routes!(calls::answer))
         .routes(routes!(events::of_call))
         .routes(routes!(events::of_run))
         .routes(routes!(events::of_project))

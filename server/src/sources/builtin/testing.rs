@@ -22,6 +22,7 @@ pub fn attempt(tool: &str, args: &Value) -> Attempt {
         client_id: None,
         taken_by: None,
         again: false,
+        dialogue: None,
     }
 }
 
@@ -35,6 +36,6 @@ pub async fn run(source: &Functions, args: &Value) -> Result<Value, Fault> {
     let name = source.list()[0].name.clone();
     match source.start(attempt(&name, args), Arc::new(|_| {})).await {
         Started::Done(result) => result.map(|json| json.value()),
-        Started::Parked => panic!("a built-in tool parked"),
+        Started::Parked | Started::Asks(_) => panic!("a built-in tool did not answer"),
     }
 }

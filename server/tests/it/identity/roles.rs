@@ -18,13 +18,14 @@ enum Row {
 
 use Row::{Keyed, Open};
 
-const TABLE: [(&str, &str, Row); 28] = [
+const TABLE: [(&str, &str, Row); 29] = [
     ("get", "/v1/tools", Keyed([200, 200, 200, 200])),
     ("get", "/v1/tools/{name}", Keyed([200, 404, 200, 404])),
     ("post", "/v1/tools/{name}/invoke", Keyed([202, 403, 202, 404])),
     ("get", "/v1/tool_calls", Keyed([200, 200, 200, 200])),
     ("get", "/v1/tool_calls/{tool_call_id}", Keyed([200, 200, 200, 404])),
     ("post", "/v1/tool_calls/{tool_call_id}/cancel", Keyed([200, 403, 200, 404])),
+    ("post", "/v1/tool_calls/{tool_call_id}/answer", Keyed([409, 403, 409, 404])),
     ("get", "/v1/tool_calls/{tool_call_id}/events", Keyed([200, 200, 200, 404])),
     ("get", "/v1/runs/{run_id}/events", Keyed([200, 200, 200, 200])),
     ("get", "/v1/events", Keyed([200, 200, 200, 200])),
@@ -79,6 +80,7 @@ impl World {
         }
         let body = match path {
             "/v1/tools/{name}/invoke" => json!({ "run_id": "run_1", "args": {} }),
+            "/v1/tool_calls/{tool_call_id}/answer" => json!({ "answers": {} }),
             "/v1/keys" => json!({ "agent": "made" }),
             "/v1/rules" => json!({ "agent": "eve", "pattern": "y.*", "verdict": "deny" }),
             "/internal/tools/register" => json!({ "client_id": "fresh", "tools": [] }),
