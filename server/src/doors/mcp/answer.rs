@@ -5,7 +5,7 @@
 //! itself (there is no such tool) or about the crib is a protocol error, which models never see.
 
 use rmcp::ErrorData;
-use rmcp::model::{CallToolResult, ContentBlock, ErrorCode, Resource};
+use rmcp::model::{CallToolResult, ContentBlock, ErrorCode, Resource, ResultType};
 use serde_json::{Value, json};
 use toolcrib::call::{Call, Status};
 use toolcrib::fault::{Code, Error, Fault};
@@ -40,9 +40,10 @@ fn succeeded(call: &Call, data: &Json, tool: &Shape) -> CallToolResult {
     let value = data.value();
     if call.target.executor == Executor::Mcp
         && value.get("content").is_some_and(Value::is_array)
-        && let Ok(result) = serde_json::from_value::<CallToolResult>(value.clone())
+        && let Ok(mut result) = serde_json::from_value::<CallToolResult>(value.clone())
     {
         // An MCP server said it in MCP's own words: images, sounds and links stay what they are.
+        result.result_type = Some(ResultType::COMPLETE);
         return result;
     }
     let text = match &value {

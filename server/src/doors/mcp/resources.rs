@@ -4,7 +4,7 @@ use rmcp::ErrorData;
 use rmcp::model::{
     ListResourceTemplatesResult, ListResourcesResult, PaginatedRequestParams,
     ReadResourceRequestParams, ReadResourceResponse, ReadResourceResult, ResourceContents,
-    ResourceTemplate,
+    ResourceTemplate, ResultType,
 };
 use serde_json::json;
 use toolcrib::CallId;
@@ -63,7 +63,14 @@ pub(super) async fn read(
     };
     let ticket = uri.strip_prefix(PREFIX).and_then(|rest| rest.strip_suffix(SUFFIX));
     let Some(ticket) = ticket else {
-        return server.shared.shelf.read(&view.caller, asked).await?.ok_or_else(unknown);
+        return match server.shared.shelf.read(&view.caller, asked).await? {
+            Some(ReadResourceResponse::Complete(mut read)) => {
+                read.result_type = Some(ResultType::COMPLETE);
+                Ok(read.into())
+            }
+            Some(other) => Ok(other),
+            None => Err(unknown()),
+        };
     };
     let id: CallId = ticket.parse().map_err(|_| unknown())?;
     let call = match server.engine().call(&view.caller, &id).await {

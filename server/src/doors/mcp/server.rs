@@ -15,7 +15,7 @@ use rmcp::model::{
     CompleteRequestParams, CompleteResult, Extensions, GetPromptRequestParams, GetPromptResponse,
     GetTaskParams, GetTaskResult, Implementation, ListPromptsResult, ListResourceTemplatesResult,
     ListResourcesResult, ListToolsResult, LoggingLevel, PaginatedRequestParams,
-    ReadResourceRequestParams, ReadResourceResponse, ServerCapabilities, ServerConfig,
+    ReadResourceRequestParams, ReadResourceResponse, ResultType, ServerCapabilities, ServerConfig,
     SetLevelRequestParams, SubscribeRequestParams, SubscriptionFilter, Tool,
     UnsubscribeRequestParams, UpdateTaskParams,
 };
@@ -252,10 +252,14 @@ impl ServerHandler for Server {
     ) -> Result<GetPromptResponse, ErrorData> {
         let view = self.view(&context.extensions);
         let name: String = asked.name.chars().take(128).collect();
-        let found = self.shared.shelf.prompt(&view.caller, asked).await?;
-        found.ok_or_else(|| {
-            ErrorData::invalid_params(format!("there is no prompt \"{name}\""), None)
-        })
+        match self.shared.shelf.prompt(&view.caller, asked).await? {
+            Some(GetPromptResponse::Complete(mut prompt)) => {
+                prompt.result_type = Some(ResultType::COMPLETE);
+                Ok(prompt.into())
+            }
+            Some(other) => Ok(other),
+            None => Err(ErrorData::invalid_params(format!("there is no prompt \"{name}\""), None)),
+        }
     }
 
     async fn complete(
