@@ -1,5 +1,6 @@
 //! MCP: the crib as a server.
 
+mod asking;
 mod calling;
 mod entering;
 mod listing;
