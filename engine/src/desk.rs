@@ -46,6 +46,8 @@ pub struct Request {
     pub attempt: u32,
     pub effect: Effect,
     pub deadline_ms: u64,
+    /// The trace to go on with, as W3C's `traceparent`.
+    pub traceparent: Option<String>,
     /// It may have been given before.
     pub redelivered: bool,
 }
@@ -203,6 +205,7 @@ impl Source for Desk {
             attempt: attempt.number,
             effect: attempt.effect,
             deadline_ms: attempt.deadline_ms,
+            traceparent: attempt.traceparent,
             redelivered: attempt.again,
         };
         let now_ms = self.clock.now_ms();

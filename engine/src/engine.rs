@@ -16,8 +16,11 @@ mod ingress;
 mod invoke;
 mod live;
 mod measure;
+mod notices;
+mod observing;
 mod recover;
 mod report;
+mod result;
 mod surely;
 mod wait;
 
@@ -34,6 +37,7 @@ use crate::clock::Clock;
 use crate::desk::Desk;
 use crate::fault::{Code, Error};
 use crate::id::Minter;
+use crate::observe::Observer;
 use crate::retry::{ExecutionPolicy, PolicyPatch};
 use crate::source::Source;
 use crate::store::{Store, StoreError};
@@ -44,11 +48,15 @@ pub use builder::Builder;
 pub use catalog::{Catalog, Entry as CatalogEntry, Registration};
 pub use ingress::Connecting;
 pub use invoke::{Invocation, Ticket};
+pub use notices::{DeliveryPage, DeliveryQuery};
 pub use report::Report;
+pub use result::RESULT_READ;
 pub use wait::{CallPage, CallQuery, EventQuery};
 
 use gate::Gate;
 use live::Live;
+use notices::Notices;
+pub(crate) use notices::{Entered, Lane};
 
 /// A limit on everything that could grow.
 #[derive(Debug, Clone)]
@@ -69,6 +77,12 @@ pub struct Limits {
     pub max_tools_per_registration: usize,
     /// Tools of one project.
     pub max_tools_per_project: usize,
+    /// Entries of one batch.
+    pub max_batch_entries: usize,
+    /// Entries of one batch that are under way at the same time.
+    pub max_batch_parallel: usize,
+    /// Results of one batch, together; what is over it is fetched by its ticket.
+    pub max_batch_bytes: usize,
 }
 
 impl Default for Limits {
@@ -82,6 +96,9 @@ impl Default for Limits {
             max_progress_events: 1_000,
             max_tools_per_registration: 1_000,
             max_tools_per_project: 10_000,
+            max_batch_entries: 256,
+            max_batch_parallel: 128,
+            max_batch_bytes: 32 << 20,
         }
     }
 }
@@ -118,11 +135,15 @@ pub(crate) struct Inner {
     pub(crate) changing: tokio::sync::Mutex<()>,
     pub(crate) live: Live,
     pub(crate) gate: Arc<Gate>,
+    pub(crate) notices: Arc<Notices>,
     pub(crate) minter: Minter,
     pub(crate) limits: Limits,
     pub(crate) policies: Policies,
     /// This process, told apart from the one before a restart.
     pub(crate) node: String,
+    /// Whether the metrics name projects' tools; unless said, while there are no keys.
+    pub(crate) tool_names: Option<bool>,
+    pub(crate) observer: Option<Arc<dyn Observer>>,
     pub(crate) draining: AtomicBool,
     pub(crate) recovered: AtomicBool,
     pub(crate) stopping: CancellationToken,
@@ -171,6 +192,11 @@ impl Engine {
     /// Calls that have not ended.
     pub fn open_calls(&self) -> usize {
         self.inner.live.len()
+    }
+
+    /// Calls that have not ended, by what they are doing.
+    pub fn open_calls_by_state(&self) -> [(&'static str, usize); 4] {
+        self.inner.live.states()
     }
 
     /// Calls that wait for a free place.

@@ -40,7 +40,7 @@ impl Progress {
     pub(crate) fn record(self, now_ms: u64, attempt: u32) -> Record {
         let mut record = Record::new(Kind::Progress, now_ms, attempt);
         if let Some(percent) = self.percent {
-            record = record.with("percent", percent);
+            record = record.with("percent", percent.clamp(0.0, 100.0));
         }
         if let Some(message) = self.message {
             record = record.with("message", message.chars().take(2_000).collect::<String>());
@@ -61,6 +61,8 @@ pub struct ToolContext {
     pub agent: String,
     pub attempt: u32,
     pub deadline_ms: u64,
+    /// The trace to go on with, as W3C's `traceparent`: for requests that the tool makes.
+    pub traceparent: Option<String>,
     /// Fires when the call was canceled or its deadline passed.
     pub canceled: CancellationToken,
     progress: ProgressSink,
@@ -247,6 +249,7 @@ impl Source for Functions {
             agent: attempt.agent,
             attempt: attempt.number,
             deadline_ms: attempt.deadline_ms,
+            traceparent: attempt.traceparent,
             canceled: canceled.clone(),
             progress,
         };

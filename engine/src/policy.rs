@@ -99,6 +99,25 @@ pub fn decide<'a>(
     Decision::Denied(format!("no rule of project \"{project}\" allows it to agent \"{agent}\""))
 }
 
+/// Decides over a tool that comes along with all others: who is allowed anything is allowed it,
+/// unless a rule denies it.
+pub fn decide_companion<'a>(
+    rules: impl Iterator<Item = &'a Rule> + Clone,
+    project: &str,
+    agent: &str,
+    tool: &str,
+) -> Decision {
+    let decision = decide(rules.clone(), project, agent, tool);
+    let about =
+        |rule: &&Rule| rule.project == project && (rule.agent == "*" || rule.agent == agent);
+    let mut own = rules.filter(about);
+    let denied = own.clone().any(|r| r.verdict == Verdict::Deny && matches(&r.pattern, tool));
+    if !denied && own.any(|rule| rule.verdict == Verdict::Allow) {
+        return Decision::Allowed;
+    }
+    decision
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -123,6 +142,17 @@ mod tests {
         ] {
             assert_eq!(matches(pattern, name), fits, "{pattern} {name}");
         }
+    }
+
+    #[test]
+    fn a_companion_comes_with_anything_that_is_allowed() {
+        let ask = |rules: &[Rule]| decide_companion(rules.iter(), "p", "ada", "result.read");
+        let weather = rule("ada", "weather.*", Verdict::Allow);
+        assert_eq!(ask(std::slice::from_ref(&weather)), Decision::Allowed);
+        assert!(matches!(ask(&[]), Decision::Denied(_)));
+        assert!(matches!(ask(&[rule("bob", "*", Verdict::Allow)]), Decision::Denied(_)));
+        let denied = [weather, rule("*", "result.*", Verdict::Deny)];
+        assert!(matches!(ask(&denied), Decision::Denied(why) if why.contains("result.*")));
     }
 
     #[test]

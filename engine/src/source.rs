@@ -24,6 +24,8 @@ pub struct Attempt {
     pub effect: Effect,
     pub args: Json,
     pub deadline_ms: u64,
+    /// The trace it belongs to, as W3C's `traceparent`: what it does is part of that.
+    pub traceparent: Option<String>,
     /// The client the call is pinned to.
     pub client_id: Option<String>,
     /// The client that has taken this very attempt before (it is being handed over again).

@@ -4,6 +4,7 @@
 use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context, bail};
 use toolcrib::{Effect, Engine, FnTool, Risk, Tool};
@@ -13,7 +14,8 @@ use crate::config::Config;
 use crate::doors::http::{Door, Settings};
 use crate::doors::mcp;
 use crate::sources::builtin;
-use crate::telemetry;
+use crate::telemetry::{self, Otlp};
+use crate::webhooks::Webhooks;
 
 /// Two servers on one database would each believe to be the only writer: the first keeps this
 /// file locked for as long as it lives, however it ends.
@@ -39,13 +41,25 @@ fn lock(store: &Path) -> anyhow::Result<File> {
 /// A server's engine, and what keeps its database its own.
 pub struct Served {
     pub engine: Engine,
+    otlp: Option<Arc<Otlp>>,
     _lock: File,
+}
+
+impl Served {
+    /// Sends the spans and metrics that still wait, within a limit; after the engine's shutdown.
+    pub async fn flush(&self, limit: Duration) {
+        let Some(otlp) = self.otlp.clone() else { return };
+        let _ = tokio::task::spawn_blocking(move || otlp.stop(limit)).await;
+    }
 }
 
 /// The engine of a server: it takes up what is open and runs its reconcilers.
 pub async fn engine(config: &Config) -> anyhow::Result<Served> {
+    // Before the first call is counted: what is counted without a collector is lost.
+    telemetry::metrics();
     let path = config.store_path()?;
     let lock = lock(&path)?;
+    let otlp = Otlp::start(&config.telemetry).await?;
     let opened = {
         let path = path.clone();
         tokio::task::spawn_blocking(move || SqliteStore::open(&path)).await?
@@ -55,12 +69,22 @@ pub async fn engine(config: &Config) -> anyhow::Result<Served> {
         .store(Arc::new(store))
         .limits(config.limits())
         .policies(config.policies())
+        .notifier(Arc::new(webhooks(config)?), config.webhooks.notifying())
         .tools(builtin_tools(config)?);
+    if config.builtin.enabled {
+        builder = builder.result_read();
+    }
     let days = config.retention.finished_calls_days;
     if days > 0.0 {
         builder = builder.retention_ms((days * 86_400_000.0) as u64);
     }
-    Ok(Served { engine: builder.start().await?, _lock: lock })
+    if let Some(named) = config.telemetry.tool_names_in_metrics {
+        builder = builder.tool_names_in_metrics(named);
+    }
+    if let Some(otlp) = &otlp {
+        builder = builder.observer(otlp.clone());
+    }
+    Ok(Served { engine: builder.start().await?, otlp, _lock: lock })
 }
 
 /// An engine for a look at the directory or a change to it: it runs nothing by itself, and may be
@@ -95,6 +119,7 @@ pub fn mcp_door(config: &Config, engine: Engine) -> mcp::Door {
         task_after_ms: doors.task_after_ms,
         wait_ms: doors.wait_ms.min(config.limits.max_wait_ms),
         page_size: doors.page_size,
+        result_tokens: doors.result_tokens,
         ttl_ms: doors.ttl_ms,
         retention_ms: (days > 0.0).then_some((days * 86_400_000.0) as u64),
         max_body_bytes: config.limits.max_body_bytes,
@@ -112,6 +137,14 @@ pub fn router(config: &Config, engine: Engine) -> axum::Router {
         true => router.merge(mcp::router(mcp_door(config, engine))),
         false => router,
     }
+}
+
+fn webhooks(config: &Config) -> anyhow::Result<Webhooks> {
+    let settings = &config.webhooks;
+    let timeout = Duration::from_millis(settings.timeout_ms);
+    let (keys, outbound) = (settings.key_ring(), settings.outbound());
+    Webhooks::new(keys, outbound, timeout, settings.max_data_bytes)
+        .map_err(|why| anyhow::anyhow!("callbacks cannot be signed: {why}"))
 }
 
 fn builtin_tools(config: &Config) -> anyhow::Result<Vec<Arc<dyn Tool>>> {

@@ -17,6 +17,7 @@ mod output;
 mod sse;
 mod tools;
 mod watch;
+mod webhooks;
 
 #[cfg(test)]
 mod tests;
@@ -95,6 +96,8 @@ Examples:
     Calls(calls::CallsArgs),
     /// See calls as they happen
     Watch(watch::WatchArgs),
+    /// See what became of callbacks, send one again, make a signing key
+    Webhooks(webhooks::WebhooksArgs),
     /// Make, list and revoke keys
     Keys(admin::KeysArgs),
     /// Allow tools to an agent
@@ -242,6 +245,7 @@ async fn dispatch(context: &Context, command: Command) -> Result<(), Failure> {
         Command::Call(args) => call::run(context, args).await,
         Command::Calls(args) => calls::run(context, args).await,
         Command::Watch(args) => watch::run(context, args).await,
+        Command::Webhooks(args) => webhooks::run(context, args).await,
         Command::Keys(args) => admin::keys(context, args).await,
         Command::Allow(args) => admin::set(context, args, toolcrib::policy::Verdict::Allow).await,
         Command::Deny(args) => admin::set(context, args, toolcrib::policy::Verdict::Deny).await,

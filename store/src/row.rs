@@ -1,6 +1,8 @@
 //! How a call becomes a row and a row becomes a call. The engine's types are not made to be
 //! stored; the forms here are, and are read by every later version of this program.
 
+mod definition;
+
 use std::borrow::Cow;
 use std::sync::Arc;
 
@@ -12,9 +14,11 @@ use toolcrib::dialogue::Dialogue;
 use toolcrib::event::{Kind, Record};
 use toolcrib::fault::{Code, Fault, Happened};
 use toolcrib::json::Json;
-use toolcrib::retry::{Backoff, PolicyPatch};
+use toolcrib::retry::Backoff;
 use toolcrib::store::StoreError;
-use toolcrib::tool::{Alternate, Definition, Effect, Executor, Risk};
+use toolcrib::tool::{Effect, Executor};
+
+pub(crate) use definition::{definition_text, read_definition};
 
 /// The columns of `calls` that a call is read from, in this order.
 pub(crate) const CALL_COLUMNS: &str = "place, id, project, run_id, tool_name, executor, status, \
@@ -37,6 +41,8 @@ struct Envelope<'a> {
     traceparent: Option<Cow<'a, str>>,
     #[serde(default, skip_serializing_if = "is_false")]
     background: bool,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    callback_url: Option<String>,
     max_retries: u32,
     /// Only where it is not the usual one.
     #[serde(default, skip_serializing_if = "is_usual")]
@@ -60,6 +66,9 @@ struct State<'a> {
     alternates: Vec<StoredTarget<'a>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     retry_at_ms: Option<u64>,
+    /// Only where it is not when a call's first attempt is usually given to its executor.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    attempt_ms: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     taken_by: Option<Cow<'a, str>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -94,6 +103,8 @@ struct StoredFault {
     retryable: bool,
     #[serde(default)]
     not_happened: bool,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    raw: Option<Json>,
 }
 
 /// A call as the writer binds it. Made by the caller's task, so the writer only writes.
@@ -136,6 +147,7 @@ impl CallRow {
             idempotency_key: call.asked.idempotency_key.as_deref().map(Cow::Borrowed),
             traceparent: call.asked.traceparent.as_deref().map(Cow::Borrowed),
             background: call.asked.background,
+            callback_url: call.asked.callback_url.clone(),
             max_retries: call.max_retries,
             backoff: Cow::Borrowed(&call.backoff),
         })?;
@@ -156,6 +168,7 @@ impl CallRow {
                 detail: fault.detail.clone(),
                 retryable: fault.retryable,
                 not_happened: fault.happened == Happened::No,
+                raw: fault.raw.clone(),
             })
         });
         let state = State {
@@ -167,6 +180,7 @@ impl CallRow {
                 Some(Hold::Retry { at_ms }) => Some(at_ms),
                 _ => None,
             },
+            attempt_ms: call.attempt_ms.filter(|_| call.attempt_ms != call.usual_attempt_ms()),
             taken_by: call.taken_by.as_deref().map(Cow::Borrowed),
             node: call.node.as_deref().map(Cow::Borrowed),
             dialogue: call.dialogue.as_deref().map(Cow::Borrowed),
@@ -243,7 +257,7 @@ pub(crate) fn read_call(row: &Row<'_>) -> Result<(u64, Call), StoreError> {
         executor.parse().map_err(|()| StoreError::Corrupt(format!("executor {executor}")))?;
     let target = |stored| target_of(stored, &tool_name, executor, &args);
     let id = text(1)?;
-    let call = Call {
+    let mut call = Call {
         id: id.parse().map_err(|_| StoreError::Corrupt(format!("call id {id}")))?,
         project: text(2)?,
         run_id: text(3)?,
@@ -257,6 +271,7 @@ pub(crate) fn read_call(row: &Row<'_>) -> Result<(u64, Call), StoreError> {
             idempotency_key: envelope.idempotency_key.map(Cow::into_owned),
             traceparent: envelope.traceparent.map(Cow::into_owned),
             background: envelope.background,
+            callback_url: envelope.callback_url,
         },
         target: target(state.target),
         alternates: state.alternates.into_iter().map(target).collect(),
@@ -272,10 +287,12 @@ pub(crate) fn read_call(row: &Row<'_>) -> Result<(u64, Call), StoreError> {
         created_ms,
         deadline_ms: number(9)? as u64,
         started_ms,
+        attempt_ms: state.attempt_ms,
         completed_ms,
         outcome,
         version: number(12)? as u64,
     };
+    call.attempt_ms = call.attempt_ms.or_else(|| call.usual_attempt_ms());
     Ok((number(0)? as u64, call))
 }
 
@@ -288,6 +305,7 @@ fn read_fault(text: &str) -> Result<Fault, StoreError> {
         detail: stored.detail,
         retryable: stored.retryable,
         happened,
+        raw: stored.raw,
     })
 }
 
@@ -432,66 +450,5 @@ pub(crate) fn read_record(row: &Row<'_>) -> Result<Record, StoreError> {
         at_ms: row.get::<_, i64>(1).map_err(unreadable)? as u64,
         attempt: row.get(2).map_err(unreadable)?,
         data: decode(&data)?,
-    })
-}
-
-#[derive(Serialize, Deserialize)]
-struct StoredDefinition {
-    description: String,
-    executor: Executor,
-    input_schema: Json,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    output_schema: Option<Json>,
-    timeout_ms: u64,
-    #[serde(default, skip_serializing_if = "is_false")]
-    background: bool,
-    effect: Effect,
-    risk: Risk,
-    #[serde(default)]
-    policy: PolicyPatch,
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    fallback: Vec<Alternate>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    metadata: Option<Json>,
-}
-
-/// A tool's definition as text; its project and name are columns.
-pub(crate) fn definition_text(tool: &Definition) -> Result<String, StoreError> {
-    encode(&StoredDefinition {
-        description: tool.description.clone(),
-        executor: tool.executor,
-        input_schema: tool.input_schema.clone(),
-        output_schema: tool.output_schema.clone(),
-        timeout_ms: tool.timeout_ms,
-        background: tool.background,
-        effect: tool.effect,
-        risk: tool.risk,
-        policy: tool.policy.clone(),
-        fallback: tool.fallback.clone(),
-        metadata: tool.metadata.clone(),
-    })
-}
-
-/// A tool's definition from its text.
-pub(crate) fn read_definition(
-    project: String,
-    name: String,
-    text: &str,
-) -> Result<Definition, StoreError> {
-    let stored: StoredDefinition = decode(text)?;
-    Ok(Definition {
-        project: Some(project),
-        name,
-        description: stored.description,
-        executor: stored.executor,
-        input_schema: stored.input_schema,
-        output_schema: stored.output_schema,
-        timeout_ms: stored.timeout_ms,
-        background: stored.background,
-        effect: stored.effect,
-        risk: stored.risk,
-        policy: stored.policy,
-        fallback: stored.fallback,
-        metadata: stored.metadata,
     })
 }

@@ -40,6 +40,7 @@ impl Room {
             effect,
             args: Json::empty_object(),
             deadline_ms: u64::MAX,
+            traceparent: None,
             client_id: pinned.map(str::to_owned),
             taken_by: taken_by.map(str::to_owned),
             again: taken_by.is_some(),

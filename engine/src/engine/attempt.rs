@@ -14,7 +14,7 @@ impl Inner {
     /// Starts the attempt that is out. Parking happens at once and in order; what is executed in
     /// this process gets its own task, and whatever becomes of that task is reported.
     pub(super) fn start_attempt(self: &Arc<Self>, call: &Arc<Call>, again: bool) {
-        let attempt = attempt(call, again);
+        let attempt = self.attempt(call, again);
         let (inner, call) = (self.clone(), call.clone());
         self.attempts.spawn(async move {
             let executor = call.target.executor;
@@ -81,21 +81,24 @@ impl Inner {
     }
 }
 
-/// The attempt that is out.
-pub(super) fn attempt(call: &Call, again: bool) -> Attempt {
-    Attempt {
-        call_id: call.id.clone(),
-        project: call.project.clone(),
-        run_id: call.run_id.clone(),
-        agent: call.asked.agent.clone(),
-        number: call.attempt,
-        tool: call.target.tool.clone(),
-        effect: call.target.effect,
-        args: call.target.args.clone(),
-        deadline_ms: call.deadline_ms,
-        client_id: call.asked.client_id.clone(),
-        taken_by: call.taken_by.clone(),
-        again,
-        dialogue: call.dialogue.clone(),
+impl Inner {
+    /// The attempt that is out.
+    pub(super) fn attempt(&self, call: &Call, again: bool) -> Attempt {
+        Attempt {
+            call_id: call.id.clone(),
+            project: call.project.clone(),
+            run_id: call.run_id.clone(),
+            agent: call.asked.agent.clone(),
+            number: call.attempt,
+            tool: call.target.tool.clone(),
+            effect: call.target.effect,
+            args: call.target.args.clone(),
+            deadline_ms: call.deadline_ms,
+            traceparent: self.handed_on(call),
+            client_id: call.asked.client_id.clone(),
+            taken_by: call.taken_by.clone(),
+            again,
+            dialogue: call.dialogue.clone(),
+        }
     }
 }

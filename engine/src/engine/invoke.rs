@@ -11,6 +11,7 @@ use super::ahead::{Ahead, UnderWay};
 use super::catalog::{Catalog, Entry as Compiled, not_found};
 use super::gate::{Caps, Place, Slot};
 use super::live::{Entry, Full};
+use super::observing::Over;
 use super::{Engine, Inner, measure, unavailable};
 use crate::args;
 use crate::call::{Asked, Call, Hold, Status, Target};
@@ -46,14 +47,21 @@ pub struct Invocation {
     pub traceparent: Option<String>,
     /// Answers to what the tool will ask, where the caller knows that already.
     pub answers: Option<Map<String, Value>>,
+    /// Where to tell that it has ended.
+    pub callback_url: Option<String>,
 }
 
 impl Invocation {
     /// A call of this tool with these arguments, as JSON text.
     pub fn new(tool: impl Into<String>, args: &str) -> Result<Self, NotJson> {
-        Ok(Self {
+        Ok(Self::of(tool, Json::parse(args)?))
+    }
+
+    /// A call of this tool with these arguments.
+    pub fn of(tool: impl Into<String>, args: Json) -> Self {
+        Self {
             tool: tool.into(),
-            args: Json::parse(args)?,
+            args,
             run_id: "run_default".to_owned(),
             call_id: None,
             timeout_ms: None,
@@ -62,8 +70,9 @@ impl Invocation {
             client_id: None,
             user_id: None,
             traceparent: None,
+            callback_url: None,
             answers: None,
-        })
+        }
     }
 }
 
@@ -78,21 +87,28 @@ pub struct Ticket {
 }
 
 impl Engine {
-    /// Takes a call. When this returns, the call is stored and will reach an outcome.
-    pub async fn invoke(&self, caller: &Caller, asked: Invocation) -> Result<Ticket, Error> {
+    /// Takes a call. The tool is named by its own name or by the one that models know it by
+    /// ([`crate::names`]). When this returns, the call is stored and will reach an outcome.
+    pub async fn invoke(&self, caller: &Caller, mut asked: Invocation) -> Result<Ticket, Error> {
         let inner = &self.inner;
         if inner.draining.load(Ordering::Acquire) {
             let message = "the server is shutting down; nothing was done, a retry is safe";
             return Err(Error::later(Code::Overloaded, message, 1_000));
         }
         let catalog = inner.catalog();
+        let found = catalog.named(caller, &asked.tool);
+        if let Some(tool) = found.as_ref().filter(|tool| tool.definition.name != asked.tool) {
+            asked.tool.clone_from(&tool.definition.name);
+        }
         inner.check_permission(&catalog, caller, &asked.tool).await?;
-        let found = catalog.find(&caller.project, &asked.tool);
         let tool = found.ok_or_else(|| not_found(&catalog, caller, &asked.tool))?;
         check_envelope(&asked, inner.limits.max_args_bytes)?;
         let args = asked.args.value();
         check_args(&tool, &args)?;
         check_client(&catalog, caller, &tool, asked.client_id.as_deref())?;
+        if let Some(url) = &asked.callback_url {
+            asked.callback_url = Some(inner.check_callback(caller, url)?);
+        }
         let key = idempotency_key(caller, &asked, &args);
         let call = inner.draft(&catalog, caller, &tool, asked, &args);
         let accepting = inner.clone().accept(call, key);
@@ -102,7 +118,7 @@ impl Engine {
 
 impl Inner {
     /// Denied calls are answered with the reason and written down.
-    async fn check_permission(
+    pub(crate) async fn check_permission(
         &self,
         catalog: &Catalog,
         caller: &Caller,
@@ -153,6 +169,7 @@ impl Inner {
                 idempotency_key: asked.idempotency_key,
                 traceparent: asked.traceparent,
                 background: definition.background,
+                callback_url: asked.callback_url,
             },
             max_retries: asked.retry.unwrap_or(policy.max_retries),
             backoff: policy.backoff,
@@ -168,6 +185,7 @@ impl Inner {
             created_ms: now_ms,
             deadline_ms: now_ms + timeout_ms,
             started_ms: None,
+            attempt_ms: None,
             completed_ms: None,
             outcome: None,
             version: 1,
@@ -238,9 +256,10 @@ impl Inner {
         };
         let requested = Record::new(Kind::Requested, call.created_ms, 0)
             .with("tool", call.tool_name.as_str())
-            .with("args_bytes", call.target.args.text().len());
+            .with("args_bytes", call.target.args.text().len())
+            .about_task(&call);
         let (place, caps) = self.place(&call);
-        let slot = self.gate.try_enter(&place, &caps);
+        let mut slot = self.gate.try_enter(&place, &caps);
         let (call, mut records, action) = claimed(call, &slot, &self.node, requested);
         let mut call = Arc::new(call);
         // A key may mean that all this has been done: then nothing is done before it is known.
@@ -248,11 +267,14 @@ impl Inner {
             Some(Action::Start) if key.is_none() => self.begin_ahead(&call),
             _ => Ahead::Waits,
         };
-        let follows = match begun {
+        let mut follows = match begun {
             Ahead::Over(step) => {
+                let over = self.attempt_over(&call, &step.call, &step.records);
                 records.extend(step.records);
-                call = Arc::new(step.call);
-                Follows::AfterTheEnd(step.actions)
+                let before = std::mem::replace(&mut call, Arc::new(step.call));
+                // The attempt is over, and its place is free while the commit is waited for.
+                slot = None;
+                Follows::AfterTheEnd { actions: step.actions, before, over }
             }
             Ahead::UnderWay(read) => Follows::GoesOn(read),
             Ahead::Waits => Follows::Begins(action),
@@ -266,14 +288,19 @@ impl Inner {
             return answer;
         }
         measure::accepted(&call);
+        if let Follows::AfterTheEnd { before, over, .. } = &mut follows {
+            self.tell_observer(before, &call, over.take(), self.clock.now_ms());
+        }
         if call.status.is_terminal() {
-            // It never was among the live ones: its room and its place are free again.
-            measure::ended(&call);
-            self.announce(&call);
+            // It never was among the live ones: its room is free again, and nobody can know of it.
+            measure::ended(&call, || self.may_name(&call));
+            if call.asked.callback_url.is_some() {
+                self.notices.wake();
+            }
+            self.announce_around(&call);
             return Ok(Ticket { call, replayed: false, entry: None });
         }
         room.keep();
-        let slot = slot.filter(|_| call.attempt_is_out());
         let entry = Entry::new(call.clone(), slot);
         self.live.insert(entry.clone());
         self.announce(&call);
@@ -281,7 +308,7 @@ impl Inner {
             Follows::Begins(Some(action)) => self.perform(&entry, &call, &[action]),
             Follows::Begins(None) => self.gate.wait(call.id.clone(), place, caps),
             Follows::GoesOn(read) => self.go_on(&call, read),
-            Follows::AfterTheEnd(actions) => self.perform(&entry, &call, &actions),
+            Follows::AfterTheEnd { actions, .. } => self.perform(&entry, &call, &actions),
         }
         Ok(Ticket { call, replayed: false, entry: Some(entry) })
     }
@@ -339,7 +366,7 @@ enum Follows {
     /// Its first attempt has begun.
     GoesOn(UnderWay),
     /// What follows from its first attempt, which is over.
-    AfterTheEnd(Vec<Action>),
+    AfterTheEnd { actions: Vec<Action>, before: Arc<Call>, over: Option<Over> },
 }
 
 /// The fast path: with a place, the call is claimed in the same commit that creates it.
@@ -467,6 +494,9 @@ fn idempotency_key(caller: &Caller, asked: &Invocation, args: &Value) -> Option<
         asked.client_id
     ]);
     hash.update(rest.to_string().as_bytes());
+    if let Some(url) = &asked.callback_url {
+        hash.update(Value::from(url.as_str()).to_string().as_bytes());
+    }
     hash.update(canonical(args).as_bytes());
     let fingerprint = hex(&hash.finalize());
     Some(IdempotencyKey { agent: caller.agent.clone(), key, fingerprint })

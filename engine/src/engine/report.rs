@@ -70,6 +70,10 @@ impl Engine {
         progress: Progress,
     ) -> Result<(), Error> {
         let call = self.inner.provided(caller, id, client_id).await?;
+        if progress.percent.is_some_and(|percent| !(0.0..=100.0).contains(&percent)) {
+            let fault = Fault::new(Code::ValidationError, "percent must be from 0 to 100");
+            return Err(fault.with_detail(json!({ "pointer": "/percent" })).into());
+        }
         self.inner.note_progress(id, attempt.unwrap_or(call.attempt), progress).await
     }
 
@@ -208,7 +212,8 @@ impl Inner {
             return Ok(data);
         }
         let what = format!("the result of {} does not fit its output schema", call.target.tool);
-        Err(misfit(&what, &problems))
+        // Whoever looks for the cause needs what was really given.
+        Err(misfit(&what, &problems).with_raw(data))
     }
 
     pub(super) async fn note_progress(
@@ -230,7 +235,7 @@ impl Inner {
         if entry.count_progress() > self.limits.max_progress_events {
             return Ok(());
         }
-        let record = progress.record(self.clock.now_ms(), attempt);
+        let record = progress.record(self.clock.now_ms(), attempt).about_task(&call);
         self.store.append(&call.project, id, vec![record]).await.map_err(unavailable)?;
         self.announce(&call);
         Ok(())

@@ -109,6 +109,7 @@ fn call(executor: Executor, effect: Effect) -> Call {
         created_ms: CREATED,
         deadline_ms: DEADLINE,
         started_ms: None,
+        attempt_ms: None,
         completed_ms: None,
         outcome: None,
         version: 1,

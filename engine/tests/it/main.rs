@@ -3,7 +3,12 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod ahead;
+mod batch;
 mod engine;
+mod examples;
+mod notify;
+mod observing;
+mod results;
 mod simulation;
 mod support;
 mod tidy;

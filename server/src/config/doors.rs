@@ -25,6 +25,8 @@ pub struct McpSettings {
     pub wait_ms: u64,
     /// Tools on one page of `tools/list`.
     pub page_size: usize,
+    /// Results of more tokens are told as a digest, with a link to the whole.
+    pub result_tokens: usize,
     /// How long a client may take a list for fresh.
     pub ttl_ms: u64,
     /// Sessions of clients of older revisions at the same time.
@@ -43,6 +45,7 @@ impl Default for McpSettings {
             task_after_ms: settings.task_after_ms,
             wait_ms: settings.wait_ms,
             page_size: settings.page_size,
+            result_tokens: settings.result_tokens,
             ttl_ms: settings.ttl_ms,
             max_sessions: settings.max_sessions,
             allowed_origins: Vec::new(),

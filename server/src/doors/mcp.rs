@@ -37,6 +37,8 @@ pub struct Settings {
     pub wait_ms: u64,
     /// Tools on one page of the list.
     pub page_size: usize,
+    /// Results of more tokens are told as a digest, with a link to the whole.
+    pub result_tokens: usize,
     /// How long a client may take a list for fresh.
     pub ttl_ms: u64,
     /// How long a finished call is kept: what a task's `ttlMs` says.
@@ -57,6 +59,7 @@ impl Default for Settings {
             task_after_ms: 2_000,
             wait_ms: 45_000,
             page_size: 1_000,
+            result_tokens: 10_000,
             ttl_ms: 60_000,
             retention_ms: None,
             max_body_bytes: 2 << 20,

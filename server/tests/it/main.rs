@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod bad_input;
+mod batches;
 mod builtins;
 mod canceling;
 mod crash;
@@ -16,9 +17,13 @@ mod ingress;
 mod listing;
 mod mcp;
 mod policy;
+mod results;
 mod seed;
 mod submitting;
 mod support;
+mod tasks;
+mod telemetry;
 mod validation;
 mod waiting;
+mod webhooks;
 mod wire_files;

@@ -60,6 +60,7 @@ impl Desk {
                 .execute(params![call.project, key.agent, key.key, key.fingerprint, place])?;
         }
         self.record(place, records)?;
+        self.add_extras(call, place)?;
         Ok(Created::New)
     }
 
@@ -93,8 +94,11 @@ impl Desk {
         if saved == 0 {
             return Ok(Saved::Stale);
         }
-        if call.completed_ms.is_some() {
+        if let Some(ended_ms) = call.completed_ms {
             self.ended.push((place, call.id.clone()));
+            if call.asked.callback_url.is_some() {
+                self.make_due(place, ended_ms)?;
+            }
         }
         self.record(place, records)?;
         Ok(Saved::Yes)
@@ -202,6 +206,10 @@ impl Desk {
             }
             for sql in [
                 "DELETE FROM idempotency_keys WHERE place = ?1",
+                "DELETE FROM tries WHERE place = ?1",
+                "DELETE FROM deliveries WHERE place = ?1",
+                "DELETE FROM tasks WHERE (project, call_id) IN \
+                 (SELECT project, id FROM calls WHERE place = ?1)",
                 "DELETE FROM calls WHERE place = ?1",
             ] {
                 self.connection.prepare_cached(sql)?.execute([place])?;

@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use rusqlite::{Connection, OptionalExtension};
 use tokio::sync::oneshot;
+use toolcrib::delivery::{Delivery, Try};
 use toolcrib::directory::{AuditEntry, Change};
 use toolcrib::id::CallId;
 use toolcrib::store::{Created, IdempotencyKey, Saved, StoreError};
@@ -87,6 +88,11 @@ pub(super) enum Op {
     Audit {
         entry: AuditEntry,
         reply: Reply<()>,
+    },
+    Deliver {
+        delivery: Box<Delivery>,
+        tried: Option<Try>,
+        reply: Reply<Saved>,
     },
     Check {
         reply: Reply<()>,
@@ -395,6 +401,12 @@ impl Desk {
                 Ok(()) => Ok(Told::Done(reply)),
                 Err(error) => Err(Box::new((Op::Audit { entry, reply }, error))),
             },
+            Op::Deliver { delivery, tried, reply } => {
+                match self.save_delivery(&delivery, tried.as_ref()) {
+                    Ok(saved) => Ok(Told::Saved(reply, saved)),
+                    Err(error) => Err(Box::new((Op::Deliver { delivery, tried, reply }, error))),
+                }
+            }
             // A check that writes nothing would find a full disk in order.
             Op::Check { reply } => match self.check() {
                 Ok(()) => Ok(Told::Done(reply)),
@@ -419,7 +431,9 @@ impl Desk {
 fn refuse(op: Op, why: &str) {
     let told = match op {
         Op::Create { reply, .. } => Told::Created(reply, Created::New),
-        Op::Save { reply, .. } | Op::Change { reply, .. } => Told::Saved(reply, Saved::Stale),
+        Op::Save { reply, .. } | Op::Change { reply, .. } | Op::Deliver { reply, .. } => {
+            Told::Saved(reply, Saved::Stale)
+        }
         Op::Append { reply, .. } | Op::Audit { reply, .. } | Op::Check { reply } => {
             Told::Done(reply)
         }

@@ -77,7 +77,9 @@ async fn metrics(State(door): State<Door>) -> Response {
         return problem(&fault, None);
     };
     let engine = &door.engine;
-    metrics::gauge!("toolcrib_tool_calls_open").set(engine.open_calls() as f64);
+    for (state, count) in engine.open_calls_by_state() {
+        metrics::gauge!("toolcrib_tool_calls_open", "state" => state).set(count as f64);
+    }
     metrics::gauge!("toolcrib_tool_calls_waiting").set(engine.waiting_calls() as f64);
     metrics::gauge!("toolcrib_clients_connected").set(engine.client_connections() as f64);
     let age_ms = engine.oldest_open_call_age_ms();

@@ -5,11 +5,13 @@ use axum::RequestPartsExt;
 use axum::body::Bytes;
 use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::extract::{FromRequest, FromRequestParts, Path, Query, Request};
+use axum::http::HeaderMap;
 use axum::http::request::Parts;
 use futures::StreamExt;
 use serde::de::DeserializeOwned;
 use toolcrib::fault::{Code, Error};
 use toolcrib::json::{NotJson, check_depth};
+use toolcrib::trace::TraceParent;
 use toolcrib::{CallId, Caller};
 
 use super::Door;
@@ -95,6 +97,18 @@ async fn read(request: Request, limit: usize) -> Result<Bytes, Refused> {
         body.extend_from_slice(&chunk);
     }
     Ok(body.into())
+}
+
+pub(super) const TRACEPARENT: &str = "traceparent";
+
+/// The trace that a request is part of, in W3C's form. As W3C says, what cannot be read counts as
+/// not given, and so does a header that comes twice. `tracestate` is not kept: it belongs to the
+/// tracing systems on the way, and calls outlive requests.
+pub(super) fn traceparent(headers: &HeaderMap) -> Option<TraceParent> {
+    let mut given = headers.get_all(TRACEPARENT).iter();
+    let (first, second) = (given.next()?, given.next());
+    let parsed = first.to_str().ok()?.trim().parse().ok()?;
+    second.is_none().then_some(parsed)
 }
 
 /// A call's id from the path. What is not an id names no call.

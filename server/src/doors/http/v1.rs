@@ -1,8 +1,12 @@
 //! HTTP v1: for agents, and for who operates the crib.
 
 mod admin;
+mod batch;
 mod calls;
+mod deliveries;
 mod events;
+mod results;
+mod tasks;
 mod tools;
 
 use utoipa_axum::router::OpenApiRouter;
@@ -15,10 +19,18 @@ pub(super) fn routes() -> OpenApiRouter<Door> {
         .routes(routes!(tools::list))
         .routes(routes!(tools::show))
         .routes(routes!(tools::invoke))
-        .routes(routes!(calls::list))
+        .routes(routes!(calls::list, batch::run))
         .routes(routes!(calls::show))
         .routes(routes!(calls::cancel))
         .routes(routes!(calls::answer))
+        .routes(routes!(results::read))
+        .routes(routes!(deliveries::list))
+        .routes(routes!(deliveries::of_call))
+        .routes(routes!(deliveries::repeat))
+        .routes(routes!(tasks::list))
+        .routes(routes!(tasks::show))
+        .routes(routes!(tasks::cancel))
+        .routes(routes!(tasks::events))
         .routes(routes!(events::of_call))
         .routes(routes!(events::of_run))
         .routes(routes!(events::of_project))

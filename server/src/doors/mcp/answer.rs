@@ -8,6 +8,7 @@ use rmcp::ErrorData;
 use rmcp::model::{CallToolResult, ContentBlock, ErrorCode, Resource, ResultType};
 use serde_json::{Value, json};
 use toolcrib::call::{Call, Status};
+use toolcrib::digest;
 use toolcrib::fault::{Code, Error, Fault};
 use toolcrib::{Executor, Json};
 
@@ -18,12 +19,12 @@ pub(super) fn result_uri(id: &toolcrib::CallId) -> String {
     format!("toolcrib://tool_calls/{id}/result")
 }
 
-/// How a call that has ended is told.
-pub(super) fn ended(call: &Call, tool: &Shape) -> CallToolResult {
+/// How a call that has ended is told, in so many tokens.
+pub(super) fn ended(call: &Call, tool: Shape, budget: usize) -> CallToolResult {
     let outcome = call.outcome.as_ref();
     match (outcome.and_then(|o| o.data.as_ref()), outcome.and_then(|o| o.error.as_ref())) {
         (_, Some(fault)) => failed(fault, Some(call.id.as_str())),
-        (Some(data), None) => succeeded(call, data, tool),
+        (Some(data), None) => succeeded(call, data, tool, budget),
         (None, None) => CallToolResult::success(vec![]),
     }
 }
@@ -36,7 +37,7 @@ pub(super) struct Shape {
     pub(super) promised: bool,
 }
 
-fn succeeded(call: &Call, data: &Json, tool: &Shape) -> CallToolResult {
+fn succeeded(call: &Call, data: &Json, tool: Shape, budget: usize) -> CallToolResult {
     let value = data.value();
     if call.target.executor == Executor::Mcp
         && value.get("content").is_some_and(Value::is_array)
@@ -44,16 +45,50 @@ fn succeeded(call: &Call, data: &Json, tool: &Shape) -> CallToolResult {
     {
         // An MCP server said it in MCP's own words: images, sounds and links stay what they are.
         result.result_type = Some(ResultType::COMPLETE);
-        return result;
+        return digested_words(call, data, tool, budget, result);
     }
     let text = match &value {
         Value::String(text) => text.clone(),
         _ => data.text().to_owned(),
     };
+    if let Some(digest) = digest(call, data, budget) {
+        let content = vec![ContentBlock::text(digest), link(call, data.text().len())];
+        let mut result = CallToolResult::success(content);
+        // Where a structure was promised it has to be there, however long it is.
+        result.structured_content = tool.promised.then_some(value);
+        return result;
+    }
     let mut result = CallToolResult::success(vec![ContentBlock::text(text)]);
     // The older wire has structured results for objects only.
     let structured = tool.revision == Revision::Modern || value.is_object();
     result.structured_content = structured.then_some(value);
+    result
+}
+
+fn digest(call: &Call, data: &Json, budget: usize) -> Option<String> {
+    let (call_id, tool, hint) = (&call.id, call.tool_name.as_str(), Some(call.args.text()));
+    let source = digest::Source { call_id, tool, hint };
+    digest::digest(data, budget, &source).map(|digest| digest.text)
+}
+
+/// An MCP result whose words are too many: their digest in place of them. Pictures and sounds stay.
+fn digested_words(
+    call: &Call,
+    data: &Json,
+    tool: Shape,
+    budget: usize,
+    mut result: CallToolResult,
+) -> CallToolResult {
+    let words = result.content.iter().filter_map(|block| block.as_text());
+    let words: Vec<&str> = words.map(|block| block.text.as_str()).collect();
+    let words = Json::of_value(&Value::String(words.join("\n")));
+    let Some(digest) = digest(call, &words, budget) else { return result };
+    result.content.retain(|block| block.as_text().is_none());
+    result.content.insert(0, ContentBlock::text(digest));
+    result.content.push(link(call, data.text().len()));
+    if !tool.promised {
+        result.structured_content = None;
+    }
     result
 }
 

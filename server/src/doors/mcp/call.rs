@@ -130,6 +130,7 @@ fn invocation(params: CallToolRequestParams, meta: &MetaObject) -> Result<Invoca
         client_id: text("client_id")?,
         user_id: text("user_id")?,
         traceparent: meta.get_traceparent().map(str::to_owned),
+        callback_url: None,
         answers: params.input_responses.map(input::answers).transpose()?,
     })
 }
@@ -192,7 +193,7 @@ impl Wait<'_> {
             }
         }
         progress.pass_on_the_rest().await;
-        Ok(CallToolResponse::Complete(self.server.ended(&call, &self.shape)))
+        Ok(CallToolResponse::Complete(self.server.ended(&call, self.shape).await))
     }
 
     /// Asks a client of an older revision, which can be asked while it waits.

@@ -107,7 +107,7 @@ pub(super) async fn call_result(
     let mut shape = shape(None, Client::of(context).revision);
     shape.promised = false;
     let result = match call.status.is_terminal() {
-        true => server.ended(&call, &shape),
+        true => server.ended(&call, shape).await,
         false => ticketed(answer::not_finished(&call, &shape), &call),
     };
     Ok(CallToolResponse::Complete(result))

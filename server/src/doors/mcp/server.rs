@@ -21,7 +21,7 @@ use rmcp::model::{
 };
 use rmcp::service::{NotificationContext, RequestContext, SubscriptionContext};
 use rmcp::{ErrorData, RoleServer, ServerHandler};
-use toolcrib::{Caller, Engine};
+use toolcrib::{Call, Caller, Engine};
 
 use super::answer::{self, Shape};
 use super::call::{self, ticketed};
@@ -29,6 +29,9 @@ use super::shelf::Shelf;
 use super::tools::{Lists, Revision, cursor, name_in};
 use super::{Settings, announce, input, own, resources, tasks};
 use crate::auth::Standing;
+
+/// Going through more bytes than this gets a thread of its own.
+const LARGE: usize = 64 << 10;
 
 /// Who asks, and what they want to see.
 #[derive(Clone)]
@@ -91,8 +94,19 @@ impl Server {
     }
 
     /// How a call that has ended is told to this client.
-    pub(super) fn ended(&self, call: &toolcrib::Call, shape: &Shape) -> CallToolResult {
-        ticketed(answer::ended(call, shape), call)
+    pub(super) async fn ended(&self, call: &Arc<Call>, shape: Shape) -> CallToolResult {
+        let budget = self.settings().result_tokens;
+        let data = call.outcome.as_ref().and_then(|outcome| outcome.data.as_ref());
+        let told = move |call: &Call| ticketed(answer::ended(call, shape, budget), call);
+        if data.is_none_or(|data| data.text().len() <= LARGE) {
+            return told(call);
+        }
+        // Going through much text is not done between other work.
+        let whole = call.clone();
+        match tokio::task::spawn_blocking(move || told(&whole)).await {
+            Ok(result) => result,
+            Err(_) => ticketed(answer::ended(call, shape, usize::MAX), call),
+        }
     }
 }
 
@@ -173,7 +187,7 @@ impl ServerHandler for Server {
         let view = self.view(&context.extensions);
         let call = tasks::found(self, &view, &asked.task_id).await?;
         let client = context.client_capabilities().unwrap_or_default();
-        Ok(GetTaskResult::new(tasks::detailed(self, &view, &client, &call)))
+        Ok(GetTaskResult::new(tasks::detailed(self, &view, &client, &call).await))
     }
 
     async fn update_task(

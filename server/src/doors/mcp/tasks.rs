@@ -4,6 +4,8 @@
 //! A tool that failed or took too long is a task that is `completed`, with a result that says so:
 //! that is a tool's failure, which the model should read. `failed` is for faults of the crib.
 
+use std::sync::Arc;
+
 use rmcp::ErrorData;
 use rmcp::model::{ClientCapabilities, DetailedTask, JsonObject, Task, TaskPayload, TaskStatus};
 use serde_json::{Value, json};
@@ -59,17 +61,19 @@ fn words(call: &Call) -> String {
 }
 
 /// The whole task, as `tasks/get` tells it.
-pub(super) fn detailed(
+pub(super) async fn detailed(
     server: &Server,
     view: &View,
     client: &ClientCapabilities,
-    call: &Call,
+    call: &Arc<Call>,
 ) -> DetailedTask {
     let questions = input::questions(call, client);
     let payload = match status(call) {
         TaskStatus::Cancelled => TaskPayload::Cancelled,
         TaskStatus::Failed => TaskPayload::Failed { error: failure(call) },
-        TaskStatus::Completed => TaskPayload::Completed { result: result(server, view, call) },
+        TaskStatus::Completed => {
+            TaskPayload::Completed { result: result(server, view, call).await }
+        }
         _ if !questions.is_empty() => TaskPayload::InputRequired { input_requests: questions },
         _ => TaskPayload::Working,
     };
@@ -82,10 +86,10 @@ fn failure(call: &Call) -> JsonObject {
     object(json!({ "code": -32603, "message": message }))
 }
 
-fn result(server: &Server, view: &View, call: &Call) -> JsonObject {
+async fn result(server: &Server, view: &View, call: &Arc<Call>) -> JsonObject {
     let tool = server.engine().tool(&view.caller, &call.tool_name).ok();
     let shape = shape(tool.as_deref(), Revision::Modern);
-    object(serde_json::to_value(server.ended(call, &shape)).unwrap_or_default())
+    object(serde_json::to_value(server.ended(call, shape).await).unwrap_or_default())
 }
 
 fn object(value: Value) -> JsonObject {
@@ -100,7 +104,7 @@ pub(super) async fn found(
     server: &Server,
     view: &View,
     task_id: &str,
-) -> Result<std::sync::Arc<Call>, ErrorData> {
+) -> Result<Arc<Call>, ErrorData> {
     let shown: String = task_id.chars().take(80).collect();
     let unknown = || ErrorData::invalid_params(format!("there is no task \"{shown}\""), None);
     let id: CallId = task_id.parse().map_err(|_| unknown())?;

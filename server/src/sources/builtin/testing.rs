@@ -19,6 +19,7 @@ pub fn attempt(tool: &str, args: &Value) -> Attempt {
         effect: Effect::Read,
         args: Json::of_value(args),
         deadline_ms: u64::MAX,
+        traceparent: None,
         client_id: None,
         taken_by: None,
         again: false,

@@ -18,15 +18,24 @@ enum Row {
 
 use Row::{Keyed, Open};
 
-const TABLE: [(&str, &str, Row); 29] = [
+const TABLE: [(&str, &str, Row); 38] = [
     ("get", "/v1/tools", Keyed([200, 200, 200, 200])),
     ("get", "/v1/tools/{name}", Keyed([200, 404, 200, 404])),
     ("post", "/v1/tools/{name}/invoke", Keyed([202, 403, 202, 404])),
     ("get", "/v1/tool_calls", Keyed([200, 200, 200, 200])),
+    ("post", "/v1/tool_calls", Keyed([202, 403, 202, 200])),
     ("get", "/v1/tool_calls/{tool_call_id}", Keyed([200, 200, 200, 404])),
+    ("get", "/v1/tool_calls/{tool_call_id}/result", Keyed([200, 200, 200, 404])),
     ("post", "/v1/tool_calls/{tool_call_id}/cancel", Keyed([200, 403, 200, 404])),
     ("post", "/v1/tool_calls/{tool_call_id}/answer", Keyed([409, 403, 409, 404])),
     ("get", "/v1/tool_calls/{tool_call_id}/events", Keyed([200, 200, 200, 404])),
+    ("get", "/v1/tool_calls/{tool_call_id}/deliveries", Keyed([200, 403, 200, 404])),
+    ("post", "/v1/tool_calls/{tool_call_id}/deliveries/repeat", Keyed([202, 403, 202, 404])),
+    ("get", "/v1/deliveries", Keyed([200, 403, 200, 200])),
+    ("get", "/v1/tasks", Keyed([200, 200, 200, 200])),
+    ("get", "/v1/tasks/{task_id}", Keyed([200, 200, 200, 404])),
+    ("post", "/v1/tasks/{task_id}/cancel", Keyed([200, 403, 200, 404])),
+    ("get", "/v1/tasks/{task_id}/events", Keyed([200, 200, 200, 404])),
     ("get", "/v1/runs/{run_id}/events", Keyed([200, 200, 200, 200])),
     ("get", "/v1/events", Keyed([200, 200, 200, 200])),
     ("get", "/v1/keys", Keyed([403, 403, 200, 200])),
@@ -62,8 +71,19 @@ impl World {
         let tools = json!([offer("a.tool")]);
         self.provider.register("c1", tools.clone()).await;
         let mut filled = path.replace("{name}", "a.tool").replace("{run_id}", "run_1");
-        if path.contains("{tool_call_id}") {
+        filled = filled.replace("{task_id}", "{tool_call_id}");
+        if path.ends_with("/repeat") {
+            let url = "https://hooks.example/x";
+            let body = json!({ "run_id": "run_1", "callback_url": url });
+            let id = self.admin.invoke_with("a.tool", body).await;
+            self.admin.post(&format!("/v1/tasks/{id}/cancel"), json!({})).await.is(200);
+            filled = filled.replace("{tool_call_id}", &id);
+        }
+        if filled.contains("{tool_call_id}") {
             let id = self.admin.invoke("a.tool", json!({})).await;
+            if path.ends_with("/result") {
+                self.provider.succeed(&id, json!({})).await;
+            }
             filled = filled.replace("{tool_call_id}", &id);
         }
         if path.contains("{id}") {
@@ -81,6 +101,9 @@ impl World {
         let body = match path {
             "/v1/tools/{name}/invoke" => json!({ "run_id": "run_1", "args": {} }),
             "/v1/tool_calls/{tool_call_id}/answer" => json!({ "answers": {} }),
+            "/v1/tool_calls" => {
+                json!({ "run_id": "run_1", "tool_calls": [{ "name": "a.tool" }], "wait_ms": 0 })
+            }
             "/v1/keys" => json!({ "agent": "made" }),
             "/v1/rules" => json!({ "agent": "eve", "pattern": "y.*", "verdict": "deny" }),
             "/internal/tools/register" => json!({ "client_id": "fresh", "tools": [] }),
@@ -107,7 +130,12 @@ impl World {
 }
 
 async fn world() -> (World, Vec<(&'static str, Api)>) {
-    let server = Server::start().await;
+    let server = Server::with(|config| {
+        let file = config.data_dir.with_file_name("signing.key");
+        std::fs::write(&file, crate::support::receiver::KEY).unwrap();
+        config.webhooks.signing_key_file = Some(file);
+    })
+    .await;
     let admin = server.keyed("p", "boss", "admin", &[]).await;
     let agent = server.keyed("p", "ada", "agent", &["*"]).await;
     let provider = server.keyed("p", "tools", "provider", &[]).await;

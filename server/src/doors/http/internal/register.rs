@@ -145,3 +145,12 @@ pub(super) async fn withdraw(
     door.engine.withdraw(&caller, &which.client_id, &name).await?;
     Ok(StatusCode::NO_CONTENT)
 }
+
+/// The same for a tool whose name is `register`.
+pub(super) async fn withdraw_register(
+    state: State<Door>,
+    who: Who,
+    which: Asked<WhichClient>,
+) -> Result<StatusCode, Refused> {
+    withdraw(state, who, NamePath("register".to_owned()), which).await
+}

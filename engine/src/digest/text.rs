@@ -1,0 +1,281 @@
+//! Text in a digest: its head, its tail, and the most relevant of what lies between.
+//!
+//! The middle is cut into blocks of whole lines. A block is relevant when it has the words of what
+//! was asked (the rarer, the more), when it speaks of errors or results, and a little when it has
+//! figures. The same text and the same question give the same digest.
+
+use std::fmt::Write;
+
+use regex::{Regex, RegexBuilder};
+
+use crate::lines::lines;
+use crate::tokens;
+
+/// About so many bytes is a block; longer where there would be too many of them.
+const BLOCK: usize = 400;
+const MOST_BLOCKS: usize = 2_000;
+/// So many words of the question are looked for.
+const MOST_WORDS: usize = 24;
+/// In one block no more hits are looked at than this.
+const MOST_HITS: usize = 48;
+
+/// Words that make a block worth showing whatever was asked.
+const SALIENT: [&str; 22] = [
+    "error",
+    "fail",
+    "exception",
+    "panic",
+    "fatal",
+    "traceback",
+    "denied",
+    "refused",
+    "timeout",
+    "timed out",
+    "warning",
+    "critical",
+    "invalid",
+    "missing",
+    "not found",
+    "total",
+    "summary",
+    "conclusion",
+    "result",
+    "important",
+    "must",
+    "错误",
+];
+
+/// Words of a question that say nothing about what is looked for.
+const EMPTY: [&str; 20] = [
+    "the", "and", "for", "with", "from", "that", "this", "what", "which", "who", "how", "are",
+    "was", "were", "has", "have", "not", "you", "true", "false",
+];
+
+/// A few lines of the middle.
+struct Block {
+    begin: usize,
+    end: usize,
+    first_line: usize,
+}
+
+/// Head, tail and the most relevant middle, in at most this many tokens, with a mark wherever lines
+/// are left out.
+pub(super) fn render(text: &str, hint: Option<&str>, room: usize) -> String {
+    let asked = asked_words(hint.unwrap_or_default());
+    let Some(words) = Words::new(&asked) else { return String::new() };
+    // What the marks between the parts take is known only when they are there.
+    let mut part = room;
+    for _ in 0..12 {
+        let shown = compose(text, &words, part);
+        if !tokens::exceeds(&shown, room) {
+            return shown;
+        }
+        part = (part * 7 / 8).saturating_sub(2);
+    }
+    String::new()
+}
+
+/// How many lines the text has, as readers count them.
+pub(super) fn line_count(text: &str) -> usize {
+    lines(text).count()
+}
+
+fn compose(text: &str, words: &Words<'_>, room: usize) -> String {
+    let head_end = whole_lines(text, tokens::first(text, room * 2 / 5).len());
+    let rest = &text[head_end..];
+    let tail_begin = text.len() - line_start(rest, tokens::last(rest, room / 4));
+    let head = &text[..head_end];
+    let middle_room = room.saturating_sub(room * 2 / 5 + room / 4 + 24);
+    let blocks = blocks(text, head_end, tail_begin);
+    let chosen = choose(text, &blocks, words, middle_room);
+    let mut out = String::new();
+    out.push_str(head);
+    let mut shown_to = head_end;
+    let mut line = lines(head).count() - usize::from(!head.is_empty() && !head.ends_with('\n'));
+    for Shown { begin, end, first_line } in chosen {
+        mark(&mut out, text, shown_to, begin, line);
+        out.push_str(&text[begin..end]);
+        shown_to = end;
+        line = first_line + lines(&text[begin..end]).count();
+    }
+    mark(&mut out, text, shown_to, tail_begin, line);
+    out.push_str(&text[tail_begin..]);
+    out
+}
+
+/// Says what is left out between two places.
+fn mark(out: &mut String, text: &str, from: usize, to: usize, line: usize) {
+    if from >= to {
+        return;
+    }
+    if !out.is_empty() && !out.ends_with('\n') {
+        out.push('\n');
+    }
+    let count = lines(&text[from..to]).count();
+    let _ = writeln!(out, "[… {count} lines left out, offset {line}]");
+}
+
+/// Back to the end of a line, if not too much is lost by it.
+fn whole_lines(text: &str, end: usize) -> usize {
+    if end == text.len() {
+        return end;
+    }
+    match text[..end].rfind('\n') {
+        Some(at) if at + 1 >= end / 2 => at + 1,
+        _ => end,
+    }
+}
+
+/// How long the tail is when it begins with a line, if not too much is lost by it.
+fn line_start(rest: &str, tail: &str) -> usize {
+    if tail.len() == rest.len() {
+        return tail.len();
+    }
+    match tail.find('\n') {
+        Some(at) if at < tail.len() / 2 => tail.len() - at - 1,
+        _ => tail.len(),
+    }
+}
+
+fn blocks(text: &str, from: usize, to: usize) -> Vec<Block> {
+    let middle = text.get(from..to).unwrap_or_default();
+    let size = BLOCK.max(middle.len() / MOST_BLOCKS);
+    let mut blocks: Vec<Block> = Vec::new();
+    let head = &text[..from];
+    let partial = usize::from(!head.is_empty() && !head.ends_with('\n'));
+    let (mut at, mut line) = (from, lines(head).count() - partial);
+    for piece in lines(middle) {
+        match blocks.last_mut().filter(|block| block.end - block.begin < size) {
+            Some(block) => block.end += piece.len(),
+            None => {
+                let end = at + piece.len();
+                blocks.push(Block { begin: at, end, first_line: line });
+            }
+        }
+        at += piece.len();
+        line += 1;
+    }
+    blocks
+}
+
+/// Some lines of the middle that are shown.
+struct Shown {
+    begin: usize,
+    end: usize,
+    first_line: usize,
+}
+
+/// The best of the blocks, as much as fits, in the order of the text.
+fn choose(text: &str, blocks: &[Block], words: &Words<'_>, room: usize) -> Vec<Shown> {
+    // Too little for even one line and its mark.
+    if room < 24 {
+        return Vec::new();
+    }
+    let (scores, weights) = words.scores(text, blocks);
+    let scored = scores.into_iter().zip(blocks);
+    let mut ranked: Vec<(f64, &Block)> = scored.filter(|(score, _)| *score > 0.0).collect();
+    // Equal ones in the order of the text.
+    ranked.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.begin.cmp(&b.1.begin)));
+    let mut left = room;
+    let mut chosen = Vec::new();
+    for (_, block) in ranked {
+        // Each costs its own tokens and a mark before it.
+        let Some(rest) = left.checked_sub(16).filter(|rest| *rest >= 8) else { break };
+        let shown = window(text, block, words, &weights, rest.min((room / 2).max(24)));
+        left = rest - tokens::count(&text[shown.begin..shown.end]).min(rest);
+        chosen.push(shown);
+    }
+    chosen.sort_by_key(|shown| shown.begin);
+    chosen
+}
+
+/// A block; of one that does not fit, its best line and what fits behind it.
+fn window(text: &str, block: &Block, words: &Words<'_>, weights: &[f64], room: usize) -> Shown {
+    let (mut begin, mut first_line) = (block.begin, block.first_line);
+    if tokens::exceeds(&text[block.begin..block.end], room) {
+        let (mut at, mut best) = (block.begin, 0.0);
+        for (n, line) in lines(&text[block.begin..block.end]).enumerate() {
+            let score = weight_of(words.bits(line), weights);
+            if score > best {
+                (best, begin, first_line) = (score, at, block.first_line + n);
+            }
+            at += line.len();
+        }
+    }
+    let rest = &text[begin..block.end];
+    let end = begin + whole_lines(rest, tokens::first(rest, room).len());
+    Shown { begin, end, first_line }
+}
+
+/// What is looked for: the words of the question, then the salient ones.
+struct Words<'a> {
+    asked: usize,
+    all: Vec<&'a str>,
+    finder: Regex,
+}
+
+impl<'a> Words<'a> {
+    fn new(asked: &'a [String]) -> Option<Self> {
+        let all: Vec<&str> = asked.iter().map(String::as_str).chain(SALIENT).collect();
+        let pattern: Vec<String> = all.iter().map(|word| regex::escape(word)).collect();
+        let finder = RegexBuilder::new(&pattern.join("|")).case_insensitive(true).build().ok()?;
+        Some(Self { asked: asked.len(), all, finder })
+    }
+
+    /// Which of the words a text has, as bits.
+    fn bits(&self, text: &str) -> u64 {
+        let mut bits = 0;
+        for hit in self.finder.find_iter(text).take(MOST_HITS) {
+            let hit = hit.as_str().to_lowercase();
+            if let Some(n) = self.all.iter().position(|word| *word == hit) {
+                bits |= 1 << n;
+            }
+        }
+        bits
+    }
+
+    /// The score of each block, and what each word is worth.
+    fn scores(&self, text: &str, blocks: &[Block]) -> (Vec<f64>, Vec<f64>) {
+        let found: Vec<u64> =
+            blocks.iter().map(|block| self.bits(&text[block.begin..block.end])).collect();
+        let weight = |n: usize| {
+            let having = found.iter().filter(|bits| *bits & (1 << n) != 0).count();
+            // A word that is everywhere tells nothing.
+            let rarity = (1.0 + blocks.len() as f64 / (1.0 + having as f64)).ln();
+            if n < self.asked { 3.0 * rarity } else { rarity }
+        };
+        let weights: Vec<f64> = (0..self.all.len()).map(weight).collect();
+        let score = |(block, bits): (&Block, &u64)| {
+            let written = &text.as_bytes()[block.begin..block.end];
+            let digits = written.iter().filter(|byte| byte.is_ascii_digit()).count();
+            // Some figures among words; a block of nothing but digits is no better than any other.
+            let figures = digits * 25 > written.len() && digits * 2 < written.len();
+            weight_of(*bits, &weights) + if figures { 0.25 } else { 0.0 }
+        };
+        (blocks.iter().zip(&found).map(score).collect(), weights)
+    }
+}
+
+fn weight_of(bits: u64, weights: &[f64]) -> f64 {
+    let found = weights.iter().enumerate().filter(|(n, _)| bits & (1 << n) != 0);
+    found.map(|(_, weight)| weight).sum()
+}
+
+/// The words of a question that are worth looking for.
+fn asked_words(hint: &str) -> Vec<String> {
+    let mut words: Vec<String> = Vec::new();
+    // A question can be as long as the arguments of a call; its beginning says enough.
+    let hint = &hint[..hint.floor_char_boundary(4_000)];
+    for word in hint.split(|c: char| !c.is_alphanumeric() && c != '_') {
+        let word = word.to_lowercase();
+        // A word of a script without spaces says more with fewer characters.
+        let long = word.chars().count() >= 3 || word.chars().any(|c| c > '\u{2e80}');
+        if long && !EMPTY.contains(&word.as_str()) && !words.contains(&word) {
+            words.push(word);
+        }
+        if words.len() == MOST_WORDS {
+            break;
+        }
+    }
+    words
+}
