@@ -7,6 +7,8 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use crate::fault::{Code, Fault};
+
 /// How many questions a tool may ask at once.
 pub const MAX_QUESTIONS: usize = 64;
 
@@ -37,8 +39,16 @@ impl Questions {
     }
 }
 
-/// The size of questions or answers.
-pub fn size(words: &Map<String, Value>) -> usize {
+/// Refuses answers that are too long.
+pub fn check(answers: &Map<String, Value>) -> Result<(), Fault> {
+    if size(answers) <= MAX_DIALOGUE_BYTES {
+        return Ok(());
+    }
+    let message = format!("the answers are over the limit of {MAX_DIALOGUE_BYTES} bytes");
+    Err(Fault::new(Code::PayloadTooLarge, message).not_happened())
+}
+
+fn size(words: &Map<String, Value>) -> usize {
     words.iter().map(|(key, value)| key.len() + value.to_string().len()).sum()
 }
 

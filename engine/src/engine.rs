@@ -21,6 +21,7 @@ mod observing;
 mod recover;
 mod report;
 mod result;
+mod search;
 mod surely;
 mod wait;
 
@@ -33,6 +34,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::bus::Bus;
+use crate::caller::Recognise;
 use crate::clock::Clock;
 use crate::desk::Desk;
 use crate::fault::{Code, Error};
@@ -51,12 +53,14 @@ pub use invoke::{Invocation, Ticket};
 pub use notices::{DeliveryPage, DeliveryQuery};
 pub use report::Report;
 pub use result::RESULT_READ;
+pub use search::Found;
 pub use wait::{CallPage, CallQuery, EventQuery};
 
 use gate::Gate;
 use live::Live;
 use notices::Notices;
 pub(crate) use notices::{Entered, Lane};
+use search::Indexes;
 
 /// A limit on everything that could grow.
 #[derive(Debug, Clone)]
@@ -131,6 +135,9 @@ pub(crate) struct Inner {
     pub(crate) sources: HashMap<Executor, Arc<dyn Source>>,
     pub(crate) desk: Arc<Desk>,
     pub(crate) catalog: RwLock<Arc<Catalog>>,
+    pub(crate) indexes: Indexes,
+    /// Who knows callers that have no key.
+    pub(crate) recognise: Option<Arc<dyn Recognise>>,
     /// One change to the directory at a time from this process.
     pub(crate) changing: tokio::sync::Mutex<()>,
     pub(crate) live: Live,
@@ -233,4 +240,9 @@ pub(crate) fn unavailable(error: StoreError) -> Error {
         }
         corrupt @ StoreError::Corrupt(_) => Error::Internal(Box::new(corrupt)),
     }
+}
+
+/// A thread that broke down is ours to log.
+pub(crate) fn unavailable_thread(error: tokio::task::JoinError) -> Error {
+    Error::Internal(Box::new(error))
 }

@@ -9,6 +9,7 @@
 
 mod doors;
 mod layers;
+mod oauth;
 mod telemetry;
 mod validate;
 mod webhooks;
@@ -29,6 +30,7 @@ use crate::sources::builtin::{DatabaseSettings, WeatherSettings};
 
 pub use doors::{DoorSettings, McpSettings};
 pub use layers::ConfigError;
+pub use oauth::OauthSettings;
 pub use telemetry::TelemetrySettings;
 pub(crate) use telemetry::check_endpoint;
 pub use webhooks::{WebhookKeySettings, WebhookSettings};
@@ -142,6 +144,8 @@ pub enum LogFormat {
 #[derive(Debug, Clone, Default, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct AuthSettings {
+    /// Tokens of an OAuth issuer, beside keys.
+    pub oauth: Option<OauthSettings>,
     /// Patterns (`weather.*`) of the tools that the agent of a new key may call. Empty: nothing,
     /// until `toolcrib allow` says otherwise.
     pub default_allow: Vec<String>,

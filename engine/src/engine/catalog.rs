@@ -203,7 +203,7 @@ impl Catalog {
 
     /// Whether a tool is listed for the caller: what comes along with others is listed only where
     /// a rule names it, so that a list shows what the operator allowed and nothing else.
-    fn lists(&self, caller: &Caller, tool: &str) -> bool {
+    pub(super) fn lists(&self, caller: &Caller, tool: &str) -> bool {
         if self.decide(caller, tool) != Decision::Allowed {
             return false;
         }
@@ -255,32 +255,6 @@ impl Engine {
             |e: &Arc<Entry>| catalog.decide(caller, &e.definition.name) == Decision::Allowed;
         let found = catalog.named(caller, name).filter(allowed);
         found.ok_or_else(|| not_found(&catalog, caller, name))
-    }
-
-    /// Counts the changes of tools, keys and rules: while it is the same, so is every answer that
-    /// is made of them.
-    pub fn directory_version(&self) -> u64 {
-        self.inner.catalog().version()
-    }
-
-    /// Waits until the directory is another than at this version, and answers with the new one.
-    /// None when the engine is being shut down.
-    pub async fn directory_changed(&self, seen: u64) -> Option<u64> {
-        let inner = &self.inner;
-        let mut news = inner.bus.listen(Topic::Directory);
-        loop {
-            let version = self.directory_version();
-            if inner.stopping.is_cancelled() {
-                return None;
-            }
-            if version != seen {
-                return Some(version);
-            }
-            tokio::select! {
-                () = news.woken() => {}
-                () = inner.stopping.cancelled() => {}
-            }
-        }
     }
 
     /// The tools the caller may call, described for a model in this format: ready to be put into

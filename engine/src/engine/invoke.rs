@@ -16,7 +16,7 @@ use super::{Engine, Inner, measure, unavailable};
 use crate::args;
 use crate::call::{Asked, Call, Hold, Status, Target};
 use crate::caller::Caller;
-use crate::dialogue::{self, Dialogue, MAX_DIALOGUE_BYTES};
+use crate::dialogue::{self, Dialogue};
 use crate::event::{Kind, Record};
 use crate::fault::{Code, Error, Fault};
 use crate::json::{Json, NotJson, canonical};
@@ -421,10 +421,7 @@ fn check_envelope(asked: &Invocation, max_args_bytes: usize) -> Result<(), Error
         let message = format!("args are over the limit of {max_args_bytes} bytes");
         return Err(Error::refused(Code::PayloadTooLarge, message));
     }
-    if asked.answers.as_ref().is_some_and(|all| dialogue::size(all) > MAX_DIALOGUE_BYTES) {
-        let message = format!("the answers are over the limit of {MAX_DIALOGUE_BYTES} bytes");
-        return Err(Error::refused(Code::PayloadTooLarge, message));
-    }
+    asked.answers.as_ref().map_or(Ok(()), dialogue::check)?;
     if asked.timeout_ms.is_some_and(|timeout_ms| !TIMEOUT_MS_RANGE.contains(&timeout_ms)) {
         return invalid("timeout_ms must be from 1 to 86400000 (24 h)".into());
     }

@@ -106,11 +106,7 @@ impl Engine {
             let message = "a provider's key cannot answer what a tool asks";
             return Err(Error::refused(Code::PermissionDenied, message));
         }
-        if dialogue::size(&answers) > dialogue::MAX_DIALOGUE_BYTES {
-            let limit = dialogue::MAX_DIALOGUE_BYTES;
-            let message = format!("the answers are over the limit of {limit} bytes");
-            return Err(Error::refused(Code::PayloadTooLarge, message));
-        }
+        dialogue::check(&answers)?;
         let call = self.call(caller, id).await?;
         let event = Event::Answer { by: caller.agent.clone(), answers };
         settled(self.inner.decide(caller, &call.id, event).await?)

@@ -25,6 +25,9 @@ pub struct McpSettings {
     pub wait_ms: u64,
     /// Tools on one page of `tools/list`.
     pub page_size: usize,
+    /// Lists of more tools are replaced by three tools that search, describe and call, unless the
+    /// client asks for `?catalogue=full`.
+    pub catalogue_over: usize,
     /// Results of more tokens are told as a digest, with a link to the whole.
     pub result_tokens: usize,
     /// How long a client may take a list for fresh.
@@ -45,6 +48,7 @@ impl Default for McpSettings {
             task_after_ms: settings.task_after_ms,
             wait_ms: settings.wait_ms,
             page_size: settings.page_size,
+            catalogue_over: settings.catalogue_over,
             result_tokens: settings.result_tokens,
             ttl_ms: settings.ttl_ms,
             max_sessions: settings.max_sessions,

@@ -26,6 +26,7 @@ impl Config {
             check_pattern(pattern)
                 .map_err(|why| ConfigError::invalid("auth.default_allow", why))?;
         }
+        self.auth.oauth.as_ref().map_or(Ok(()), |oauth| oauth.check())?;
         self.check_policies()?;
         self.check_numbers()?;
         self.webhooks.validate()?;
@@ -132,6 +133,7 @@ impl Config {
             ("limits.max_batch_bytes", limits.max_batch_bytes),
             ("limits.max_body_bytes", limits.max_body_bytes),
             ("limits.max_connections", limits.max_connections),
+            ("doors.mcp.catalogue_over", self.doors.mcp.catalogue_over),
             ("doors.mcp.result_tokens", self.doors.mcp.result_tokens),
             ("doors.mcp.page_size", self.doors.mcp.page_size),
             ("doors.mcp.max_sessions", self.doors.mcp.max_sessions),

@@ -8,6 +8,7 @@
 mod announce;
 mod answer;
 mod call;
+mod catalogue;
 mod http;
 mod input;
 mod own;
@@ -23,6 +24,7 @@ use std::sync::Arc;
 use rmcp::model::CacheScope;
 use toolcrib::{Caller, Engine};
 
+pub use catalogue::Catalogue;
 pub use http::router;
 pub use shelf::{Changed, Shelf};
 
@@ -37,6 +39,8 @@ pub struct Settings {
     pub wait_ms: u64,
     /// Tools on one page of the list.
     pub page_size: usize,
+    /// Longer lists are replaced by the three tools that search, unless the client says otherwise.
+    pub catalogue_over: usize,
     /// Results of more tokens are told as a digest, with a link to the whole.
     pub result_tokens: usize,
     /// How long a client may take a list for fresh.
@@ -51,6 +55,16 @@ pub struct Settings {
     pub allowed_origins: Vec<String>,
     /// Names of this server, beside loopback. Empty: any name, where keys are needed.
     pub allowed_hosts: Vec<String>,
+    /// Whose tokens are taken, where there is such an issuer.
+    pub issuer: Option<Issuer>,
+}
+
+/// What a client without a token is told about where to get one.
+#[derive(Debug, Clone)]
+pub struct Issuer {
+    pub issuer: String,
+    /// The address of this door.
+    pub resource: String,
 }
 
 impl Default for Settings {
@@ -59,6 +73,7 @@ impl Default for Settings {
             task_after_ms: 2_000,
             wait_ms: 45_000,
             page_size: 1_000,
+            catalogue_over: 200,
             result_tokens: 10_000,
             ttl_ms: 60_000,
             retention_ms: None,
@@ -66,6 +81,7 @@ impl Default for Settings {
             max_sessions: 10_000,
             allowed_origins: Vec::new(),
             allowed_hosts: Vec::new(),
+            issuer: None,
         }
     }
 }
@@ -96,6 +112,7 @@ impl Door {
     pub async fn serve_pipes<R, W>(
         &self,
         caller: Caller,
+        catalogue: Option<Catalogue>,
         input: R,
         output: W,
     ) -> Result<(), Box<dyn std::error::Error + Send + Sync>>
@@ -103,7 +120,7 @@ impl Door {
         R: tokio::io::AsyncRead + Send + Unpin + 'static,
         W: tokio::io::AsyncWrite + Send + Unpin + 'static,
     {
-        let server = self.server(View { caller, standing: None });
+        let server = self.server(View { caller, standing: None, catalogue });
         let running = rmcp::serve_server(server, (input, output)).await?;
         running.waiting().await?;
         Ok(())

@@ -2,6 +2,9 @@
 
 mod asking;
 mod calling;
+mod catalogue;
 mod entering;
 mod listing;
+mod python;
+mod stdio;
 mod tasks;

@@ -46,17 +46,27 @@ impl Client {
     }
 }
 
+/// Where the client knows the tool from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Seen {
+    /// Its own entry in the list, with its schemas.
+    List,
+    /// The catalogue, which promises nothing about the form of results.
+    Catalogue,
+}
+
 /// Calls a tool of the crib.
 pub(super) async fn call(
     server: &Server,
     view: &View,
     params: CallToolRequestParams,
     context: &RequestContext<RoleServer>,
+    seen: Seen,
 ) -> Result<CallToolResponse, ErrorData> {
     let client = Client::of(context);
     if let Some(state) = params.request_state.clone() {
         let tool = server.engine().tool(&view.caller, &params.name).ok();
-        let shape = shape(tool.as_deref(), client.revision);
+        let shape = shape(tool.as_deref().filter(|_| seen == Seen::List), client.revision);
         let ticket = input::go_on(server, view, params, &state).await?;
         return Wait { server, view, client, shape, context }.until_told(&ticket).await;
     }
@@ -64,7 +74,7 @@ pub(super) async fn call(
     if let Some(needed) = tool.as_ref().and_then(|tool| missing(tool, &client)) {
         return Err(ErrorData::missing_required_client_capability(needed));
     }
-    let shape = shape(tool.as_deref(), client.revision);
+    let shape = shape(tool.as_deref().filter(|_| seen == Seen::List), client.revision);
     let invocation = invocation(params, &context.meta.0)?;
     let ticket = match Box::pin(server.engine().invoke(&view.caller, invocation)).await {
         Ok(ticket) => ticket,

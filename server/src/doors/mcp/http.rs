@@ -9,16 +9,18 @@ use axum::Router;
 use axum::body::Body;
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderValue, Method, header};
-use axum::response::Response;
-use axum::routing::any;
+use axum::response::{IntoResponse, Response};
+use axum::routing::{any, get};
 use parking_lot::Mutex;
 use rmcp::transport::streamable_http_server::session::local::LocalSessionManager;
 use rmcp::transport::streamable_http_server::{StreamableHttpServerConfig, StreamableHttpService};
+use serde_json::json;
 use toolcrib::Caller;
 use toolcrib::fault::{Code, Error};
 use toolcrib::json::check_depth;
 
 use super::Door;
+use super::catalogue::Catalogue;
 use super::server::{Server, View};
 use crate::auth::{self, Standing, is_loopback_name};
 use crate::doors::http::refusal;
@@ -61,14 +63,52 @@ pub fn router(door: Door) -> Router {
     );
     let sessions = Arc::new(Sessions { manager, owners: Mutex::default() });
     let entrance = Entrance { door, service, sessions };
-    Router::new().route("/mcp", any(answer)).with_state(entrance)
+    Router::new()
+        .route("/mcp", any(answer))
+        .route(METADATA, get(metadata))
+        .route(&format!("{METADATA}/mcp"), get(metadata))
+        .with_state(entrance)
 }
 
 async fn answer(State(entrance): State<Entrance>, request: Request) -> Response {
     match entrance.admitted(request).await {
         Ok(answer) => answer,
-        Err(error) => refusal(error),
+        Err(error) => {
+            let nobody = error.code() == Code::Unauthenticated;
+            let mut answer = refusal(error);
+            let issuer = entrance.door.shared.settings.issuer.as_ref().filter(|_| nobody);
+            let place = issuer.map(|issuer| metadata_url(&issuer.resource));
+            let challenge = place.map(|place| format!("Bearer resource_metadata=\"{place}\""));
+            if let Some(value) = challenge.and_then(|text| HeaderValue::from_str(&text).ok()) {
+                answer.headers_mut().insert(header::WWW_AUTHENTICATE, value);
+            }
+            answer
+        }
     }
+}
+
+const METADATA: &str = "/.well-known/oauth-protected-resource";
+
+/// Where RFC 9728 puts what is to be known about a resource: before the path of its address.
+fn metadata_url(resource: &str) -> String {
+    let scheme_end = resource.find("://").map_or(0, |at| at + 3);
+    let path = resource[scheme_end..].find('/').map(|at| scheme_end + at);
+    let (origin, path) = resource.split_at(path.unwrap_or(resource.len()));
+    format!("{origin}{METADATA}{}", path.trim_end_matches('/'))
+}
+
+/// Where to get a token for this door (RFC 9728).
+async fn metadata(State(entrance): State<Entrance>) -> Response {
+    let Some(issuer) = &entrance.door.shared.settings.issuer else {
+        return refusal(Error::refused(Code::NotFound, "this server takes no OAuth tokens"));
+    };
+    let body = json!({
+        "resource": issuer.resource,
+        "authorization_servers": [issuer.issuer],
+        "bearer_methods_supported": ["header"],
+        "resource_name": "Toolcrib",
+    });
+    axum::Json(body).into_response()
 }
 
 impl Entrance {
@@ -84,7 +124,8 @@ impl Entrance {
             self.sessions.check_room(shared.settings.max_sessions).await?;
         }
         let standing = Some(Standing::new(&caller, &parts.headers));
-        let view = View { caller, standing };
+        let catalogue = catalogue(parts.uri.query().unwrap_or_default())?;
+        let view = View { caller, standing, catalogue };
         parts.extensions.insert(view.clone());
         // Secrets go no further than here.
         parts.headers.remove(header::AUTHORIZATION);
@@ -96,6 +137,15 @@ impl Entrance {
         }
         Ok(answer.map(Body::new))
     }
+}
+
+/// How the client wants to see the tools: `/mcp?catalogue=search`.
+fn catalogue(query: &str) -> Result<Option<Catalogue>, Error> {
+    let given = query.split('&').find_map(|pair| pair.strip_prefix("catalogue="));
+    let Some(word) = given else { return Ok(None) };
+    let catalogue = Catalogue::parse(word)
+        .ok_or_else(|| Error::refused(Code::ValidationError, "catalogue must be search or full"))?;
+    Ok(Some(catalogue))
 }
 
 fn session_of(headers: &HeaderMap) -> Option<String> {

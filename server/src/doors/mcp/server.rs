@@ -24,7 +24,8 @@ use rmcp::{ErrorData, RoleServer, ServerHandler};
 use toolcrib::{Call, Caller, Engine};
 
 use super::answer::{self, Shape};
-use super::call::{self, ticketed};
+use super::call::{self, Seen, ticketed};
+use super::catalogue::{self, Catalogue};
 use super::shelf::Shelf;
 use super::tools::{Lists, Revision, cursor, name_in};
 use super::{Settings, announce, input, own, resources, tasks};
@@ -39,6 +40,8 @@ pub(super) struct View {
     pub(super) caller: Caller,
     /// With what they were recognised, where that can be taken from them.
     pub(super) standing: Option<Standing>,
+    /// How they want to see the tools; by their number where they do not say.
+    pub(super) catalogue: Option<Catalogue>,
 }
 
 /// What every server of one door shares.
@@ -91,6 +94,17 @@ impl Server {
     pub(super) fn view(&self, extensions: &Extensions) -> View {
         let parts = extensions.get::<axum::http::request::Parts>();
         parts.and_then(|parts| parts.extensions.get::<View>()).unwrap_or(&self.view).clone()
+    }
+
+    /// Whether this client sees the catalogue in place of the list.
+    fn searches(&self, view: &View) -> bool {
+        match view.catalogue {
+            Some(catalogue) => catalogue == Catalogue::Search && view.caller.may_invoke(),
+            None => {
+                self.shared.lists.of(self.engine(), &view.caller).len()
+                    > self.settings().catalogue_over
+            }
+        }
     }
 
     /// How a call that has ended is told to this client.
@@ -149,7 +163,10 @@ impl ServerHandler for Server {
             })?),
         };
         let revision = Revision::of(context.protocol_version().as_ref());
-        let list = self.shared.lists.of(self.engine(), &view.caller);
+        let list = match self.searches(&view) {
+            true => self.shared.lists.of_catalogue(),
+            false => self.shared.lists.of(self.engine(), &view.caller),
+        };
         let (tools, more) = list.page(after, self.settings().page_size, revision);
         let mut result = ListToolsResult::with_all_items(tools);
         result.next_cursor = more.map(|name| cursor(&name));
@@ -173,10 +190,16 @@ impl ServerHandler for Server {
         context: RequestContext<RoleServer>,
     ) -> Result<CallToolResponse, ErrorData> {
         let view = self.view(&context.extensions);
+        let mut asked = asked;
         if asked.name == own::CALL_RESULT && view.caller.may_invoke() {
             return own::call_result(self, &view, asked.arguments, &context).await;
         }
-        call::call(self, &view, asked, &context).await
+        if self.searches(&view)
+            && let Some(told) = catalogue::answered(self, &view, &mut asked, &context).await
+        {
+            return told;
+        }
+        call::call(self, &view, asked, &context, Seen::List).await
     }
 
     async fn get_task(

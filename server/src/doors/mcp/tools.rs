@@ -13,7 +13,7 @@ use serde_json::Value;
 use toolcrib::engine::CatalogEntry;
 use toolcrib::{Caller, Definition, Effect, Engine, Risk};
 
-use super::own;
+use super::{catalogue, own};
 
 /// How many callers' lists are kept. Beyond it all are made again, which costs time and no more.
 const KEPT_LISTS: usize = 512;
@@ -50,6 +50,11 @@ pub(super) struct List {
 }
 
 impl List {
+    /// How many there are.
+    pub(super) fn len(&self) -> usize {
+        self.tools.len()
+    }
+
     /// Whether both name the same tools with the same definitions.
     pub(super) fn same_as(&self, other: &Self) -> bool {
         let mut pairs = self.tools.iter().zip(&other.tools);
@@ -116,6 +121,13 @@ pub(super) struct Lists {
 }
 
 impl Lists {
+    /// The list of who searches: the same for everybody.
+    pub(super) fn of_catalogue(&self) -> Arc<List> {
+        let listed = |tool: Tool| Listed { entry: None, tool: Arc::new(tool) };
+        let tools = own::tools().into_iter().chain(catalogue::tools()).map(listed);
+        Arc::new(List { version: 0, tools: tools.collect() })
+    }
+
     /// The caller's list, as the directory is now.
     pub(super) fn of(&self, engine: &Engine, caller: &Caller) -> Arc<List> {
         let local = caller.trust == toolcrib::caller::Trust::Local;

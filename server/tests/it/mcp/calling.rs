@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use crate::support::api::{offer, offer_with};
 use crate::support::mcp::Mcp;
-use crate::support::{Server, soon};
+use crate::support::{Api, Server, soon, until};
 
 fn text(result: &Value) -> &str {
     result["content"][0]["text"].as_str().unwrap_or_else(|| panic!("no text: {result}"))
@@ -159,6 +159,16 @@ async fn send_progress(server: &Server, id: &str, progress: Value) {
     server.engine.progress(&caller, &id, None, None, progress).await.unwrap();
 }
 
+/// The next call for the client; being told of a canceled one is not work.
+async fn work(api: &Api) -> String {
+    let path = "/internal/ingress/poll?client_id=pc_1&wait_ms=30000";
+    until("work", || async {
+        let answer = api.get(path).await.is(200);
+        answer["requests"][0]["tool_call_id"].as_str().map(str::to_owned)
+    })
+    .await
+}
+
 #[tokio::test]
 async fn closing_the_stream_cancels_where_the_revision_says_so() {
     let server = Server::start().await;
@@ -167,7 +177,7 @@ async fn closing_the_stream_cancels_where_the_revision_says_so() {
     let modern = Mcp::modern(&api);
     let request = modern.request("tools/call", json!({ "name": "slow.one", "arguments": {} }));
     let asking = tokio::spawn(async move { request.send().await });
-    let id = api.poll("pc_1").await["tool_call_id"].as_str().unwrap().to_owned();
+    let id = work(&api).await;
     asking.abort();
     let call = api.until_status(&id, "CANCELED").await;
     assert!(call["error"]["message"].as_str().unwrap().contains("client"), "{call}");
@@ -176,7 +186,7 @@ async fn closing_the_stream_cancels_where_the_revision_says_so() {
     let params = json!({ "name": "slow.one", "arguments": {} });
     let request = legacy.request("tools/call", params.clone());
     let asking = tokio::spawn(async move { request.send().await });
-    let id = api.poll("pc_1").await["tool_call_id"].as_str().unwrap().to_owned();
+    let id = work(&api).await;
     asking.abort();
     legacy.ask("ping", json!({})).await.result();
     assert_ne!(api.call(&id).await["status"], "CANCELED");
@@ -184,11 +194,41 @@ async fn closing_the_stream_cancels_where_the_revision_says_so() {
     let body: Value = serde_json::from_slice(built.body().unwrap().as_bytes().unwrap()).unwrap();
     let asking =
         tokio::spawn(reqwest::Client::builder().no_proxy().build().unwrap().execute(built));
-    let second = api.poll("pc_1").await["tool_call_id"].as_str().unwrap().to_owned();
+    let second = work(&api).await;
     legacy.notify("notifications/cancelled", json!({ "requestId": body["id"] })).await;
     api.until_status(&second, "CANCELED").await;
     asking.abort();
     assert_ne!(api.call(&id).await["status"], "CANCELED");
+}
+
+#[tokio::test]
+async fn a_long_result_is_a_digest_with_a_link_to_the_whole() {
+    let server = Server::with(|config| config.doors.mcp.result_tokens = 200).await;
+    let api = server.api();
+    let promised = json!({ "output_schema": { "type": "object" } });
+    api.register("pc_1", json!([offer("log.read"), offer_with("log.parsed", promised)])).await;
+    let client = Mcp::modern(&api);
+    let lines: Vec<Value> = (0..500).map(|n| json!({ "line": n, "said": "all is well" })).collect();
+    let whole = json!({ "lines": lines });
+    for (tool, structured) in [("log.read", false), ("log.parsed", true)] {
+        let request = client.request("tools/call", json!({ "name": tool, "arguments": {} }));
+        let asking =
+            tokio::spawn(async move { request.send().await.unwrap().text().await.unwrap() });
+        let id = work(&api).await;
+        api.succeed(&id, whole.clone()).await;
+        let told: Value = serde_json::from_str(&soon("the answer", asking).await.unwrap()).unwrap();
+        let result = &told["result"];
+        let tokens = toolcrib::tokens::count(text(result));
+        assert!(tokens <= 200 && text(result).contains(&id), "{tokens}: {}", text(result));
+        let link = &result["content"][1];
+        assert_eq!(link["type"], "resource_link", "{result}");
+        let read = client.ask("resources/read", json!({ "uri": link["uri"] })).await.result();
+        let read: Value =
+            serde_json::from_str(read["contents"][0]["text"].as_str().unwrap()).unwrap();
+        assert_eq!(read, whole);
+        // A structure is left out with the text, unless the client was told that there is one.
+        assert_eq!(result["structuredContent"].is_null(), !structured);
+    }
 }
 
 #[tokio::test]

@@ -16,7 +16,10 @@ async fn both_revisions_see_the_same_tools_in_the_order_of_their_names() {
     let modern = Mcp::modern(&server.api()).names().await;
     let legacy = Mcp::legacy(&server.api()).await.names().await;
     assert_eq!(modern, legacy);
-    assert_eq!(modern, ["calculation.eval", "call.result", "database.query", "weather.query"]);
+    assert_eq!(
+        modern,
+        ["calculation.eval", "call.result", "database.query", "result.read", "weather.query"]
+    );
 }
 
 #[tokio::test]
@@ -78,7 +81,7 @@ async fn the_list_comes_in_pages_and_may_be_kept_for_a_while() {
     sorted.sort();
     sorted.dedup();
     assert_eq!(names, sorted, "each tool once, in order");
-    assert_eq!(names.len(), 41);
+    assert_eq!(names.len(), 42);
     let unknown = json!({ "cursor": "nobody gave this out" });
     client.ask("tools/list", unknown).await.error(-32602);
 }
