@@ -5,6 +5,7 @@ mod calling;
 mod catalogue;
 mod entering;
 mod listing;
+mod oauth;
 mod python;
 mod stdio;
 mod tasks;

@@ -50,12 +50,6 @@ impl Told {
         assert_eq!(last["error"]["code"], code, "{last}");
         last["error"].clone()
     }
-
-    /// The notifications before the answer.
-    pub fn notices(&self, method: &str) -> Vec<Value> {
-        let named = |message: &&Value| message["method"] == method;
-        self.messages.iter().filter(named).map(|message| message["params"].clone()).collect()
-    }
 }
 
 impl Mcp {
