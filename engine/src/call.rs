@@ -5,6 +5,7 @@
 
 use std::str::FromStr;
 
+use crate::dialogue::Dialogue;
 use crate::fault::Fault;
 use crate::id::CallId;
 use crate::json::Json;
@@ -68,6 +69,8 @@ pub enum Hold {
     Retry { at_ms: u64 },
     /// Handed to whoever executes it, who has not taken it yet.
     Parked,
+    /// Waits for answers to what its tool has asked.
+    Input,
 }
 
 impl Hold {
@@ -77,6 +80,7 @@ impl Hold {
             Self::Queue => "queue",
             Self::Retry { .. } => "retry",
             Self::Parked => "parked",
+            Self::Input => "input",
         }
     }
 }
@@ -136,6 +140,8 @@ pub struct Call {
     pub target_attempts: u32,
     /// Who took the attempt under way (a client's id).
     pub taken_by: Option<String>,
+    /// What its tool has asked, and what it was answered.
+    pub dialogue: Option<Box<Dialogue>>,
     /// The process that is executing or has parked the attempt.
     pub node: Option<String>,
     pub created_ms: u64,

@@ -45,6 +45,12 @@ pub enum Trust {
     Local,
 }
 
+/// Whoever knows callers by something else than the crib's own keys: the tokens of an issuer.
+pub trait Recognise: Send + Sync + 'static {
+    /// Who bears this token; none when it is not a valid one.
+    fn recognise(&self, token: &str) -> Option<Caller>;
+}
+
 /// Who asks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Caller {

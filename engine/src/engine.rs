@@ -25,6 +25,7 @@ mod record;
 mod recover;
 mod report;
 mod result;
+mod search;
 mod surely;
 mod wait;
 
@@ -37,6 +38,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::bus::Bus;
+use crate::caller::Recognise;
 use crate::clock::Clock;
 use crate::desk::Desk;
 use crate::fault::{Code, Error};
@@ -57,12 +59,14 @@ pub use notices::{DeliveryPage, DeliveryQuery};
 pub use record::{MAX_RECORDED, OwnCall, OwnResult};
 pub use report::Report;
 pub use result::{Given, RESULT_READ};
+pub use search::Found;
 pub use wait::{CallPage, CallQuery, EventQuery};
 
 use gate::Gate;
 use live::Live;
 use notices::Notices;
 pub(crate) use notices::{Entered, Lane};
+use search::Indexes;
 
 /// A limit on everything that could grow.
 #[derive(Debug, Clone)]
@@ -137,6 +141,9 @@ pub(crate) struct Inner {
     pub(crate) sources: HashMap<Executor, Arc<dyn Source>>,
     pub(crate) desk: Arc<Desk>,
     pub(crate) catalog: RwLock<Arc<Catalog>>,
+    pub(crate) indexes: Indexes,
+    /// Who knows callers that have no key.
+    pub(crate) recognise: Option<Arc<dyn Recognise>>,
     /// One change to the directory at a time from this process.
     pub(crate) changing: tokio::sync::Mutex<()>,
     pub(crate) live: Live,
@@ -239,4 +246,9 @@ pub(crate) fn unavailable(error: StoreError) -> Error {
         }
         corrupt @ StoreError::Corrupt(_) => Error::Internal(Box::new(corrupt)),
     }
+}
+
+/// A thread that broke down is ours to log.
+pub(crate) fn unavailable_thread(error: tokio::task::JoinError) -> Error {
+    Error::Internal(Box::new(error))
 }

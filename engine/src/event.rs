@@ -14,6 +14,9 @@ pub enum Kind {
     Progress,
     Retrying,
     Fallback,
+    /// The tool wants to know something before it goes on.
+    Asked,
+    Answered,
     Recovered,
     Finished,
     Failed,
@@ -25,13 +28,15 @@ pub enum Kind {
 
 impl Kind {
     /// Every kind.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 14] = [
         Self::Requested,
         Self::Started,
         Self::Taken,
         Self::Progress,
         Self::Retrying,
         Self::Fallback,
+        Self::Asked,
+        Self::Answered,
         Self::Recovered,
         Self::Finished,
         Self::Failed,
@@ -49,6 +54,8 @@ impl Kind {
             Self::Progress => "tool.call.progress",
             Self::Retrying => "tool.call.retrying",
             Self::Fallback => "tool.call.fallback",
+            Self::Asked => "tool.call.asked",
+            Self::Answered => "tool.call.answered",
             Self::Recovered => "tool.call.recovered",
             Self::Finished => "tool.call.finished",
             Self::Failed => "tool.call.failed",

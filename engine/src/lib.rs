@@ -38,6 +38,7 @@ pub mod context;
 pub mod delivery;
 pub mod desk;
 pub mod dialect;
+pub mod dialogue;
 pub mod digest;
 pub mod directory;
 pub mod engine;

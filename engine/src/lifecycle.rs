@@ -9,10 +9,14 @@
 //!        ▲   ▲        claim ──▶ PENDING(parked) ── taken ──▶ RUNNING
 //!        │   └── retry is due ── PENDING(retry) ◀── a failure that may be tried again
 //!        └ lost before it began                      RUNNING ── report ──▶ SUCCEEDED | FAILED
+//!   RUNNING ── ask ──▶ PENDING(input) ── every question answered ──▶ PENDING(queue)
 //!   any open state ── deadline ──▶ TIMEOUT      any open state ── cancel ──▶ CANCELED
 //! ```
 
+use serde_json::{Map, Value};
+
 use crate::call::{Call, Hold, Metrics, Outcome, Status};
+use crate::dialogue::{Dialogue, Questions};
 use crate::event::{Kind, Record};
 use crate::fault::{Code, Fault, Happened};
 use crate::json::Json;
@@ -27,6 +31,10 @@ pub enum Event {
     Taken { attempt: u32, by: String },
     /// How an attempt went. No attempt number = the one that is out.
     Report { attempt: Option<u32>, by: Option<String>, result: Result<Json, Fault> },
+    /// An attempt ended with questions.
+    Ask { attempt: u32, questions: Questions },
+    /// Somebody answers some of them.
+    Answer { by: String, answers: Map<String, Value> },
     /// The clock reached the call's deadline.
     Deadline,
     /// Somebody does not want it any more.
@@ -79,6 +87,8 @@ pub fn step(call: &Call, event: &Event, now_ms: u64) -> Result<Step, Refusal> {
         Event::Report { attempt, by, result } => {
             report(call, *attempt, by.as_deref(), result, now_ms)
         }
+        Event::Ask { attempt, questions } => ask(call, *attempt, questions, now_ms),
+        Event::Answer { by, answers } => answer(call, by, answers, now_ms),
         Event::Deadline => deadline(call, now_ms),
         Event::Cancel { by, reason } => cancel(call, by, reason.as_deref(), now_ms),
         Event::Lost { node } => lost(call, node, now_ms),
@@ -214,6 +224,56 @@ fn failed(mut next: Call, mut records: Vec<Record>, fault: &Fault, now_ms: u64) 
     committed(end, records, vec![Action::Ended])
 }
 
+/// An attempt ended with questions: the call waits for answers, with nothing out.
+fn ask(call: &Call, attempt: u32, questions: &Questions, now_ms: u64) -> Result<Step, Refusal> {
+    if call.status.is_terminal() {
+        return Err(Refusal::Ended(late(call, now_ms, "asked after the end")));
+    }
+    if !call.attempt_is_out() || call.attempt != attempt {
+        let why = "asked by an attempt that is not out";
+        return Err(Refusal::WrongAttempt(late(call, now_ms, why)));
+    }
+    let mut next = call.clone();
+    next.status = Status::Pending;
+    next.hold = Some(Hold::Input);
+    next.taken_by = None;
+    // To ask is not to fail: it costs no retry.
+    next.target_attempts = next.target_attempts.saturating_sub(1);
+    next.dialogue = Some(Box::new(Dialogue::asking(questions)));
+    let keys: Vec<&str> = questions.asked.keys().map(String::as_str).collect();
+    let record = Record::new(Kind::Asked, now_ms, attempt).with("questions", keys);
+    Ok(committed(next, vec![record], vec![]))
+}
+
+/// Somebody answers. With the last answer the call goes on.
+fn answer(
+    call: &Call,
+    by: &str,
+    answers: &Map<String, Value>,
+    now_ms: u64,
+) -> Result<Step, Refusal> {
+    if call.status.is_terminal() {
+        return Err(Refusal::Ended(late(call, now_ms, "answered after the end").with("by", by)));
+    }
+    if call.hold != Some(Hold::Input) {
+        return Err(Refusal::NotNow);
+    }
+    let mut next = call.clone();
+    let dialogue = next.dialogue.get_or_insert_default();
+    let keys = dialogue.answered(answers);
+    if keys.is_empty() {
+        return Err(Refusal::Repeated);
+    }
+    let record = Record::new(Kind::Answered, now_ms, call.attempt).with("by", by);
+    let record = record.with("questions", keys);
+    let mut actions = Vec::new();
+    if dialogue.open.is_empty() {
+        next.hold = Some(Hold::Queue);
+        actions.push(Action::Enqueue);
+    }
+    Ok(committed(next, vec![record], actions))
+}
+
 fn deadline(call: &Call, now_ms: u64) -> Result<Step, Refusal> {
     if call.status.is_terminal() || now_ms < call.deadline_ms {
         return Err(Refusal::NotNow);
@@ -232,6 +292,9 @@ fn deadline(call: &Call, now_ms: u64) -> Result<Step, Refusal> {
             "nobody took {} within {allowed_ms} ms: is the client that offers it connected?",
             call.target.tool
         ),
+        (_, Some(Hold::Input), _) => {
+            format!("{} asked something and had no answer for {allowed_ms} ms", call.target.tool)
+        }
         (_, Some(Hold::Retry { .. }), _) => {
             format!("{} failed and its {allowed_ms} ms ended before the next try", call.target.tool)
         }
@@ -281,7 +344,9 @@ fn lost(call: &Call, node: &str, now_ms: u64) -> Result<Step, Refusal> {
     next.node = Some(node.to_owned());
     let recovered = Record::new(Kind::Recovered, now_ms, call.attempt);
     if !call.attempt_is_out() {
-        return Ok(committed(next, vec![recovered], vec![Action::Enqueue]));
+        // What waits for answers goes on waiting; what waits for a place gets in line.
+        let in_line = (call.hold != Some(Hold::Input)).then_some(Action::Enqueue);
+        return Ok(committed(next, vec![recovered], in_line.into_iter().collect()));
     }
     if call.target.executor.parks() {
         return Ok(committed(next, vec![recovered], vec![Action::StartAgain]));

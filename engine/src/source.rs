@@ -5,6 +5,7 @@
 
 use async_trait::async_trait;
 
+use crate::dialogue::{Dialogue, Questions};
 use crate::fault::Fault;
 use crate::function::Progress;
 use crate::id::CallId;
@@ -32,6 +33,9 @@ pub struct Attempt {
     pub taken_by: Option<String>,
     /// Whether this attempt may have been handed over before.
     pub again: bool,
+    /// What the attempt before this one asked, with the answers; or answers that were given before
+    /// anything was asked.
+    pub dialogue: Option<Box<Dialogue>>,
 }
 
 /// What starting an attempt came to.
@@ -41,6 +45,8 @@ pub enum Started {
     Done(Result<Json, Fault>),
     /// Somebody reports later.
     Parked,
+    /// It has to know something first: it is over, and the next one gets the answers.
+    Asks(Questions),
 }
 
 /// Where an attempt's progress goes.

@@ -10,8 +10,10 @@ use anyhow::{Context, bail};
 use toolcrib::{Effect, Engine, FnTool, Risk, Tool};
 use toolcrib_store::SqliteStore;
 
+use crate::auth::oauth::Oauth;
 use crate::config::Config;
 use crate::doors::http::{Door, Settings};
+use crate::doors::mcp;
 use crate::sources::builtin;
 use crate::telemetry::{self, Otlp};
 use crate::webhooks::Webhooks;
@@ -73,6 +75,9 @@ pub async fn engine(config: &Config) -> anyhow::Result<Served> {
     if config.builtin.enabled {
         builder = builder.result_read();
     }
+    if let Some(settings) = &config.auth.oauth {
+        builder = builder.recognise(Oauth::start(settings.clone()).await?);
+    }
     let days = config.retention.finished_calls_days;
     if days > 0.0 {
         builder = builder.retention_ms((days * 86_400_000.0) as u64);
@@ -108,6 +113,39 @@ pub fn door(config: &Config, engine: Engine) -> Door {
         default_allow: config.auth.default_allow.clone(),
     };
     Door { engine, settings: Arc::new(settings), metrics: telemetry::metrics() }
+}
+
+/// The MCP door of a server.
+pub fn mcp_door(config: &Config, engine: Engine) -> mcp::Door {
+    let doors = &config.doors.mcp;
+    let days = config.retention.finished_calls_days;
+    let settings = mcp::Settings {
+        task_after_ms: doors.task_after_ms,
+        wait_ms: doors.wait_ms.min(config.limits.max_wait_ms),
+        page_size: doors.page_size,
+        catalogue_over: doors.catalogue_over,
+        result_tokens: doors.result_tokens,
+        ttl_ms: doors.ttl_ms,
+        retention_ms: (days > 0.0).then_some((days * 86_400_000.0) as u64),
+        max_body_bytes: config.limits.max_body_bytes,
+        max_sessions: doors.max_sessions,
+        allowed_origins: doors.allowed_origins.clone(),
+        allowed_hosts: doors.allowed_hosts.clone(),
+        issuer: config.auth.oauth.as_ref().map(|oauth| mcp::Issuer {
+            issuer: oauth.issuer.clone(),
+            resource: oauth.resource.clone(),
+        }),
+    };
+    mcp::Door::new(engine, settings)
+}
+
+/// All doors of a server that are reached over HTTP.
+pub fn router(config: &Config, engine: Engine) -> axum::Router {
+    let router = crate::doors::http::router(door(config, engine.clone()));
+    match config.doors.mcp.enabled {
+        true => router.merge(mcp::router(mcp_door(config, engine))),
+        false => router,
+    }
 }
 
 fn webhooks(config: &Config) -> anyhow::Result<Webhooks> {

@@ -1,5 +1,7 @@
 //! Making secrets, and recognising who sends one.
 
+pub mod oauth;
+
 use axum::http::{HeaderMap, header};
 use toolcrib::fault::{Code, Error};
 use toolcrib::{Caller, Engine};

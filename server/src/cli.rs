@@ -13,6 +13,7 @@ mod client;
 mod doctor;
 pub mod failure;
 mod input;
+mod mcp;
 mod output;
 mod sse;
 mod tools;
@@ -96,6 +97,8 @@ Examples:
     Calls(calls::CallsArgs),
     /// See calls as they happen
     Watch(watch::WatchArgs),
+    /// Be an MCP server on standard input and output, for clients that start their servers
+    Mcp(mcp::McpArgs),
     /// See what became of callbacks, send one again, make a signing key
     Webhooks(webhooks::WebhooksArgs),
     /// Make, list and revoke keys
@@ -170,7 +173,10 @@ pub struct Ready {
 impl Ready {
     /// Whether it serves many at once; for everything else one thread is enough and cheaper.
     pub fn serves(&self) -> bool {
-        matches!(self.command, Command::Serve(_) | Command::BenchFloor(_) | Command::BenchFill(_))
+        matches!(
+            self.command,
+            Command::Serve(_) | Command::Mcp(_) | Command::BenchFloor(_) | Command::BenchFill(_)
+        )
     }
 }
 
@@ -245,6 +251,7 @@ async fn dispatch(context: &Context, command: Command) -> Result<(), Failure> {
         Command::Call(args) => call::run(context, args).await,
         Command::Calls(args) => calls::run(context, args).await,
         Command::Watch(args) => watch::run(context, args).await,
+        Command::Mcp(args) => mcp::run(context, args).await,
         Command::Webhooks(args) => webhooks::run(context, args).await,
         Command::Keys(args) => admin::keys(context, args).await,
         Command::Allow(args) => admin::set(context, args, toolcrib::policy::Verdict::Allow).await,

@@ -7,7 +7,9 @@
 //! a server that does not start. The doc comments are the user documentation: the check of the
 //! keys is made from the same types, so neither can say something the other does not.
 
+mod doors;
 mod layers;
+mod oauth;
 mod telemetry;
 mod validate;
 mod webhooks;
@@ -26,7 +28,9 @@ use toolcrib::tool::Alternate;
 
 use crate::sources::builtin::{DatabaseSettings, WeatherSettings};
 
+pub use doors::{DoorSettings, McpSettings};
 pub use layers::ConfigError;
+pub use oauth::OauthSettings;
 pub use telemetry::TelemetrySettings;
 pub(crate) use telemetry::check_endpoint;
 pub use webhooks::{WebhookKeySettings, WebhookSettings};
@@ -66,6 +70,8 @@ pub struct Config {
     pub webhooks: WebhookSettings,
     /// The tools that come with the server.
     pub builtin: BuiltinSettings,
+    /// The ways in.
+    pub doors: DoorSettings,
     /// Traces and metrics.
     pub telemetry: TelemetrySettings,
     /// The file that was read; not a setting.
@@ -91,6 +97,7 @@ impl Default for Config {
             ingress: IngressSettings::default(),
             webhooks: WebhookSettings::default(),
             builtin: BuiltinSettings::default(),
+            doors: DoorSettings::default(),
             telemetry: TelemetrySettings::default(),
             file: None,
         }
@@ -137,6 +144,8 @@ pub enum LogFormat {
 #[derive(Debug, Clone, Default, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct AuthSettings {
+    /// Tokens of an OAuth issuer, beside keys.
+    pub oauth: Option<OauthSettings>,
     /// Patterns (`weather.*`) of the tools that the agent of a new key may call. Empty: nothing,
     /// until `toolcrib allow` says otherwise.
     pub default_allow: Vec<String>,

@@ -38,7 +38,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     let served = assemble::engine(&config).await?;
     let engine = served.engine.clone();
     refuse_open_door(&engine, address)?;
-    let router = crate::doors::http::router(assemble::door(&config, engine.clone()));
+    let router = assemble::router(&config, engine.clone());
     first_screen(&config, &engine, address, began.elapsed());
     let stopping = CancellationToken::new();
     let limits = Limits::of(&config);

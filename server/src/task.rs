@@ -40,6 +40,8 @@ pub fn event_name(kind: Kind) -> Option<&'static str> {
         | Kind::Taken
         | Kind::Retrying
         | Kind::Fallback
+        | Kind::Asked
+        | Kind::Answered
         | Kind::Recovered
         | Kind::Late => None,
     }

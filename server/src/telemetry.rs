@@ -17,7 +17,7 @@ pub use prometheus::metrics;
 /// Starts logging to standard error. `TOOLCRIB_LOG` wins over the configured level.
 pub fn start_logging(level: &str, format: LogFormat) {
     let wanted = std::env::var("TOOLCRIB_LOG").unwrap_or_else(|_| level.to_owned());
-    let filter = EnvFilter::try_new(wanted).unwrap_or_else(|_| EnvFilter::new("info"));
+    let filter = EnvFilter::try_new(quietly(&wanted)).unwrap_or_else(|_| EnvFilter::new("info"));
     let json = match format {
         LogFormat::Auto => !std::io::stderr().is_terminal(),
         LogFormat::Text => false,
@@ -26,4 +26,9 @@ pub fn start_logging(level: &str, format: LogFormat) {
     let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
     // A second start in one process (tests) keeps the first.
     let _ = if json { builder.json().try_init() } else { builder.try_init() };
+}
+
+/// The MCP library writes several lines about every request. Who wants them names it: `rmcp=info`.
+fn quietly(wanted: &str) -> String {
+    if wanted.contains("rmcp") { wanted.to_owned() } else { format!("{wanted},rmcp=error") }
 }

@@ -10,6 +10,7 @@ use rusqlite::Row;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use toolcrib::call::{Asked, Call, Hold, Metrics, Outcome, Status, Target};
+use toolcrib::dialogue::Dialogue;
 use toolcrib::event::{Kind, Record};
 use toolcrib::fault::{Code, Fault, Happened};
 use toolcrib::json::Json;
@@ -72,6 +73,8 @@ struct State<'a> {
     taken_by: Option<Cow<'a, str>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     node: Option<Cow<'a, str>>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    dialogue: Option<Cow<'a, Dialogue>>,
 }
 
 /// Rows are small because they are flushed: what a column says already is left out, and what an
@@ -180,10 +183,12 @@ impl CallRow {
             attempt_ms: call.attempt_ms.filter(|_| call.attempt_ms != call.usual_attempt_ms()),
             taken_by: call.taken_by.as_deref().map(Cow::Borrowed),
             node: call.node.as_deref().map(Cow::Borrowed),
+            dialogue: call.dialogue.as_deref().map(Cow::Borrowed),
         };
         let state = encode(&state)?;
         Ok(Self {
-            hold: call.hold.map(Hold::as_str),
+            // The column has no word for it; what is open in the dialogue says it.
+            hold: call.hold.map(|h| if h == Hold::Input { Hold::Queue } else { h }.as_str()),
             args: call.args.clone(),
             result: outcome.and_then(|outcome| outcome.data.clone()),
             error: error.transpose()?,
@@ -229,6 +234,9 @@ pub(crate) fn read_call(row: &Row<'_>) -> Result<(u64, Call), StoreError> {
     let status: Status =
         status_text.parse().map_err(|()| StoreError::Corrupt(format!("status {status_text}")))?;
     let hold = match maybe(7)?.as_deref() {
+        Some("queue") if state.dialogue.as_ref().is_some_and(|d| !d.open.is_empty()) => {
+            Some(Hold::Input)
+        }
         Some("queue") => Some(Hold::Queue),
         Some("parked") => Some(Hold::Parked),
         Some("retry") => Some(Hold::Retry { at_ms: state.retry_at_ms.unwrap_or_default() }),
@@ -275,6 +283,7 @@ pub(crate) fn read_call(row: &Row<'_>) -> Result<(u64, Call), StoreError> {
         target_attempts: state.target_attempts,
         taken_by: state.taken_by.map(Cow::into_owned),
         node: state.node.map(Cow::into_owned),
+        dialogue: state.dialogue.map(|dialogue| Box::new(dialogue.into_owned())),
         created_ms,
         deadline_ms: number(9)? as u64,
         started_ms,

@@ -44,6 +44,7 @@ impl Room {
             client_id: pinned.map(str::to_owned),
             taken_by: taken_by.map(str::to_owned),
             again: taken_by.is_some(),
+            dialogue: None,
         };
         self.desk.start(attempt, Arc::new(|_| {})).await;
         id

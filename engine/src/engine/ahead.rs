@@ -53,7 +53,7 @@ impl Inner {
         let mut attempt = async move { starting.start(attempt, sink).await }.boxed();
         match (&mut attempt).now_or_never() {
             None => Ahead::UnderWay(UnderWay { attempt, held }),
-            Some(Started::Parked) => Ahead::Waits,
+            Some(Started::Parked | Started::Asks(_)) => Ahead::Waits,
             Some(Started::Done(result)) => {
                 measure::attempted(target.executor, result.is_ok());
                 source.settled(&call.id, call.attempt);

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::{Inner, measure};
 use crate::call::Call;
+use crate::dialogue::Questions;
 use crate::fault::{Code, Fault};
 use crate::function::Progress;
 use crate::lifecycle::Event;
@@ -31,9 +32,22 @@ impl Inner {
     /// Takes back how a started attempt went.
     pub(super) async fn take_back(self: &Arc<Self>, call: &Call, started: Started) {
         let executor = call.target.executor;
-        let Started::Done(result) = started else { return measure::parked(executor) };
-        measure::attempted(executor, result.is_ok());
-        self.report_attempt(call, result).await;
+        match started {
+            Started::Parked => measure::parked(executor),
+            Started::Done(result) => {
+                measure::attempted(executor, result.is_ok());
+                self.report_attempt(call, result).await;
+            }
+            Started::Asks(questions) => self.ask(call, questions).await,
+        }
+    }
+
+    async fn ask(self: &Arc<Self>, call: &Call, questions: Questions) {
+        if let Some(problem) = questions.problem() {
+            return self.report_attempt(call, Err(Fault::runtime(problem).retryable(false))).await;
+        }
+        let event = Event::Ask { attempt: call.attempt, questions };
+        self.advance_surely(&call.project, &call.id, event).await;
     }
 
     async fn report_attempt(
@@ -84,6 +98,7 @@ impl Inner {
             client_id: call.asked.client_id.clone(),
             taken_by: call.taken_by.clone(),
             again,
+            dialogue: call.dialogue.clone(),
         }
     }
 }

@@ -15,6 +15,7 @@ use super::notices::Notices;
 use super::result::{self, Handle, RESULT_READ};
 use super::{Engine, Inner, Limits, Policies, measure};
 use crate::bus::{Bus, LocalBus};
+use crate::caller::Recognise;
 use crate::clock::{Clock, SystemClock};
 use crate::desk::Desk;
 use crate::fault::{Code, Error};
@@ -43,6 +44,7 @@ pub struct Builder {
     notifying: Notifying,
     observer: Option<Arc<dyn Observer>>,
     tool_names: Option<bool>,
+    recognise: Option<Arc<dyn Recognise>>,
 }
 
 impl Builder {
@@ -87,6 +89,12 @@ impl Builder {
     /// One more source.
     pub fn source(mut self, source: Arc<dyn Source>) -> Self {
         self.sources.push(source);
+        self
+    }
+
+    /// Who knows callers that have no key. From then on, everybody needs a key or a token.
+    pub fn recognise(mut self, recognise: Arc<dyn Recognise>) -> Self {
+        self.recognise = Some(recognise);
         self
     }
 
@@ -171,6 +179,8 @@ impl Builder {
             sources,
             desk,
             catalog: RwLock::new(Arc::new(Catalog::new(shared))),
+            indexes: Default::default(),
+            recognise: self.recognise,
             changing: tokio::sync::Mutex::new(()),
             live: Live::default(),
             gate: Arc::new(Gate::default()),

@@ -203,7 +203,7 @@ impl Catalog {
 
     /// Whether a tool is listed for the caller: what comes along with others is listed only where
     /// a rule names it, so that a list shows what the operator allowed and nothing else.
-    fn lists(&self, caller: &Caller, tool: &str) -> bool {
+    pub(super) fn lists(&self, caller: &Caller, tool: &str) -> bool {
         if self.decide(caller, tool) != Decision::Allowed {
             return false;
         }

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
 use super::ahead::{Ahead, UnderWay};
@@ -16,6 +16,7 @@ use super::{Engine, Inner, measure, unavailable};
 use crate::args;
 use crate::call::{Asked, Call, Hold, Status, Target};
 use crate::caller::Caller;
+use crate::dialogue::{self, Dialogue};
 use crate::event::{Kind, Record};
 use crate::fault::{Code, Error, Fault};
 use crate::json::{Json, NotJson, canonical};
@@ -44,6 +45,8 @@ pub struct Invocation {
     pub user_id: Option<String>,
     /// The trace it is asked in, as W3C's `traceparent`.
     pub traceparent: Option<String>,
+    /// Answers to what the tool will ask, where the caller knows that already.
+    pub answers: Option<Map<String, Value>>,
     /// Where to tell that it has ended.
     pub callback_url: Option<String>,
 }
@@ -68,6 +71,7 @@ impl Invocation {
             user_id: None,
             traceparent: None,
             callback_url: None,
+            answers: None,
         }
     }
 }
@@ -154,6 +158,9 @@ impl Inner {
             attempt: 0,
             target_attempts: 0,
             taken_by: None,
+            dialogue: asked
+                .answers
+                .map(|answers| Box::new(Dialogue { answers, ..Dialogue::default() })),
             node: None,
             created_ms: now_ms,
             deadline_ms: now_ms + timeout_ms,
@@ -400,6 +407,7 @@ pub(super) fn check_envelope(asked: &Invocation, max_args_bytes: usize) -> Resul
         let message = format!("args are over the limit of {max_args_bytes} bytes");
         return Err(Error::refused(Code::PayloadTooLarge, message));
     }
+    asked.answers.as_ref().map_or(Ok(()), dialogue::check)?;
     if asked.timeout_ms.is_some_and(|timeout_ms| !TIMEOUT_MS_RANGE.contains(&timeout_ms)) {
         return invalid("timeout_ms must be from 1 to 86400000 (24 h)".into());
     }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use serde_json::json;
+use serde_json::{Map, Value, json};
 
 use super::advance::{Advanced, no_such_call};
 use super::catalog::{require_owner, require_provider};
@@ -10,6 +10,7 @@ use super::invoke::misfit;
 use super::{Engine, Inner, unavailable};
 use crate::call::Call;
 use crate::caller::{Caller, Trust};
+use crate::dialogue;
 use crate::fault::{Code, Error, Fault};
 use crate::function::Progress;
 use crate::id::CallId;
@@ -89,6 +90,25 @@ impl Engine {
         }
         let call = self.call(caller, id).await?;
         let event = Event::Cancel { by: caller.agent.clone(), reason };
+        settled(self.inner.decide(caller, &call.id, event).await?)
+    }
+}
+
+impl Engine {
+    /// Answers what a call's tool has asked, all of it or some. With the last answer it goes on.
+    pub async fn answer(
+        &self,
+        caller: &Caller,
+        id: &CallId,
+        answers: Map<String, Value>,
+    ) -> Result<Arc<Call>, Error> {
+        if !caller.may_invoke() {
+            let message = "a provider's key cannot answer what a tool asks";
+            return Err(Error::refused(Code::PermissionDenied, message));
+        }
+        dialogue::check(&answers)?;
+        let call = self.call(caller, id).await?;
+        let event = Event::Answer { by: caller.agent.clone(), answers };
         settled(self.inner.decide(caller, &call.id, event).await?)
     }
 }
@@ -179,7 +199,15 @@ impl Inner {
         let Some(output) = same.as_ref().and_then(|tool| tool.output.as_ref()) else {
             return Ok(data);
         };
-        let problems = output.problems(&data.value());
+        let mut value = data.value();
+        if call.target.executor == Executor::Mcp {
+            // What the schema is about is one part of an MCP result, and failures need none.
+            if value.get("isError").is_some_and(|is| is == true) {
+                return Ok(data);
+            }
+            value = value.get_mut("structuredContent").map_or(Value::Null, Value::take);
+        }
+        let problems = output.problems(&value);
         if problems.is_empty() {
             return Ok(data);
         }
@@ -222,6 +250,7 @@ pub(super) fn settled(advanced: Advanced) -> Result<Arc<Call>, Error> {
     };
     let status = call.status.as_str();
     let message = match refusal {
+        Refusal::NotNow => format!("call \"{}\" does not wait for that", call.id),
         Refusal::Ended(_) => format!("call \"{}\" is {status} already; nothing changed", call.id),
         _ => format!("this attempt of call \"{}\" is not out; nothing changed", call.id),
     };

@@ -55,6 +55,12 @@ impl Engine {
         self.inner.own_call(caller, id).await
     }
 
+    /// A call as its ticket, to wait for it.
+    pub async fn ticket(&self, caller: &Caller, id: &CallId) -> Result<Ticket, Error> {
+        let call = self.call(caller, id).await?;
+        Ok(Ticket { entry: self.inner.live.get(id), call, replayed: true })
+    }
+
     /// One call, once it has ended or `wait_ms` have passed, whichever is first.
     pub async fn wait(
         &self,
@@ -79,13 +85,36 @@ impl Engine {
         self.wait_for(caller, &ticket.call.id, ticket.entry.clone(), wait_ms).await
     }
 
-    /// A live call is watched where its states are shown; any other is looked up in the store.
+    /// The call of a ticket, once it is not as it was at this version, or `wait_ms` have passed.
+    pub async fn news(
+        &self,
+        caller: &Caller,
+        ticket: &Ticket,
+        seen: u64,
+        wait_ms: u64,
+    ) -> Result<Arc<Call>, Error> {
+        let differs = |call: &Call| call.version != seen;
+        self.wait_until(caller, &ticket.call.id, ticket.entry.clone(), wait_ms, differs).await
+    }
+
     async fn wait_for(
         &self,
         caller: &Caller,
         id: &CallId,
         entry: Option<Arc<Entry>>,
         wait_ms: u64,
+    ) -> Result<Arc<Call>, Error> {
+        self.wait_until(caller, id, entry, wait_ms, |call| call.status.is_terminal()).await
+    }
+
+    /// A live call is watched where its states are shown; any other is looked up in the store.
+    async fn wait_until(
+        &self,
+        caller: &Caller,
+        id: &CallId,
+        entry: Option<Arc<Entry>>,
+        wait_ms: u64,
+        enough: impl Fn(&Call) -> bool,
     ) -> Result<Arc<Call>, Error> {
         let inner = &self.inner;
         let until_ms = inner.clock.now_ms() + wait_ms.min(inner.limits.max_wait_ms);
@@ -96,7 +125,7 @@ impl Engine {
                 None => self.call(caller, id).await?,
             };
             let now_ms = inner.clock.now_ms();
-            if call.status.is_terminal() || now_ms >= until_ms || inner.stopping.is_cancelled() {
+            if enough(&call) || now_ms >= until_ms || inner.stopping.is_cancelled() {
                 return Ok(call);
             }
             tokio::select! {

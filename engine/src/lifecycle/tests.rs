@@ -18,6 +18,7 @@ enum At {
     RetryDue,
     RetryLater,
     Parked,
+    Input,
     Running,
     Succeeded,
     Failed,
@@ -25,11 +26,12 @@ enum At {
     Canceled,
 }
 
-const EVERYWHERE: [At; 9] = [
+const EVERYWHERE: [At; 10] = [
     At::Queue,
     At::RetryDue,
     At::RetryLater,
     At::Parked,
+    At::Input,
     At::Running,
     At::Succeeded,
     At::Failed,
@@ -50,11 +52,16 @@ enum Did {
     FailedForGood,
     DeadlineEarly,
     DeadlineDue,
+    Asks,
+    AsksOldAttempt,
+    AnswersAll,
+    AnswersSome,
+    AnswersNothing,
     Cancel,
     Lost,
 }
 
-const EVERYTHING: [Did; 12] = [
+const EVERYTHING: [Did; 17] = [
     Did::Claim,
     Did::Taken,
     Did::TakenByOther,
@@ -65,6 +72,11 @@ const EVERYTHING: [Did; 12] = [
     Did::FailedForGood,
     Did::DeadlineEarly,
     Did::DeadlineDue,
+    Did::Asks,
+    Did::AsksOldAttempt,
+    Did::AnswersAll,
+    Did::AnswersSome,
+    Did::AnswersNothing,
     Did::Cancel,
     Did::Lost,
 ];
@@ -92,6 +104,7 @@ fn call(executor: Executor, effect: Effect) -> Call {
         attempt: 0,
         target_attempts: 0,
         taken_by: None,
+        dialogue: None,
         node: None,
         created_ms: CREATED,
         deadline_ms: DEADLINE,
@@ -128,6 +141,10 @@ fn standing(at: At) -> Call {
             out(&mut call);
             call.hold = Some(Hold::Parked);
         }
+        At::Input => {
+            let asks = event(Did::Asks).0;
+            call = step(&standing(At::Running), &asks, NOW).unwrap().call;
+        }
         At::Running => {
             out(&mut call);
             (call.status, call.hold) = (Status::Running, None);
@@ -148,6 +165,16 @@ fn standing(at: At) -> Call {
     call
 }
 
+fn questions() -> crate::dialogue::Questions {
+    let asked = ["name", "city"].map(|key| (key.to_owned(), Value::from("?")));
+    crate::dialogue::Questions { asked: asked.into_iter().collect(), note: Some("n".into()) }
+}
+
+fn answers(keys: &[&str]) -> Event {
+    let answers = keys.iter().map(|key| ((*key).to_owned(), Value::from("!"))).collect();
+    Event::Answer { by: "a".into(), answers }
+}
+
 fn event(did: Did) -> (Event, u64) {
     let taken = |attempt, by: &str| Event::Taken { attempt, by: by.into() };
     let event = match did {
@@ -162,6 +189,11 @@ fn event(did: Did) -> (Event, u64) {
         }
         Did::FailedForGood => failed_with(Fault::runtime("broken").retryable(false)),
         Did::DeadlineEarly | Did::DeadlineDue => Event::Deadline,
+        Did::Asks => Event::Ask { attempt: 2, questions: questions() },
+        Did::AsksOldAttempt => Event::Ask { attempt: 1, questions: questions() },
+        Did::AnswersAll => answers(&["name", "city"]),
+        Did::AnswersSome => answers(&["city", "nobody asked"]),
+        Did::AnswersNothing => answers(&["nobody asked"]),
         Did::Cancel => Event::Cancel { by: "a".into(), reason: None },
         Did::Lost => Event::Lost { node: "n2".into() },
     };
@@ -184,7 +216,7 @@ fn expected(at: At, did: Did) -> Expect {
     use Did as D;
     use Expect::{Ended, NotNow, Repeated, To, WrongAttempt};
     use Status as S;
-    let open = matches!(at, A::Queue | A::RetryDue | A::RetryLater | A::Parked | A::Running);
+    let open = !matches!(at, A::Succeeded | A::Failed | A::Timeout | A::Canceled);
     match (did, at) {
         (D::Claim, A::Queue | A::RetryDue) => To(S::Pending, Some("parked")),
         (D::Claim, _) => NotNow,
@@ -203,11 +235,20 @@ fn expected(at: At, did: Did) -> Expect {
         (D::Done | D::DoneOtherwise | D::DoneOldAttempt | D::FailedForGood, _) => Ended,
         (D::DeadlineDue, _) if open => To(S::Timeout, None),
         (D::DeadlineEarly | D::DeadlineDue, _) => NotNow,
+        (D::Asks, A::Parked | A::Running) => To(S::Pending, Some("input")),
+        (D::Asks | D::AsksOldAttempt, _) if open => WrongAttempt,
+        (D::Asks | D::AsksOldAttempt, _) => Ended,
+        (D::AnswersAll, A::Input) => To(S::Pending, Some("queue")),
+        (D::AnswersSome, A::Input) => To(S::Pending, Some("input")),
+        (D::AnswersNothing, A::Input) => Repeated,
+        (D::AnswersAll | D::AnswersSome | D::AnswersNothing, _) if open => NotNow,
+        (D::AnswersAll | D::AnswersSome | D::AnswersNothing, _) => Ended,
         (D::Cancel, A::Canceled) => Repeated,
         (D::Cancel, _) if open => To(S::Canceled, None),
         (D::Cancel, _) => Ended,
         (D::Lost, A::Queue) => To(S::Pending, Some("queue")),
         (D::Lost, A::RetryDue | A::RetryLater) => To(S::Pending, Some("retry")),
+        (D::Lost, A::Input) => To(S::Pending, Some("input")),
         (D::Lost, A::Parked) => To(S::Pending, Some("parked")),
         (D::Lost, A::Running) => To(S::Running, None),
         (D::Lost, _) => NotNow,
@@ -337,6 +378,28 @@ fn a_fallback_is_used_only_where_nothing_happened() {
             assert!(step.records.iter().any(|record| record.kind == Kind::Fallback));
         }
     }
+}
+
+#[test]
+fn answers_reach_the_next_attempt_and_asking_costs_no_retry() {
+    let waiting = standing(At::Input);
+    assert_eq!((waiting.attempt, waiting.target_attempts), (2, 1));
+    let some = step(&waiting, &answers(&["city", "nobody asked"]), NOW).unwrap();
+    let dialogue = some.call.dialogue.as_ref().unwrap();
+    assert_eq!(dialogue.open.keys().collect::<Vec<_>>(), ["name"]);
+    assert!(some.actions.is_empty());
+    let all = step(&some.call, &answers(&["name"]), NOW).unwrap();
+    assert_eq!(all.actions, [Action::Enqueue]);
+    let next = step(&all.call, &Event::Claim { node: "n1".into() }, NOW).unwrap().call;
+    let dialogue = next.dialogue.as_ref().unwrap();
+    let heard: Vec<&str> = dialogue.answers.keys().map(String::as_str).collect();
+    assert_eq!((heard, dialogue.note.as_deref()), (vec!["city", "name"], Some("n")));
+    // Who asks a second time begins anew.
+    let again = Event::Ask { attempt: next.attempt, questions: questions() };
+    let again = step(&next, &again, NOW).unwrap().call;
+    assert!(again.dialogue.unwrap().answers.is_empty());
+    let message = step(&waiting, &Event::Deadline, DEADLINE).unwrap().call.outcome.unwrap();
+    assert!(message.error.unwrap().message.contains("no answer"));
 }
 
 #[test]

@@ -103,6 +103,11 @@ impl Client {
         Ok(Self { http, base })
     }
 
+    /// What speaks HTTP, with the key and the project in every request.
+    pub fn http(&self) -> reqwest::Client {
+        self.http.clone()
+    }
+
     /// The server as it was named.
     pub fn server(&self) -> &str {
         self.base.as_str().trim_end_matches('/')

@@ -26,6 +26,7 @@ impl Config {
             check_pattern(pattern)
                 .map_err(|why| ConfigError::invalid("auth.default_allow", why))?;
         }
+        self.auth.oauth.as_ref().map_or(Ok(()), |oauth| oauth.check())?;
         self.check_policies()?;
         self.check_numbers()?;
         self.webhooks.validate()?;
@@ -104,6 +105,8 @@ impl Config {
             ("limits.request_header_timeout_ms", limits.request_header_timeout_ms),
             ("ingress.heartbeat_ms", self.ingress.heartbeat_ms),
             ("ingress.dead_after_ms", self.ingress.dead_after_ms),
+            ("doors.mcp.task_after_ms", self.doors.mcp.task_after_ms),
+            ("doors.mcp.wait_ms", self.doors.mcp.wait_ms),
             ("telemetry.export_interval_ms", self.telemetry.export_interval_ms),
             ("telemetry.metrics_interval_ms", self.telemetry.metrics_interval_ms),
             ("builtin.database.timeout_ms", self.builtin.database.timeout_ms),
@@ -130,6 +133,10 @@ impl Config {
             ("limits.max_batch_bytes", limits.max_batch_bytes),
             ("limits.max_body_bytes", limits.max_body_bytes),
             ("limits.max_connections", limits.max_connections),
+            ("doors.mcp.catalogue_over", self.doors.mcp.catalogue_over),
+            ("doors.mcp.result_tokens", self.doors.mcp.result_tokens),
+            ("doors.mcp.page_size", self.doors.mcp.page_size),
+            ("doors.mcp.max_sessions", self.doors.mcp.max_sessions),
             ("ingress.window", self.ingress.window as usize),
             ("builtin.database.max_rows", self.builtin.database.max_rows),
             ("builtin.database.max_bytes", self.builtin.database.max_bytes),

@@ -22,7 +22,7 @@ use tower::Service;
 use utoipa::OpenApi;
 use utoipa_axum::router::OpenApiRouter;
 
-pub use answer::Problem;
+pub use answer::{Problem, refusal};
 use answer::{problem, problem_as};
 use docs::Security;
 pub use docs::errors_page;

@@ -16,6 +16,7 @@ mod idempotency;
 mod identity;
 mod ingress;
 mod listing;
+mod mcp;
 mod policy;
 mod results;
 mod seed;

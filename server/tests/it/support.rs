@@ -4,6 +4,7 @@
 //! for at most [`PATIENCE`], and a wait that is over fails with what was there instead.
 
 pub mod api;
+pub mod mcp;
 pub mod otlp;
 pub mod process;
 pub mod receiver;
@@ -15,13 +16,13 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use axum::Router;
 use tempfile::TempDir;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use toolcrib::Engine;
 use toolcrib_server::assemble::Served;
 use toolcrib_server::config::Config;
-use toolcrib_server::doors::http::{Door, Settings, router};
 use toolcrib_server::{assemble, serve};
 
 pub use api::Api;
@@ -57,8 +58,9 @@ impl Server {
     async fn on(dir: Arc<TempDir>, config: Config) -> Self {
         std::fs::create_dir_all(&config.data_dir).unwrap();
         let served = assemble::engine(&config).await.unwrap();
-        let door = assemble::door(&config, served.engine.clone());
-        let mut server = Self::open(dir, config, door).await;
+        let (router, engine) =
+            (assemble::router(&config, served.engine.clone()), served.engine.clone());
+        let mut server = Self::open(dir, config, engine, router).await;
         server.served = Some(served);
         server
     }
@@ -66,16 +68,16 @@ impl Server {
     /// Around an engine that the test has put together.
     pub async fn of(engine: Engine) -> Self {
         let dir = Arc::new(tempfile::tempdir().unwrap());
-        let settings = Arc::new(Settings::default());
-        let door = Door { engine, settings, metrics: None };
-        Self::open(dir, Config::default(), door).await
+        let config = Config::default();
+        let router = assemble::router(&config, engine.clone());
+        Self::open(dir, config, engine, router).await
     }
 
-    async fn open(dir: Arc<TempDir>, config: Config, door: Door) -> Self {
+    async fn open(dir: Arc<TempDir>, config: Config, engine: Engine, router: Router) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
-        let (engine, stop) = (door.engine.clone(), CancellationToken::new());
-        let serving = (router(door), config.clone(), stop.clone());
+        let stop = CancellationToken::new();
+        let serving = (router, config.clone(), stop.clone());
         tokio::spawn(async move {
             let (router, config, stop) = serving;
             serve::on(listener, router, &config, stop).await;

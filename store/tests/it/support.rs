@@ -82,6 +82,7 @@ pub fn call_at(created_ms: u64) -> Call {
         attempt: 0,
         target_attempts: 0,
         taken_by: None,
+        dialogue: None,
         node: None,
         created_ms,
         deadline_ms: created_ms + 30_000,

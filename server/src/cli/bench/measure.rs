@@ -1,5 +1,7 @@
 //! What is measured, and the limits it is held to.
 
+mod mcp;
+
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -50,7 +52,7 @@ impl Plan {
     /// Steps on the progress bar.
     fn steps(&self) -> u64 {
         let filled = if self.stored.is_some() { 3 } else { 0 };
-        (4 + self.starts + (8 + TURNS) * self.rounds + filled) as u64
+        (5 + self.starts + (8 + TURNS) * self.rounds + filled) as u64
     }
 }
 
@@ -101,6 +103,7 @@ impl<'a> Bench<'a> {
         let after = product.resident_mib()?;
         self.push(Measure::alone("memory after the load", "MiB", after, Limit::None));
         drop((product, floor));
+        self.tools_list().await?;
         self.tracing().await?;
         self.digest()?;
         match self.plan.stored {

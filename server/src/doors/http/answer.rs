@@ -68,6 +68,11 @@ pub(super) fn problem_as(
     answer
 }
 
+/// A refusal in the words of HTTP, for another door that is reached over it.
+pub fn refusal(error: Error) -> Response {
+    Refused(error).into_response()
+}
+
 /// The same refusal with the trace that the request was part of.
 pub(super) fn traced(mut answer: Response, trace: &TraceParent) -> Response {
     if let Some(mut body) = answer.extensions_mut().remove::<Problem>() {

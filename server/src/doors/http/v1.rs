@@ -23,6 +23,7 @@ pub(super) fn routes() -> OpenApiRouter<Door> {
         .routes(routes!(calls::list, batch::run))
         .routes(routes!(calls::show))
         .routes(routes!(calls::cancel))
+        .routes(routes!(calls::answer))
         .routes(routes!(results::read))
         .routes(routes!(deliveries::list))
         .routes(routes!(deliveries::of_call))

@@ -122,7 +122,7 @@ pub(super) struct CallBody<'a> {
     completed_at_ms: Option<u64>,
     /// When it ends as TIMEOUT.
     deadline_at_ms: u64,
-    /// While PENDING: `queue`, `retry` or `parked`.
+    /// While PENDING: `queue`, `retry`, `parked` or `input`.
     #[serde(skip_serializing_if = "Option::is_none")]
     hold: Option<HoldBody>,
     /// The attempt under way, or the last one.
@@ -159,6 +159,10 @@ pub(super) struct HoldBody {
     /// When its next attempt is due.
     #[serde(skip_serializing_if = "Option::is_none")]
     until_ms: Option<u64>,
+    /// What the tool wants to know, by key.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Object>)]
+    questions: Option<Map<String, Value>>,
 }
 
 /// How a call ended.
@@ -220,6 +224,10 @@ impl<'a> From<&'a Call> for CallBody<'a> {
                 reason: hold.as_str(),
                 until_ms: match hold {
                     Hold::Retry { at_ms } => Some(at_ms),
+                    _ => None,
+                },
+                questions: match (hold, &call.dialogue) {
+                    (Hold::Input, Some(dialogue)) => Some(dialogue.open.clone()),
                     _ => None,
                 },
             }),

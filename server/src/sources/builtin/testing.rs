@@ -23,6 +23,7 @@ pub fn attempt(tool: &str, args: &Value) -> Attempt {
         client_id: None,
         taken_by: None,
         again: false,
+        dialogue: None,
     }
 }
 
@@ -36,6 +37,6 @@ pub async fn run(source: &Functions, args: &Value) -> Result<Value, Fault> {
     let name = source.list()[0].name.clone();
     match source.start(attempt(&name, args), Arc::new(|_| {})).await {
         Started::Done(result) => result.map(|json| json.value()),
-        Started::Parked => panic!("a built-in tool parked"),
+        Started::Parked | Started::Asks(_) => panic!("a built-in tool did not answer"),
     }
 }

@@ -18,7 +18,7 @@ enum Row {
 
 use Row::{Keyed, Open};
 
-const TABLE: [(&str, &str, Row); 41] = [
+const TABLE: [(&str, &str, Row); 42] = [
     ("get", "/v1/tools", Keyed([200, 200, 200, 200])),
     ("get", "/v1/tools/{name}", Keyed([200, 404, 200, 404])),
     ("post", "/v1/tools/{name}/invoke", Keyed([202, 403, 202, 404])),
@@ -27,6 +27,7 @@ const TABLE: [(&str, &str, Row); 41] = [
     ("get", "/v1/tool_calls/{tool_call_id}", Keyed([200, 200, 200, 404])),
     ("get", "/v1/tool_calls/{tool_call_id}/result", Keyed([200, 200, 200, 404])),
     ("post", "/v1/tool_calls/{tool_call_id}/cancel", Keyed([200, 403, 200, 404])),
+    ("post", "/v1/tool_calls/{tool_call_id}/answer", Keyed([409, 403, 409, 404])),
     ("get", "/v1/tool_calls/{tool_call_id}/events", Keyed([200, 200, 200, 404])),
     ("get", "/v1/tool_calls/{tool_call_id}/deliveries", Keyed([200, 403, 200, 404])),
     ("post", "/v1/tool_calls/{tool_call_id}/deliveries/repeat", Keyed([202, 403, 202, 404])),
@@ -115,6 +116,7 @@ impl World {
                 self.admin.post("/v1/runs/run_1/context/tool_calls", own_call("his")).await.is(201);
                 json!({ "tool_results": [{ "call_id": "his" }] })
             }
+            "/v1/tool_calls/{tool_call_id}/answer" => json!({ "answers": {} }),
             "/v1/tool_calls" => {
                 json!({ "run_id": "run_1", "tool_calls": [{ "name": "a.tool" }], "wait_ms": 0 })
             }

@@ -2,6 +2,7 @@
 
 use serde_json::json as value;
 use toolcrib::call::{Asked, Call, Hold, Status, Target};
+use toolcrib::dialogue::Dialogue;
 use toolcrib::event::Kind;
 use toolcrib::fault::{Code, Fault};
 use toolcrib::retry::Backoff;
@@ -108,6 +109,17 @@ pub async fn a_call_of_another_project_is_none(store: &dyn Store) {
 pub async fn every_status_and_hold_is_read_back(store: &dyn Store) {
     for hold in [Hold::Queue, Hold::Parked, Hold::Retry { at_ms: NOW + 5 }] {
         let held = Call { hold: Some(hold), ..call() };
+        put(store, &held).await;
+        assert_eq!(read(store, &held).await, held);
+    }
+    let dialogue = |open: bool| {
+        let word = |key: &str| [(key.to_owned(), value!({ "n": 1 }))].into_iter().collect();
+        let open = if open { word("name") } else { Default::default() };
+        Some(Box::new(Dialogue { open, answers: word("city"), note: Some("so far".into()) }))
+    };
+    let asking = Call { hold: Some(Hold::Input), dialogue: dialogue(true), ..call() };
+    let answered = Call { dialogue: dialogue(false), ..call() };
+    for held in [asking, answered] {
         put(store, &held).await;
         assert_eq!(read(store, &held).await, held);
     }

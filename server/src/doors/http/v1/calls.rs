@@ -170,3 +170,28 @@ pub(super) async fn cancel(
     let call = door.engine.cancel(&caller, &id, body.reason()).await?;
     Ok(Json(CallBody::of(&door.engine, &call)).into_response())
 }
+
+/// Answers to what a tool has asked.
+#[derive(Deserialize, ToSchema)]
+pub(super) struct AnswerBody {
+    /// By the keys of the questions.
+    #[schema(value_type = Object)]
+    answers: serde_json::Map<String, serde_json::Value>,
+}
+
+/// Answers what a call's tool has asked (`hold.questions`), all of it or some. With the last answer
+/// the call goes on.
+#[utoipa::path(post, path = "/v1/tool_calls/{tool_call_id}/answer", tag = "agents",
+    params(("tool_call_id" = String, Path, description = "The ticket")),
+    request_body = AnswerBody,
+    responses((status = 200, body = CallBody), (status = 404, body = Problem),
+        (status = 409, description = "It does not wait for answers", body = Problem)))]
+pub(super) async fn answer(
+    State(door): State<Door>,
+    Who(caller): Who,
+    CallPath(id): CallPath,
+    Body(body): Body<AnswerBody>,
+) -> Result<Response, Refused> {
+    let call = door.engine.answer(&caller, &id, body.answers).await?;
+    Ok(shown(&door, &call))
+}

@@ -1,13 +1,16 @@
 //! Tools: listing, showing, calling.
 
+use std::sync::Arc;
+
 use axum::Json;
 use axum::extract::State;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
-use toolcrib::Invocation;
 use toolcrib::dialect::Format;
+use toolcrib::engine::CatalogEntry;
 use toolcrib::fault::{Code, Error};
+use toolcrib::{Caller, Invocation};
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::Door;
@@ -34,6 +37,10 @@ pub(super) struct Listing {
     /// `openai`, `openai_responses`, `anthropic` or `mcp`: as that API wants tools described, to be
     /// put into a request as they are, under names that it takes.
     format: Option<String>,
+    /// Only tools that fit this question, best first: words, or a part of a name.
+    query: Option<String>,
+    /// With `query`, at most so many: 1 to 200, 20 unless said.
+    limit: Option<usize>,
 }
 
 /// Lists the tools the caller may call, by name.
@@ -45,8 +52,15 @@ pub(super) async fn list(
     Who(caller): Who,
     Asked(listing): Asked<Listing>,
 ) -> Result<Response, Refused> {
+    if listing.format.is_some() && listing.query.is_some() {
+        let message = "give format or query, not both";
+        return Err(Error::refused(Code::ValidationError, message).into());
+    }
     let Some(format) = listing.format else {
-        let tools = door.engine.tools(&caller);
+        let tools = match &listing.query {
+            Some(query) => found(&door, &caller, query, listing.limit).await?,
+            None => door.engine.tools(&caller),
+        };
         let tools = tools.iter().map(|entry| ToolBody::from(entry.as_ref())).collect();
         return Ok(Json(ToolList { tools }).into_response());
     };
@@ -56,6 +70,20 @@ pub(super) async fn list(
         Error::refused(Code::ValidationError, message)
     })?;
     Ok(Json(Definitions { tools: door.engine.definitions(&caller, format) }).into_response())
+}
+
+async fn found(
+    door: &Door,
+    caller: &Caller,
+    query: &str,
+    limit: Option<usize>,
+) -> Result<Vec<Arc<CatalogEntry>>, Error> {
+    let limit = limit.unwrap_or(20);
+    if !(1..=200).contains(&limit) {
+        return Err(Error::refused(Code::ValidationError, "limit must be from 1 to 200"));
+    }
+    let found = door.engine.search(caller, query, limit).await?;
+    Ok(found.into_iter().map(|found| found.entry).collect())
 }
 
 /// Shows one tool.
@@ -159,6 +187,7 @@ pub(super) async fn invoke(
         user_id: body.user_id,
         traceparent: carried.traceparent,
         callback_url: body.callback_url,
+        answers: None,
     };
     // Boxed, because this handler's future is moved several times on its way into the router.
     let ticket = Box::pin(door.engine.invoke(&caller, invocation)).await?;

@@ -149,17 +149,13 @@ impl CallsBody {
             let beside: Beside = read(&place, entry)?;
             let result = beside.result.map(|outcome| outcome.result(&format!("{place}/result")));
             let asked = Invocation {
-                tool: asked.name,
-                args: asked.args,
                 run_id: run_id.to_owned(),
                 call_id: asked.id,
                 timeout_ms: asked.timeout_ms,
                 retry: asked.retry,
                 idempotency_key: asked.idempotency_key,
-                client_id: None,
-                user_id: None,
                 traceparent: traceparent.map(str::to_owned),
-                callback_url: None,
+                ..Invocation::of(asked.name, asked.args)
             };
             let result = result.transpose()?;
             calls.push(OwnCall { asked, background: beside.background, result });

@@ -1,0 +1,239 @@
+//! Finding tools by what they are about: ranked full-text search over names, descriptions and the
+//! names of parameters; and noticing that there are other tools than before.
+//!
+//! The index (BM25) is made when somebody searches, one for each project, and again when the
+//! directory has changed. It knows all tools of the project; what the caller may not call is taken
+//! out of what it finds.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use bm25::{Document, Language, SearchEngine, SearchEngineBuilder};
+use parking_lot::Mutex;
+use serde_json::Value;
+
+use super::catalog::{Catalog, Entry};
+use super::{Engine, unavailable_thread};
+use crate::bus::Topic;
+use crate::caller::Caller;
+use crate::fault::{Code, Error};
+use crate::tool::Definition;
+
+/// How long a question may be; what is behind that adds nothing.
+const MAX_QUERY_BYTES: usize = 1_000;
+
+/// How many projects' indexes are kept. Beyond it all are made again.
+const KEPT: usize = 64;
+
+/// How much more a word of the name says than one of the description.
+const NAME_WEIGHT: usize = 3;
+
+/// A tool that was found, best first.
+#[derive(Debug, Clone)]
+pub struct Found {
+    pub entry: Arc<Entry>,
+    /// How well it fits; only comparable within one answer.
+    pub score: f32,
+}
+
+/// The index of one project at one version of the directory.
+struct Index {
+    version: u64,
+    words: SearchEngine<u32>,
+    tools: Vec<Arc<Entry>>,
+}
+
+/// The indexes in use.
+#[derive(Default)]
+pub(crate) struct Indexes {
+    kept: Mutex<HashMap<String, Arc<Index>>>,
+}
+
+impl Engine {
+    /// The tools the caller may call that fit the question, best first.
+    pub async fn search(
+        &self,
+        caller: &Caller,
+        query: &str,
+        limit: usize,
+    ) -> Result<Vec<Found>, Error> {
+        if query.trim().is_empty() || query.len() > MAX_QUERY_BYTES {
+            let message = format!("query must be 1 to {MAX_QUERY_BYTES} bytes of text");
+            return Err(Error::refused(Code::ValidationError, message));
+        }
+        let (engine, caller, query) = (self.clone(), caller.clone(), query.to_owned());
+        // Making an index takes a while, and so does searching a large one.
+        let searching = tokio::task::spawn_blocking(move || {
+            let catalog = engine.inner.catalog();
+            let index = engine.inner.indexes.of(&catalog, &caller.project);
+            index.found(&catalog, &caller, &query, limit)
+        });
+        searching.await.map_err(unavailable_thread)
+    }
+
+    /// Counts the changes of tools, keys and rules: while it is the same, so is every answer that
+    /// is made of them.
+    pub fn directory_version(&self) -> u64 {
+        self.inner.catalog().version()
+    }
+
+    /// Waits until the directory is another than at this version, and answers with the new one.
+    /// None when the engine is being shut down.
+    pub async fn directory_changed(&self, seen: u64) -> Option<u64> {
+        let inner = &self.inner;
+        let mut news = inner.bus.listen(Topic::Directory);
+        loop {
+            let version = self.directory_version();
+            if inner.stopping.is_cancelled() {
+                return None;
+            }
+            if version != seen {
+                return Some(version);
+            }
+            tokio::select! {
+                () = news.woken() => {}
+                () = inner.stopping.cancelled() => {}
+            }
+        }
+    }
+}
+
+impl Indexes {
+    fn of(&self, catalog: &Catalog, project: &str) -> Arc<Index> {
+        let known = self.kept.lock().get(project).cloned();
+        if let Some(index) = known.filter(|index| index.version == catalog.version()) {
+            return index;
+        }
+        let index = Arc::new(Index::new(catalog, project));
+        let mut kept = self.kept.lock();
+        if kept.len() >= KEPT {
+            kept.clear();
+        }
+        kept.insert(project.to_owned(), index.clone());
+        index
+    }
+}
+
+impl Index {
+    fn new(catalog: &Catalog, project: &str) -> Self {
+        let tools = catalog.tools(project);
+        let documents = tools
+            .iter()
+            .zip(0_u32..)
+            .map(|(entry, id)| Document { id, contents: words_of(&entry.definition) });
+        let words = SearchEngineBuilder::with_documents(Language::English, documents).build();
+        Self { version: catalog.version(), words, tools }
+    }
+
+    fn found(&self, catalog: &Catalog, caller: &Caller, query: &str, limit: usize) -> Vec<Found> {
+        let mut scores: HashMap<u32, f32> = HashMap::new();
+        for result in self.words.search(&plain(query), self.tools.len()) {
+            scores.insert(result.document.id, result.score);
+        }
+        // A part of a name is a good question as well.
+        let part = query.trim().to_lowercase();
+        for (entry, id) in self.tools.iter().zip(0_u32..) {
+            let name = entry.definition.name.to_lowercase();
+            if name == part {
+                *scores.entry(id).or_default() += 1_000.0;
+            } else if part.len() > 2 && name.contains(&part) {
+                *scores.entry(id).or_default() += 10.0;
+            }
+        }
+        let mut found: Vec<Found> = scores
+            .into_iter()
+            .filter_map(|(id, score)| {
+                let entry = self.tools.get(id as usize)?.clone();
+                catalog.lists(caller, &entry.definition.name).then_some(Found { entry, score })
+            })
+            .collect();
+        let name = |found: &Found| found.entry.definition.name.clone();
+        found.sort_by(|a, b| b.score.total_cmp(&a.score).then_with(|| name(a).cmp(&name(b))));
+        found.truncate(limit);
+        found
+    }
+}
+
+/// Everything about a tool that can be searched for.
+fn words_of(definition: &Definition) -> String {
+    let name = plain(&definition.name);
+    let mut words = vec![name.as_str(); NAME_WEIGHT].join(" ");
+    words.push(' ');
+    words.push_str(&definition.description);
+    let title = definition.metadata.as_ref().map(|metadata| metadata.value());
+    if let Some(title) = title.as_ref().and_then(|metadata| metadata.get("title")?.as_str()) {
+        words.push(' ');
+        words.push_str(title);
+    }
+    let schema = definition.input_schema.value();
+    let parameters = schema.get("properties").and_then(Value::as_object);
+    for parameter in parameters.into_iter().flat_map(|all| all.keys()) {
+        words.push(' ');
+        words.push_str(&plain(parameter));
+    }
+    words
+}
+
+/// A name as words: `issueTracker.create_issue` is about an issue tracker, and creating.
+fn plain(name: &str) -> String {
+    let mut words = String::with_capacity(name.len() + 8);
+    let mut before_was_lower = false;
+    for letter in name.chars() {
+        if letter.is_uppercase() && before_was_lower {
+            words.push(' ');
+        }
+        before_was_lower = letter.is_lowercase() || letter.is_ascii_digit();
+        words.push(if letter.is_alphanumeric() { letter } else { ' ' });
+    }
+    words
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::function::FnTool;
+
+    #[derive(serde::Deserialize, schemars::JsonSchema)]
+    #[serde(rename_all = "camelCase")]
+    #[allow(dead_code, reason = "only its schema is used")]
+    struct Args {
+        postal_code: Option<String>,
+    }
+
+    async fn engine() -> Engine {
+        let nothing = |_: Args| async { Ok::<_, String>(1) };
+        let none = |_: serde_json::Map<String, Value>| async { Ok::<_, String>(1) };
+        Engine::builder()
+            .tool(FnTool::new("weather.query", "Tells the weather of a city", none))
+            .tool(FnTool::new("mail.sendLetter", "Posts something to somebody", nothing))
+            .tool(FnTool::new("invoice.create", "Creates an invoice for a customer", none))
+            .tool(FnTool::new("invoice.list", "Shows which invoices are open", none))
+            .start()
+            .await
+            .unwrap()
+    }
+
+    async fn names(query: &str) -> Vec<String> {
+        let found = engine().await.search(&Caller::local("default"), query, 10).await.unwrap();
+        found.into_iter().map(|found| found.entry.definition.name.clone()).collect()
+    }
+
+    #[tokio::test]
+    async fn tools_are_found_by_names_descriptions_and_parameters() {
+        assert_eq!(names("what is the weather in a city").await[0], "weather.query");
+        assert_eq!(names("sending letters").await[0], "mail.sendLetter");
+        assert_eq!(names("postal code").await[0], "mail.sendLetter");
+        assert_eq!(names("create invoice").await[0], "invoice.create");
+        assert_eq!(names("invoice.list").await[0], "invoice.list");
+        assert_eq!(names("invo").await.len(), 2, "a part of a name");
+        assert!(names("zebra").await.is_empty());
+    }
+
+    #[tokio::test]
+    async fn a_question_has_to_be_one() {
+        let long = "a".repeat(1_001);
+        for query in ["", "  ", &long] {
+            assert!(engine().await.search(&Caller::local("default"), query, 10).await.is_err());
+        }
+    }
+}

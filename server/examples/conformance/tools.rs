@@ -1,0 +1,242 @@
+//! The definitions of the fixture tools, and the words they use.
+
+use serde_json::{Map, Value, json};
+use toolcrib::dialogue::Questions;
+use toolcrib::{Definition, Effect, Executor, Json, Risk};
+
+/// A picture of one red point.
+pub const IMAGE: &str = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8DwHwAFBQIAX8jx0gAAAABJRU5ErkJggg==";
+
+/// A sound of no length.
+pub const SOUND: &str = "UklGRiQAAABXQVZFZm10IBAAAAABAAEAQB8AAEAfAAABAAgAZGF0YQAAAAA=";
+
+fn tool(name: &str, schema: Value) -> Definition {
+    Definition {
+        project: None,
+        name: name.to_owned(),
+        description: format!("{name}: for the conformance suite"),
+        executor: Executor::Mcp,
+        input_schema: Json::of_value(&schema),
+        output_schema: None,
+        timeout_ms: 120_000,
+        background: false,
+        effect: Effect::Idempotent,
+        risk: Risk::Low,
+        policy: Default::default(),
+        fallback: Vec::new(),
+        metadata: None,
+    }
+}
+
+fn plain(name: &str) -> Definition {
+    tool(name, json!({ "type": "object", "properties": {} }))
+}
+
+fn with_text(name: &str, argument: &str) -> Definition {
+    let properties = json!({ argument: { "type": "string" } });
+    tool(name, json!({ "type": "object", "properties": properties, "required": [argument] }))
+}
+
+fn background(mut definition: Definition) -> Definition {
+    definition.background = true;
+    definition
+}
+
+fn saying(mut definition: Definition, metadata: Value) -> Definition {
+    definition.metadata = Some(Json::of_value(&metadata));
+    definition
+}
+
+/// Every fixture.
+pub fn all() -> Vec<Definition> {
+    let mut tools: Vec<Definition> = [
+        "test_simple_text",
+        "test_image_content",
+        "test_audio_content",
+        "test_embedded_resource",
+        "test_multiple_content_types",
+        "test_tool_with_logging",
+        "test_logging_tool",
+        "test_tool_with_progress",
+        "test_error_handling",
+        "test_streaming_elicitation",
+        "test_elicitation_sep1034_defaults",
+        "test_elicitation_sep1330_enums",
+        "test_input_required_result_elicitation",
+        "test_input_required_result_sampling",
+        "test_input_required_result_list_roots",
+        "test_input_required_result_request_state",
+        "test_input_required_result_multiple_inputs",
+        "test_input_required_result_multi_round",
+        "test_input_required_result_tampered_state",
+        "test_input_required_result_capabilities",
+        "test_trigger_tool_change",
+        "test_trigger_prompt_change",
+        "test_tool_with_task",
+    ]
+    .map(plain)
+    .into();
+    tools.push(with_text("test_sampling", "prompt"));
+    tools.push(with_text("test_elicitation", "message"));
+    tools.push(with_text("greet", "name"));
+    let sampling = json!({ "client_capabilities": { "sampling": {} } });
+    tools.push(saying(plain("test_missing_capability"), sampling));
+    let slow = json!({ "type": "object", "properties": {
+        "seconds": { "type": "number" }, "label": { "type": "string" } } });
+    tools.push(background(tool("slow_compute", slow)));
+    let only = json!({ "task_support": "required" });
+    tools.push(saying(background(plain("failing_job")), only));
+    tools.push(background(plain("protocol_error_job")));
+    let file = json!({ "type": "object", "properties": { "filename": { "type": "string" } } });
+    tools.push(background(tool("confirm_delete", file)));
+    tools.push(background(plain("multi_input")));
+    tools.push(tool("json_schema_2020_12_tool", keywords()));
+    tools.push(tool("test_custom_headers", mirrored()));
+    tools
+}
+
+fn keywords() -> Value {
+    json!({
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "type": "object",
+        "$defs": { "address": { "$anchor": "addressDef", "type": "object", "properties": {
+            "street": { "type": "string" }, "city": { "type": "string" } } } },
+        "properties": {
+            "name": { "type": "string" },
+            "address": { "$ref": "#/$defs/address" },
+            "contactMethod": { "type": "string", "enum": ["phone", "email"] },
+            "phone": { "type": "string" },
+            "email": { "type": "string" }
+        },
+        "allOf": [{ "anyOf": [{ "required": ["phone"] }, { "required": ["email"] }] }],
+        "if": { "properties": { "contactMethod": { "const": "phone" } },
+            "required": ["contactMethod"] },
+        "then": { "required": ["phone"] },
+        "else": { "required": ["email"] },
+        "additionalProperties": false
+    })
+}
+
+/// Arguments that the client repeats in headers.
+fn mirrored() -> Value {
+    json!({ "type": "object", "properties": {
+        "region": { "type": "string", "x-mcp-header": "Region" },
+        "priority": { "type": "integer", "x-mcp-header": "Priority" },
+        "verbose": { "type": "boolean", "x-mcp-header": "Verbose" },
+        "query": { "type": "string" }
+    } })
+}
+
+/// A question for the user.
+pub fn form(message: &str, properties: Value, required: &[&str]) -> Value {
+    json!({ "method": "elicitation/create", "params": {
+        "mode": "form",
+        "message": message,
+        "requestedSchema": { "type": "object", "properties": properties, "required": required },
+    } })
+}
+
+/// A question for the user's model.
+pub fn prompt(text: &str) -> Value {
+    let message = json!({ "role": "user", "content": { "type": "text", "text": text } });
+    json!({ "method": "sampling/createMessage",
+        "params": { "messages": [message], "maxTokens": 100 } })
+}
+
+/// A question about the client's directories.
+pub fn roots() -> Value {
+    json!({ "method": "roots/list", "params": {} })
+}
+
+/// What a tool asks first; none for those that ask nothing.
+pub fn questions(tool: &str, args: &Value) -> Option<Questions> {
+    let name = || json!({ "name": { "type": "string" } });
+    let ok = || json!({ "ok": { "type": "boolean" } });
+    let given = |key: &str| args[key].as_str().unwrap_or_default();
+    let asked = match tool {
+        "test_input_required_result_elicitation" | "test_streaming_elicitation" => {
+            json!({ "user_name": form("What is your name?", name(), &["name"]) })
+        }
+        "test_tool_with_task" => {
+            json!({ "user_name": form("What is your name?", name(), &["name"]) })
+        }
+        "test_input_required_result_sampling" => {
+            json!({ "capital_question": prompt("What is the capital of France?") })
+        }
+        "test_input_required_result_list_roots" => json!({ "client_roots": roots() }),
+        "test_input_required_result_request_state"
+        | "test_input_required_result_tampered_state" => {
+            json!({ "confirm": form("Please confirm", ok(), &["ok"]) })
+        }
+        "test_input_required_result_multiple_inputs" => json!({
+            "user_name": form("What is your name?", name(), &["name"]),
+            "greeting": prompt("Generate a greeting"),
+            "client_roots": roots(),
+        }),
+        "test_input_required_result_multi_round" => {
+            json!({ "step1": form("Step 1: What is your name?", name(), &["name"]) })
+        }
+        "test_input_required_result_capabilities" => json!({
+            "user_name": form("What is your name?", name(), &["name"]),
+            "greeting": prompt("Generate a greeting"),
+        }),
+        "test_sampling" => json!({ "answer": prompt(given("prompt")) }),
+        "test_elicitation" => {
+            let fields = json!({
+                "username": { "type": "string", "description": "User's response" },
+                "email": { "type": "string", "description": "User's email address" },
+            });
+            json!({ "user": form(given("message"), fields, &["username", "email"]) })
+        }
+        "test_elicitation_sep1034_defaults" => json!({ "user": form("Defaults", defaults(), &[]) }),
+        "test_elicitation_sep1330_enums" => json!({ "user": form("Choices", choices(), &[]) }),
+        "confirm_delete" => {
+            let fields = json!({ "confirm": { "type": "boolean" } });
+            json!({ "confirm": form("Delete it?", fields, &["confirm"]) })
+        }
+        "multi_input" => json!({
+            "first": form("First?", name(), &[]),
+            "second": form("Second?", name(), &[]),
+        }),
+        _ => return None,
+    };
+    Some(Questions { asked: object(asked), note: Some("first".to_owned()) })
+}
+
+fn defaults() -> Value {
+    json!({
+        "name": { "type": "string", "default": "John Doe" },
+        "age": { "type": "integer", "default": 30 },
+        "score": { "type": "number", "default": 95.5 },
+        "status": { "type": "string", "enum": ["active", "inactive", "pending"],
+            "default": "active" },
+        "verified": { "type": "boolean", "default": true },
+    })
+}
+
+fn choices() -> Value {
+    let titled = |first: &str| {
+        json!([
+            { "const": "value1", "title": format!("First {first}") },
+            { "const": "value2", "title": format!("Second {first}") },
+            { "const": "value3", "title": format!("Third {first}") },
+        ])
+    };
+    let plain = json!(["option1", "option2", "option3"]);
+    json!({
+        "untitledSingle": { "type": "string", "enum": plain },
+        "titledSingle": { "type": "string", "oneOf": titled("Option") },
+        "legacyEnum": { "type": "string", "enum": ["opt1", "opt2", "opt3"],
+            "enumNames": ["Option One", "Option Two", "Option Three"] },
+        "untitledMulti": { "type": "array", "items": { "type": "string", "enum": plain } },
+        "titledMulti": { "type": "array", "items": { "anyOf": titled("Choice") } },
+    })
+}
+
+/// The members of a JSON object.
+pub fn object(value: Value) -> Map<String, Value> {
+    match value {
+        Value::Object(object) => object,
+        _ => Map::new(),
+    }
+}

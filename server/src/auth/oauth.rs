@@ -1,0 +1,160 @@
+//! OAuth: access tokens (JWTs) of an issuer that the operator trusts, beside the crib's own keys.
+//!
+//! A token opens something only if the issuer signed it, it is for this server (`aud`), and it is
+//! not over. What its bearer may do is in its claims: the project, the name of the agent, the role;
+//! the project's rules decide the rest, as they do for a key. The issuer's keys are read at the
+//! start, again every few minutes, and when a token names one that is not known.
+
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use jsonwebtoken::jwk::{Jwk, JwkSet};
+use jsonwebtoken::{Algorithm, DecodingKey, Validation, decode, decode_header};
+use parking_lot::RwLock;
+use serde_json::{Map, Value};
+use tokio::sync::Notify;
+use toolcrib::caller::{Recognise, Trust};
+use toolcrib::{Caller, Role};
+
+use crate::config::OauthSettings;
+
+/// How often the issuer's keys are read again without being asked for.
+const RENEW: Duration = Duration::from_secs(300);
+
+/// How often at most.
+const PAUSE: Duration = Duration::from_secs(10);
+
+/// How large a set of keys may be.
+const MAX_BYTES: usize = 1 << 20;
+
+/// Signatures that only the issuer can make. None with a shared secret is among them.
+const ALGORITHMS: [Algorithm; 9] = [
+    Algorithm::RS256,
+    Algorithm::RS384,
+    Algorithm::RS512,
+    Algorithm::PS256,
+    Algorithm::PS384,
+    Algorithm::PS512,
+    Algorithm::ES256,
+    Algorithm::ES384,
+    Algorithm::EdDSA,
+];
+
+/// Who recognises the issuer's tokens.
+pub struct Oauth {
+    settings: OauthSettings,
+    keys: RwLock<JwkSet>,
+    wanted: Notify,
+}
+
+impl Oauth {
+    /// Reads the issuer's keys and goes on doing so. An issuer that cannot be reached now is tried
+    /// again; until then its tokens are refused.
+    pub async fn start(settings: OauthSettings) -> anyhow::Result<Arc<Self>> {
+        let keys = JwkSet { keys: Vec::new() };
+        let oauth = Arc::new(Self { settings, keys: RwLock::new(keys), wanted: Notify::new() });
+        let client = reqwest::Client::builder()
+            .timeout(Duration::from_secs(10))
+            .redirect(reqwest::redirect::Policy::limited(3))
+            .build()
+            .context("no HTTP client for the issuer's keys")?;
+        match oauth.read(&client).await {
+            Ok(keys) => *oauth.keys.write() = keys,
+            // A file is there or it is not; a server may come back.
+            Err(error) if oauth.settings.jwks_file.is_some() => return Err(error),
+            Err(error) => tracing::warn!(%error, "the issuer's keys cannot be read yet"),
+        }
+        tokio::spawn(renew(Arc::downgrade(&oauth), client));
+        Ok(oauth)
+    }
+
+    async fn read(&self, client: &reqwest::Client) -> anyhow::Result<JwkSet> {
+        let text = match (&self.settings.jwks_file, &self.settings.jwks_url) {
+            (Some(path), _) => tokio::task::spawn_blocking({
+                let path = path.clone();
+                move || std::fs::read_to_string(&path)
+            })
+            .await?
+            .with_context(|| format!("cannot read {}", path.display()))?,
+            (None, Some(url)) => {
+                let answer = client.get(url).send().await?.error_for_status()?;
+                let bytes = answer.bytes().await?;
+                if bytes.len() > MAX_BYTES {
+                    bail!("{url} is over {MAX_BYTES} bytes");
+                }
+                String::from_utf8(bytes.into())?
+            }
+            (None, None) => bail!("neither jwks_file nor jwks_url is set"),
+        };
+        serde_json::from_str(&text).context("the issuer's keys are not a JWK set")
+    }
+
+    /// The key that a token names; the only one where it names none.
+    fn key(&self, kid: Option<&str>) -> Option<Jwk> {
+        let keys = self.keys.read();
+        match kid {
+            Some(kid) => keys.find(kid).cloned(),
+            None => keys.keys.first().filter(|_| keys.keys.len() == 1).cloned(),
+        }
+    }
+
+    fn verified(&self, token: &str) -> Option<Map<String, Value>> {
+        let header = decode_header(token).ok()?;
+        if !ALGORITHMS.contains(&header.alg) {
+            return None;
+        }
+        let Some(jwk) = self.key(header.kid.as_deref()) else {
+            self.wanted.notify_one();
+            return None;
+        };
+        let key = DecodingKey::from_jwk(&jwk).ok()?;
+        let mut rules = Validation::new(header.alg);
+        rules.set_issuer(&[&self.settings.issuer]);
+        rules.set_audience(&[&self.settings.resource]);
+        rules.set_required_spec_claims(&["exp", "iss", "aud"]);
+        rules.validate_nbf = true;
+        decode::<Map<String, Value>>(token, &key, &rules).ok().map(|token| token.claims)
+    }
+}
+
+impl Recognise for Oauth {
+    fn recognise(&self, token: &str) -> Option<Caller> {
+        // A key of our own has no dots in it.
+        if token.split('.').count() != 3 {
+            return None;
+        }
+        let claims = self.verified(token)?;
+        let settings = &self.settings;
+        let word = |name: &str| claims.get(name).and_then(Value::as_str).map(str::to_owned);
+        let project = word(&settings.project_claim).or_else(|| settings.default_project.clone())?;
+        let agent = word(&settings.agent_claim)?;
+        let role: Role = match word(&settings.role_claim) {
+            Some(role) => role.parse().ok()?,
+            None => settings.default_role.parse().ok()?,
+        };
+        let plain = |word: &str| {
+            (1..=64).contains(&word.len())
+                && word.chars().all(|c| c.is_ascii_alphanumeric() || "_-.@:|".contains(c))
+        };
+        (plain(&project) && plain(&agent)).then_some(Caller {
+            project,
+            agent,
+            role,
+            trust: Trust::Key,
+        })
+    }
+}
+
+/// For as long as somebody recognises tokens with it.
+async fn renew(oauth: Weak<Oauth>, client: reqwest::Client) {
+    loop {
+        tokio::time::sleep(PAUSE).await;
+        let Some(oauth) = oauth.upgrade() else { return };
+        let _ = tokio::time::timeout(RENEW - PAUSE, oauth.wanted.notified()).await;
+        match oauth.read(&client).await {
+            Ok(keys) => *oauth.keys.write() = keys,
+            Err(error) => tracing::warn!(%error, "the issuer's keys cannot be read; old ones hold"),
+        }
+    }
+}

@@ -1,0 +1,77 @@
+//! Settings of OAuth: whose tokens are believed, and what their claims mean.
+
+use std::path::PathBuf;
+
+use schemars::JsonSchema;
+use serde::Deserialize;
+
+use super::ConfigError;
+
+/// Whose tokens are believed, and what their claims mean.
+#[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct OauthSettings {
+    /// The issuer, exactly as `iss` in its tokens says it.
+    pub issuer: String,
+    /// The address of this server's MCP door, as `aud` in a token for it says it:
+    /// `https://crib.example.com/mcp`.
+    pub resource: String,
+    /// Where the issuer's keys are, as a JWK set.
+    pub jwks_url: Option<String>,
+    /// A file with them instead.
+    pub jwks_file: Option<PathBuf>,
+    /// The claim that names the project.
+    pub project_claim: String,
+    /// The project of tokens without that claim. Unset: such tokens are refused.
+    pub default_project: Option<String>,
+    /// The claim that names the agent.
+    pub agent_claim: String,
+    /// The claim with the role: `agent`, `provider` or `admin`.
+    pub role_claim: String,
+    /// The role of tokens without that claim.
+    pub default_role: String,
+}
+
+impl Default for OauthSettings {
+    fn default() -> Self {
+        Self {
+            issuer: String::new(),
+            resource: String::new(),
+            jwks_url: None,
+            jwks_file: None,
+            project_claim: "toolcrib_project".into(),
+            default_project: None,
+            agent_claim: "sub".into(),
+            role_claim: "toolcrib_role".into(),
+            default_role: "agent".into(),
+        }
+    }
+}
+
+impl OauthSettings {
+    /// Checks what types alone cannot say.
+    pub(super) fn check(&self) -> Result<(), ConfigError> {
+        let is_url = |text: &str| {
+            let rest = text.strip_prefix("https://").or_else(|| text.strip_prefix("http://"));
+            rest.is_some_and(|rest| !rest.is_empty() && !rest.contains(char::is_whitespace))
+        };
+        for (key, url) in
+            [("auth.oauth.issuer", &self.issuer), ("auth.oauth.resource", &self.resource)]
+        {
+            if !is_url(url) {
+                return Err(ConfigError::invalid(key, "must begin with https:// or http://"));
+            }
+        }
+        match (&self.jwks_url, &self.jwks_file) {
+            (Some(url), None) if is_url(url) => {}
+            (None, Some(_)) => {}
+            _ => {
+                let why = "set exactly one of auth.oauth.jwks_url and auth.oauth.jwks_file";
+                return Err(ConfigError::invalid("auth.oauth", why));
+            }
+        }
+        self.default_role.parse::<toolcrib::Role>().map(|_| ()).map_err(|()| {
+            ConfigError::invalid("auth.oauth.default_role", "must be agent, provider or admin")
+        })
+    }
+}

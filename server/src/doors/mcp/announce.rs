@@ -1,0 +1,197 @@
+//! Telling clients what has changed: their list of tools, and what lies on the shelf. On a stream of
+//! `subscriptions/listen` they are told what they asked for; in the session of an older client, what
+//! its revision says. Only who sees another list of tools than before is told of it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::Mutex;
+use rmcp::model::{
+    PromptListChangedNotification, ResourceListChangedNotification, ResourceUpdatedNotification,
+    ResourceUpdatedNotificationParam, ServerNotification, SubscriptionFilter,
+    ToolListChangedNotification,
+};
+use rmcp::service::{Peer, SubscriptionContext};
+use rmcp::{ErrorData, RoleServer};
+use tokio::sync::broadcast;
+use tokio::sync::broadcast::error::RecvError;
+
+use super::server::{Server, Session, Shared, View};
+use super::shelf::Changed;
+use super::tools::List;
+
+/// How many resources one stream may follow.
+const MAX_FOLLOWED: usize = 1_000;
+
+/// What can be subscribed to: everything, within limits.
+pub(super) fn accepted(asked: &SubscriptionFilter) -> SubscriptionFilter {
+    let mut accepted = asked.clone();
+    if let Some(followed) = &mut accepted.resource_subscriptions {
+        followed.truncate(MAX_FOLLOWED);
+    }
+    accepted
+}
+
+/// What happens next to whoever is to be told.
+enum News {
+    /// Tools, keys or rules may be others now.
+    Directory(u64),
+    Shelf(Changed),
+    /// The server stops.
+    Over,
+}
+
+/// Follows the directory and the shelf.
+struct Following {
+    shared: Arc<Shared>,
+    version: u64,
+    shelf: Option<broadcast::Receiver<Changed>>,
+}
+
+impl Following {
+    fn new(shared: &Arc<Shared>) -> Self {
+        let version = shared.engine.directory_version();
+        Self { shared: shared.clone(), version, shelf: shared.shelf.changes() }
+    }
+
+    async fn next(&mut self) -> News {
+        let news = tokio::select! {
+            changed = self.shared.engine.directory_changed(self.version) => match changed {
+                Some(version) => News::Directory(version),
+                None => News::Over,
+            },
+            changed = told(&mut self.shelf) => News::Shelf(changed),
+        };
+        if let News::Directory(version) = news {
+            self.version = version;
+        }
+        news
+    }
+}
+
+async fn told(shelf: &mut Option<broadcast::Receiver<Changed>>) -> Changed {
+    loop {
+        let Some(changes) = shelf else { return std::future::pending().await };
+        match changes.recv().await {
+            Ok(changed) => return changed,
+            // Some were missed: the list itself is what counts.
+            Err(RecvError::Lagged(_)) => return Changed::Resources,
+            Err(RecvError::Closed) => *shelf = None,
+        }
+    }
+}
+
+fn notice(changed: Changed) -> ServerNotification {
+    match changed {
+        Changed::Prompts => PromptListChangedNotification::default().into(),
+        Changed::Resources => ResourceListChangedNotification::default().into(),
+        Changed::Resource(uri) => {
+            ResourceUpdatedNotification::new(ResourceUpdatedNotificationParam::new(uri)).into()
+        }
+    }
+}
+
+/// Serves one stream, until the client hangs up, its key is revoked, or the server stops.
+pub(super) async fn listen(
+    server: &Server,
+    subscription: SubscriptionContext,
+) -> Result<(), ErrorData> {
+    let view = server.view(&subscription.request_context().extensions);
+    let shared = &server.shared;
+    let mut following = Following::new(shared);
+    let mut shown = shared.lists.of(&shared.engine, &view.caller);
+    loop {
+        let news = tokio::select! {
+            () = subscription.cancelled() => return Ok(()),
+            news = following.next() => news,
+        };
+        if !stands(shared, &view) {
+            return Ok(());
+        }
+        let notice = match news {
+            News::Over => return Ok(()),
+            News::Directory(_) if !differs(shared, &view, &mut shown) => continue,
+            News::Directory(_) => ToolListChangedNotification::default().into(),
+            News::Shelf(changed) => notice(changed),
+        };
+        // What was not asked for is held back by the sink.
+        let _ = subscription.sink().send(notice).await;
+    }
+}
+
+fn stands(shared: &Shared, view: &View) -> bool {
+    view.standing.as_ref().is_none_or(|standing| standing.check(&shared.engine).is_ok())
+}
+
+fn differs(shared: &Shared, view: &View, shown: &mut Arc<List>) -> bool {
+    let now = shared.lists.of(&shared.engine, &view.caller);
+    let differs = !now.same_as(shown);
+    *shown = now;
+    differs
+}
+
+/// The sessions of older clients, which are told without having asked.
+#[derive(Default)]
+pub(super) struct Peers {
+    known: Mutex<Vec<Known>>,
+    running: AtomicBool,
+}
+
+struct Known {
+    peer: Peer<RoleServer>,
+    view: View,
+    session: Arc<Session>,
+    shown: Arc<List>,
+}
+
+impl Peers {
+    /// One more session; it is forgotten when it has ended.
+    pub(super) fn add(&self, server: &Server, view: View, peer: Peer<RoleServer>) {
+        let shared = &server.shared;
+        let shown = shared.lists.of(&shared.engine, &view.caller);
+        {
+            let mut known = self.known.lock();
+            known.retain(|known| !known.peer.is_transport_closed());
+            known.push(Known { peer, view, session: server.session.clone(), shown });
+        }
+        if !self.running.swap(true, Ordering::AcqRel) {
+            tokio::spawn(follow(Following::new(shared)));
+        }
+    }
+
+    /// Who is to be told, and what.
+    fn concerned(
+        &self,
+        shared: &Shared,
+        news: &News,
+    ) -> Vec<(Peer<RoleServer>, ServerNotification)> {
+        let mut known = self.known.lock();
+        known.retain(|known| !known.peer.is_transport_closed() && stands(shared, &known.view));
+        let concerned = known.iter_mut().filter_map(|known| {
+            let told = match news {
+                News::Over => return None,
+                News::Directory(_) => differs(shared, &known.view, &mut known.shown)
+                    .then(|| ToolListChangedNotification::default().into()),
+                News::Shelf(Changed::Resource(uri)) if !known.session.follows(uri) => None,
+                News::Shelf(changed) => Some(notice(changed.clone())),
+            };
+            told.map(|told| (known.peer.clone(), told))
+        });
+        concerned.collect()
+    }
+}
+
+/// Follows for all sessions, for as long as the engine runs.
+async fn follow(mut following: Following) {
+    loop {
+        let news = following.next().await;
+        if matches!(news, News::Over) {
+            return;
+        }
+        let shared = &following.shared;
+        for (peer, notice) in shared.peers.concerned(shared, &news) {
+            // One that does not listen must not hold up the others.
+            tokio::spawn(async move { drop(peer.send_notification(notice).await) });
+        }
+    }
+}

@@ -1,0 +1,180 @@
+//! A call's outcome as a tool result that a model can read.
+//!
+//! What went wrong with the tool, or with the arguments it was given, is a result with `isError`,
+//! in words: the model is the one that can do something about it. Only what is about the request
+//! itself (there is no such tool) or about the crib is a protocol error, which models never see.
+
+use rmcp::ErrorData;
+use rmcp::model::{CallToolResult, ContentBlock, ErrorCode, Resource, ResultType};
+use serde_json::{Value, json};
+use toolcrib::call::{Call, Status};
+use toolcrib::digest;
+use toolcrib::fault::{Code, Error, Fault};
+use toolcrib::{Executor, Json};
+
+use super::tools::Revision;
+
+/// The address of a call's whole result.
+pub(super) fn result_uri(id: &toolcrib::CallId) -> String {
+    format!("toolcrib://tool_calls/{id}/result")
+}
+
+/// How a call that has ended is told, in so many tokens.
+pub(super) fn ended(call: &Call, tool: Shape, budget: usize) -> CallToolResult {
+    let outcome = call.outcome.as_ref();
+    match (outcome.and_then(|o| o.data.as_ref()), outcome.and_then(|o| o.error.as_ref())) {
+        (_, Some(fault)) => failed(fault, Some(call.id.as_str())),
+        (Some(data), None) => succeeded(call, data, tool, budget),
+        (None, None) => CallToolResult::success(vec![]),
+    }
+}
+
+/// What matters about the tool to how its result is written.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Shape {
+    pub(super) revision: Revision,
+    /// Whether the client was told a schema for the structured result.
+    pub(super) promised: bool,
+}
+
+fn succeeded(call: &Call, data: &Json, tool: Shape, budget: usize) -> CallToolResult {
+    let value = data.value();
+    if call.target.executor == Executor::Mcp
+        && value.get("content").is_some_and(Value::is_array)
+        && let Ok(mut result) = serde_json::from_value::<CallToolResult>(value.clone())
+    {
+        // An MCP server said it in MCP's own words: images, sounds and links stay what they are.
+        result.result_type = Some(ResultType::COMPLETE);
+        return digested_words(call, data, tool, budget, result);
+    }
+    let text = match &value {
+        Value::String(text) => text.clone(),
+        _ => data.text().to_owned(),
+    };
+    if let Some(digest) = digest(call, data, budget) {
+        let content = vec![ContentBlock::text(digest), link(call, data.text().len())];
+        let mut result = CallToolResult::success(content);
+        // Where a structure was promised it has to be there, however long it is.
+        result.structured_content = tool.promised.then_some(value);
+        return result;
+    }
+    let mut result = CallToolResult::success(vec![ContentBlock::text(text)]);
+    // The older wire has structured results for objects only.
+    let structured = tool.revision == Revision::Modern || value.is_object();
+    result.structured_content = structured.then_some(value);
+    result
+}
+
+fn digest(call: &Call, data: &Json, budget: usize) -> Option<String> {
+    let (call_id, tool, hint) = (&call.id, call.tool_name.as_str(), Some(call.args.text()));
+    let source = digest::Source { call_id, tool, hint };
+    digest::digest(data, budget, &source).map(|digest| digest.text)
+}
+
+/// An MCP result whose words are too many: their digest in place of them. Pictures and sounds stay.
+fn digested_words(
+    call: &Call,
+    data: &Json,
+    tool: Shape,
+    budget: usize,
+    mut result: CallToolResult,
+) -> CallToolResult {
+    let words = result.content.iter().filter_map(|block| block.as_text());
+    let words: Vec<&str> = words.map(|block| block.text.as_str()).collect();
+    let words = Json::of_value(&Value::String(words.join("\n")));
+    let Some(digest) = digest(call, &words, budget) else { return result };
+    result.content.retain(|block| block.as_text().is_none());
+    result.content.insert(0, ContentBlock::text(digest));
+    result.content.push(link(call, data.text().len()));
+    if !tool.promised {
+        result.structured_content = None;
+    }
+    result
+}
+
+/// A failure in words, with the fault beside it.
+pub(super) fn failed(fault: &Fault, call_id: Option<&str>) -> CallToolResult {
+    let again = match fault.retryable {
+        true => "the same call can succeed later",
+        false => "the same call will fail again",
+    };
+    let text = format!("{}: {}\n({}; {again})", fault.code, fault.message, fault.code.help());
+    let mut result = CallToolResult::error(vec![ContentBlock::text(text)]);
+    let mut error = json!({
+        "code": fault.code.as_str(),
+        "message": fault.message,
+        "retryable": fault.retryable,
+    });
+    if let Some(detail) = &fault.detail {
+        error["detail"] = detail.clone();
+    }
+    let mut structured = json!({ "error": error });
+    if let Some(id) = call_id {
+        structured["tool_call_id"] = id.into();
+    }
+    result.structured_content = Some(structured);
+    result
+}
+
+/// A refused call: in words where the model can act on it, otherwise a protocol error.
+pub(super) fn refused(error: Error) -> Result<CallToolResult, ErrorData> {
+    match error {
+        Error::Refused { fault, .. } if fault.code == Code::ToolNotFound => {
+            Err(ErrorData::invalid_params(fault.message, fault.detail))
+        }
+        Error::Refused { fault, .. } => Ok(failed(&fault, None)),
+        internal @ Error::Internal(_) => Err(protocol_error(internal)),
+    }
+}
+
+/// A refusal of a request that is not a call of a tool.
+pub(super) fn protocol_error(error: Error) -> ErrorData {
+    match error {
+        Error::Refused { fault, .. } => {
+            let code = match fault.code {
+                Code::Overloaded | Code::UpstreamUnavailable | Code::Internal => {
+                    ErrorCode::INTERNAL_ERROR
+                }
+                _ => ErrorCode::INVALID_PARAMS,
+            };
+            let data = json!({ "code": fault.code.as_str(), "retryable": fault.retryable });
+            ErrorData::new(code, fault.message, Some(data))
+        }
+        Error::Internal(source) => {
+            tracing::error!(error = %source, "internal error");
+            ErrorData::internal_error("internal error; see the server's log", None)
+        }
+    }
+}
+
+/// The call goes on, and the client cannot be told later: the ticket, and how to ask for it.
+pub(super) fn not_finished(call: &Call, tool: &Shape) -> CallToolResult {
+    let id = call.id.as_str();
+    let state = match call.status {
+        Status::Pending => "waits to be executed",
+        _ => "is being executed",
+    };
+    let text = format!(
+        "{} {state} and will go on. Its ticket is {id}. To get the result, call the tool \
+         \"call.result\" with {{\"tool_call_id\": \"{id}\"}}. Do not call {} again for the same \
+         purpose: that would be a second call.",
+        call.tool_name, call.tool_name
+    );
+    let ticket = json!({ "tool_call_id": id, "status": call.status.as_str() });
+    // A client that was promised a schema refuses a success that does not fit it.
+    let mut result = match tool.promised {
+        true => CallToolResult::error(vec![ContentBlock::text(text)]),
+        false => CallToolResult::success(vec![ContentBlock::text(text)]),
+    };
+    result.structured_content = Some(ticket);
+    result
+}
+
+/// A link to a call's whole result.
+pub(super) fn link(call: &Call, bytes: usize) -> ContentBlock {
+    let resource = Resource::new(result_uri(&call.id), format!("result of {}", call.tool_name))
+        .with_description("The whole result; the text beside this link is a digest of it")
+        .with_mime_type("application/json")
+        .with_size(bytes as u64);
+    ContentBlock::resource_link(resource)
+}

@@ -1,0 +1,206 @@
+//! The catalogue: three tools in place of hundreds, so that a client's context has room for its
+//! work. A model searches, looks at what it found, and calls; what it calls is a call like any
+//! other, with the same checks and the same ticket.
+
+use rmcp::model::{
+    CallToolRequestParams, CallToolResponse, CallToolResult, ContentBlock, JsonObject, Tool,
+    ToolAnnotations,
+};
+use rmcp::service::RequestContext;
+use rmcp::{ErrorData, RoleServer};
+use schemars::JsonSchema;
+use serde::Deserialize;
+use serde_json::{Value, json};
+use toolcrib::fault::{Code, Fault};
+
+use super::own::{arguments, described};
+use super::server::{Server, View};
+use super::{answer, call, tools};
+
+pub(super) const SEARCH: &str = "tools.search";
+pub(super) const DESCRIBE: &str = "tools.describe";
+pub(super) const CALL: &str = "tools.call";
+
+/// How many tools are found unless more are asked for, and at most.
+const FOUND: usize = 10;
+const MOST_FOUND: usize = 50;
+
+/// How many can be described at once.
+const MOST_DESCRIBED: usize = 20;
+
+/// How much of a description is shown among others.
+const SHORT: usize = 240;
+
+/// What a client sees of the tools.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Catalogue {
+    /// Each tool.
+    Full,
+    /// The three that find, describe and call all others.
+    Search,
+}
+
+impl Catalogue {
+    /// As it is written in an address: `?catalogue=search`.
+    pub fn parse(word: &str) -> Option<Self> {
+        match word {
+            "full" => Some(Self::Full),
+            "search" => Some(Self::Search),
+            _ => None,
+        }
+    }
+}
+
+#[derive(Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+struct SearchArgs {
+    /// What you want to do, in your own words, or a part of a tool's name.
+    query: String,
+    /// How many tools to show: 1 to 50, 10 unless said.
+    #[serde(default)]
+    limit: Option<usize>,
+}
+
+#[derive(Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+struct DescribeArgs {
+    /// The names of the tools, as tools.search gives them: 1 to 20.
+    names: Vec<String>,
+}
+
+#[derive(Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+struct CallArgs {
+    /// The tool's name.
+    name: String,
+    /// Its arguments, as its inputSchema says.
+    #[serde(default)]
+    arguments: JsonObject,
+}
+
+/// The three tools, in the order of their names.
+pub(super) fn tools() -> Vec<Tool> {
+    let calls = described::<CallArgs>(
+        CALL,
+        "Call a tool",
+        "Calls a tool by its name. Look at its inputSchema with tools.describe first.",
+    )
+    .with_annotations(ToolAnnotations::new().read_only(false).destructive(true));
+    vec![
+        calls,
+        described::<DescribeArgs>(
+            DESCRIBE,
+            "Describe tools",
+            "Shows tools with their whole description and the schema of their arguments.",
+        ),
+        described::<SearchArgs>(
+            SEARCH,
+            "Search for tools",
+            "Finds tools for a purpose, best first. There are many more tools than you see: search \
+             before you conclude that something cannot be done.",
+        ),
+    ]
+}
+
+/// Answers a call of one of the three; none when it is another tool.
+pub(super) async fn answered(
+    server: &Server,
+    view: &View,
+    asked: &mut CallToolRequestParams,
+    context: &RequestContext<RoleServer>,
+) -> Option<Result<CallToolResponse, ErrorData>> {
+    let given = |asked: &mut CallToolRequestParams| asked.arguments.take();
+    let told = match asked.name.as_ref() {
+        SEARCH => search(server, view, given(asked)).await,
+        DESCRIBE => describe(server, view, given(asked)),
+        CALL => match arguments::<CallArgs>(CALL, given(asked)) {
+            Ok(args) => {
+                asked.name = args.name.into();
+                asked.arguments = Some(args.arguments);
+                let seen = call::Seen::Catalogue;
+                return Some(call::call(server, view, asked.clone(), context, seen).await);
+            }
+            Err(fault) => Err(fault),
+        },
+        _ => return None,
+    };
+    let result = told.unwrap_or_else(|fault| answer::failed(&fault, None));
+    Some(Ok(CallToolResponse::Complete(result)))
+}
+
+async fn search(
+    server: &Server,
+    view: &View,
+    given: Option<JsonObject>,
+) -> Result<CallToolResult, Fault> {
+    let args: SearchArgs = arguments(SEARCH, given)?;
+    let limit = args.limit.unwrap_or(FOUND);
+    if !(1..=MOST_FOUND).contains(&limit) {
+        let message = format!("limit must be from 1 to {MOST_FOUND}");
+        return Err(Fault::new(Code::ValidationError, message).not_happened());
+    }
+    let found = server.engine().search(&view.caller, &args.query, limit).await.map_err(fault)?;
+    if found.is_empty() {
+        let text = "Nothing fits. Try other words: what the tool does, or what it is about.";
+        let mut result = CallToolResult::success(vec![ContentBlock::text(text)]);
+        result.structured_content = Some(json!({ "tools": [] }));
+        return Ok(result);
+    }
+    let shown: Vec<Value> = found
+        .iter()
+        .map(|found| {
+            let tool = &found.entry.definition;
+            json!({ "name": tool.name, "description": shortened(&tool.description) })
+        })
+        .collect();
+    let lines = shown.iter().map(|tool| {
+        let text = |key: &str| tool[key].as_str().unwrap_or_default().to_owned();
+        format!("{}: {}", text("name"), text("description"))
+    });
+    let text = lines.collect::<Vec<_>>().join("\n");
+    let mut result = CallToolResult::success(vec![ContentBlock::text(text)]);
+    result.structured_content = Some(json!({ "tools": shown }));
+    Ok(result)
+}
+
+fn describe(
+    server: &Server,
+    view: &View,
+    given: Option<JsonObject>,
+) -> Result<CallToolResult, Fault> {
+    let args: DescribeArgs = arguments(DESCRIBE, given)?;
+    if !(1..=MOST_DESCRIBED).contains(&args.names.len()) {
+        let message = format!("names must be 1 to {MOST_DESCRIBED} names");
+        return Err(Fault::new(Code::ValidationError, message).not_happened());
+    }
+    let mut shown = Vec::new();
+    for name in &args.names {
+        let entry = server.engine().tool(&view.caller, name).map_err(fault)?;
+        let tool = tools::described(&entry.definition);
+        shown.extend(tool.and_then(|tool| serde_json::to_value(tool).ok()));
+    }
+    let value = json!({ "tools": shown });
+    let mut result = CallToolResult::success(vec![ContentBlock::text(value.to_string())]);
+    result.structured_content = Some(value);
+    Ok(result)
+}
+
+/// The first line or so.
+fn shortened(text: &str) -> String {
+    let first = text.lines().next().unwrap_or_default();
+    if first.chars().count() <= SHORT {
+        return first.to_owned();
+    }
+    let cut: String = first.chars().take(SHORT).collect();
+    format!("{cut}…")
+}
+
+fn fault(error: toolcrib::Error) -> Fault {
+    match error {
+        toolcrib::Error::Refused { fault, .. } => fault,
+        toolcrib::Error::Internal(source) => {
+            tracing::error!(error = %source, "internal error");
+            Fault::new(Code::Internal, "internal error; see the server's log")
+        }
+    }
+}

@@ -1,0 +1,236 @@
+//! Streamable HTTP at `/mcp`: who asks is decided here, before the protocol is looked at, and by
+//! the same rules as everywhere else.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::Body;
+use axum::extract::{Request, State};
+use axum::http::{HeaderMap, HeaderValue, Method, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{any, get};
+use parking_lot::Mutex;
+use rmcp::transport::streamable_http_server::session::local::LocalSessionManager;
+use rmcp::transport::streamable_http_server::{StreamableHttpServerConfig, StreamableHttpService};
+use serde_json::json;
+use toolcrib::Caller;
+use toolcrib::fault::{Code, Error};
+use toolcrib::json::check_depth;
+
+use super::Door;
+use super::catalogue::Catalogue;
+use super::server::{Server, View};
+use crate::auth::{self, Standing, is_loopback_name};
+use crate::doors::http::refusal;
+
+const SESSION: &str = "mcp-session-id";
+
+/// How long a body may take to come.
+const BODY_PATIENCE: Duration = Duration::from_secs(30);
+
+tokio::task_local! {
+    /// Who sends the request that is being answered: the library makes a server for each.
+    static WHO: View;
+}
+
+#[derive(Clone)]
+struct Entrance {
+    door: Door,
+    service: StreamableHttpService<Server, LocalSessionManager>,
+    sessions: Arc<Sessions>,
+}
+
+/// The route of the door.
+pub fn router(door: Door) -> Router {
+    let manager = Arc::new(LocalSessionManager::default());
+    let config = StreamableHttpServerConfig::default()
+        // Hosts and origins are checked below, in the same words as everywhere.
+        .disable_allowed_hosts()
+        .disable_allowed_origins()
+        .with_json_response(true)
+        .with_max_request_body_bytes(door.shared.settings.max_body_bytes);
+    let making = door.clone();
+    let service = StreamableHttpService::new(
+        move || {
+            let nobody = || std::io::Error::other("a server without a caller");
+            let view = WHO.try_with(View::clone).map_err(|_| nobody())?;
+            Ok(making.server(view))
+        },
+        manager.clone(),
+        config,
+    );
+    let sessions = Arc::new(Sessions { manager, owners: Mutex::default() });
+    let entrance = Entrance { door, service, sessions };
+    Router::new()
+        .route("/mcp", any(answer))
+        .route(METADATA, get(metadata))
+        .route(&format!("{METADATA}/mcp"), get(metadata))
+        .with_state(entrance)
+}
+
+async fn answer(State(entrance): State<Entrance>, request: Request) -> Response {
+    match entrance.admitted(request).await {
+        Ok(answer) => answer,
+        Err(error) => {
+            let nobody = error.code() == Code::Unauthenticated;
+            let mut answer = refusal(error);
+            let issuer = entrance.door.shared.settings.issuer.as_ref().filter(|_| nobody);
+            let place = issuer.map(|issuer| metadata_url(&issuer.resource));
+            let challenge = place.map(|place| format!("Bearer resource_metadata=\"{place}\""));
+            if let Some(value) = challenge.and_then(|text| HeaderValue::from_str(&text).ok()) {
+                answer.headers_mut().insert(header::WWW_AUTHENTICATE, value);
+            }
+            answer
+        }
+    }
+}
+
+const METADATA: &str = "/.well-known/oauth-protected-resource";
+
+/// Where RFC 9728 puts what is to be known about a resource: before the path of its address.
+fn metadata_url(resource: &str) -> String {
+    let scheme_end = resource.find("://").map_or(0, |at| at + 3);
+    let path = resource[scheme_end..].find('/').map(|at| scheme_end + at);
+    let (origin, path) = resource.split_at(path.unwrap_or(resource.len()));
+    format!("{origin}{METADATA}{}", path.trim_end_matches('/'))
+}
+
+/// Where to get a token for this door (RFC 9728).
+async fn metadata(State(entrance): State<Entrance>) -> Response {
+    let Some(issuer) = &entrance.door.shared.settings.issuer else {
+        return refusal(Error::refused(Code::NotFound, "this server takes no OAuth tokens"));
+    };
+    let body = json!({
+        "resource": issuer.resource,
+        "authorization_servers": [issuer.issuer],
+        "bearer_methods_supported": ["header"],
+        "resource_name": "Toolcrib",
+    });
+    axum::Json(body).into_response()
+}
+
+impl Entrance {
+    async fn admitted(&self, request: Request) -> Result<Response, Error> {
+        let shared = &self.door.shared;
+        let (mut parts, body) = request.into_parts();
+        check_host(&parts.headers, &shared.settings.allowed_hosts)?;
+        check_origin(&parts.headers, &shared.settings.allowed_origins)?;
+        let caller = auth::caller(&shared.engine, &parts.headers)?;
+        let session = session_of(&parts.headers);
+        self.sessions.check(session.as_deref(), &caller)?;
+        if parts.method == Method::POST && session.is_none() {
+            self.sessions.check_room(shared.settings.max_sessions).await?;
+        }
+        let standing = Some(Standing::new(&caller, &parts.headers));
+        let catalogue = catalogue(parts.uri.query().unwrap_or_default())?;
+        let view = View { caller, standing, catalogue };
+        parts.extensions.insert(view.clone());
+        // Secrets go no further than here.
+        parts.headers.remove(header::AUTHORIZATION);
+        let body = read(body, shared.settings.max_body_bytes).await?;
+        let request = Request::from_parts(parts, Body::from(body));
+        let answer = WHO.scope(view.clone(), self.service.handle(request)).await;
+        if let Some(made) = session_of(answer.headers()) {
+            self.sessions.made(made, &view.caller).await;
+        }
+        Ok(answer.map(Body::new))
+    }
+}
+
+/// How the client wants to see the tools: `/mcp?catalogue=search`.
+fn catalogue(query: &str) -> Result<Option<Catalogue>, Error> {
+    let given = query.split('&').find_map(|pair| pair.strip_prefix("catalogue="));
+    let Some(word) = given else { return Ok(None) };
+    let catalogue = Catalogue::parse(word)
+        .ok_or_else(|| Error::refused(Code::ValidationError, "catalogue must be search or full"))?;
+    Ok(Some(catalogue))
+}
+
+fn session_of(headers: &HeaderMap) -> Option<String> {
+    headers.get(SESSION).and_then(|value| value.to_str().ok()).map(str::to_owned)
+}
+
+/// The whole body, within its limits of size, time and depth.
+async fn read(body: Body, limit: usize) -> Result<axum::body::Bytes, Error> {
+    let reading = tokio::time::timeout(BODY_PATIENCE, axum::body::to_bytes(body, limit));
+    let bytes = reading
+        .await
+        .map_err(|_| Error::refused(Code::BadRequest, "the body took too long to come"))?
+        .map_err(|_| {
+            let message = format!("the body is over the limit of {limit} bytes, or ended early");
+            Error::refused(Code::PayloadTooLarge, message)
+        })?;
+    check_depth(&bytes).map_err(|error| {
+        Error::refused(Code::BadRequest, format!("the body cannot be read: {error}"))
+    })?;
+    Ok(bytes)
+}
+
+/// Against pages that point their own name at this machine: the name must be one of ours.
+fn check_host(headers: &HeaderMap, allowed: &[String]) -> Result<(), Error> {
+    let Some(host) = headers.get(header::HOST).map(text) else { return Ok(()) };
+    let bare = host.rsplit_once(':').map_or(host, |(name, _)| name);
+    let named = |known: &String| known == host || known == bare;
+    if allowed.is_empty() || is_loopback_name(host) || allowed.iter().any(named) {
+        return Ok(());
+    }
+    let message = "this is not a name of this server; doors.mcp.allowed_hosts lists them";
+    Err(Error::refused(Code::PermissionDenied, message))
+}
+
+/// A web page may use the door only from this machine, from this very server, or by permission.
+fn check_origin(headers: &HeaderMap, allowed: &[String]) -> Result<(), Error> {
+    let Some(origin) = headers.get(header::ORIGIN).map(text) else { return Ok(()) };
+    let place = origin.split_once("://").map_or("", |(_, place)| place);
+    let own = headers.get(header::HOST).is_some_and(|host| text(host) == place);
+    if !place.is_empty() && (own || is_loopback_name(place)) || allowed.iter().any(|o| o == origin)
+    {
+        return Ok(());
+    }
+    let message = "pages of this origin may not use this server; doors.mcp.allowed_origins lists \
+                   those that may";
+    Err(Error::refused(Code::PermissionDenied, message))
+}
+
+fn text(value: &HeaderValue) -> &str {
+    value.to_str().unwrap_or("")
+}
+
+/// Who each session belongs to: its id alone opens nothing.
+struct Sessions {
+    manager: Arc<LocalSessionManager>,
+    owners: Mutex<HashMap<String, Caller>>,
+}
+
+impl Sessions {
+    /// Another's session is answered as one that does not exist.
+    fn check(&self, session: Option<&str>, caller: &Caller) -> Result<(), Error> {
+        let Some(session) = session else { return Ok(()) };
+        match self.owners.lock().get(session) {
+            Some(owner) if owner == caller => Ok(()),
+            _ => Err(Error::refused(Code::NotFound, "there is no such session; initialize again")),
+        }
+    }
+
+    async fn check_room(&self, limit: usize) -> Result<(), Error> {
+        if self.manager.sessions.read().await.len() < limit {
+            return Ok(());
+        }
+        Err(Error::later(Code::Overloaded, "too many MCP sessions are open", 1_000))
+    }
+
+    async fn made(&self, session: String, caller: &Caller) {
+        let open: Vec<String> = {
+            let sessions = self.manager.sessions.read().await;
+            sessions.keys().map(|id| id.to_string()).collect()
+        };
+        let mut owners = self.owners.lock();
+        // As many are kept as there are; ended ones are swept when there are twice as many.
+        if owners.len() > 64 && owners.len() > open.len() * 2 {
+            owners.retain(|id, _| open.contains(id));
+        }
+        owners.insert(session, caller.clone());
+    }
+}

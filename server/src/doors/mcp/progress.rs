@@ -1,0 +1,159 @@
+//! A call's progress, and what its tool logs, passed on to a client that asked for it while it waits.
+//!
+//! Both are events of the call. A tool of an MCP server logs in the data of a progress event, as
+//! `{"log": {"level", "logger", "data"}}`.
+
+// Logging is of the older revisions, whose clients have it.
+#![allow(deprecated)]
+
+use rmcp::RoleServer;
+use rmcp::model::{
+    LoggingLevel, LoggingMessageNotificationParam, ProgressNotificationParam, ProgressToken,
+};
+use rmcp::service::{Peer, RequestContext};
+use serde::Deserialize;
+use serde_json::{Map, Value};
+use toolcrib::call::Call;
+use toolcrib::engine::EventQuery;
+use toolcrib::event::{Event, Kind};
+use toolcrib::{Caller, Engine, Executor};
+
+use super::server::{Server, View};
+use super::tools::Revision;
+
+/// How many events are read at once.
+const PAGE: usize = 100;
+
+/// What a client was told of a call, and what is next.
+pub(super) struct Progress {
+    wanted: Option<Wanted>,
+}
+
+struct Wanted {
+    engine: Engine,
+    caller: Caller,
+    peer: Peer<RoleServer>,
+    token: Option<ProgressToken>,
+    level: Option<LoggingLevel>,
+    call: EventQuery,
+    after: u64,
+    shown: f64,
+}
+
+/// What a tool logs.
+#[derive(Deserialize)]
+struct Logged {
+    level: LoggingLevel,
+    logger: Option<String>,
+    #[serde(default)]
+    data: Value,
+}
+
+impl Progress {
+    /// Of this call, if the client wants to know.
+    pub(super) fn of(
+        server: &Server,
+        view: &View,
+        context: &RequestContext<RoleServer>,
+        call: &Call,
+    ) -> Self {
+        let token = context.meta.get_progress_token();
+        // Only tools of MCP servers log. The present revision asks with each request, those before
+        // it for the whole session, and who has not asked at all may be told.
+        let level = match Revision::of(context.protocol_version().as_ref()) {
+            _ if call.target.executor != Executor::Mcp => None,
+            Revision::Modern => context.meta.log_level(),
+            Revision::Legacy => server.session.level().or(Some(LoggingLevel::Info)),
+        };
+        let wanted = (token.is_some() || level.is_some()).then(|| Wanted {
+            engine: server.engine().clone(),
+            caller: view.caller.clone(),
+            peer: context.peer.clone(),
+            token,
+            level,
+            call: EventQuery::Call(call.id.clone()),
+            after: 0,
+            shown: -1.0,
+        });
+        Self { wanted }
+    }
+
+    /// Waits for news and passes them on; for ever where there are none to come.
+    pub(super) async fn pass_on(&mut self) {
+        let Some(wanted) = &mut self.wanted else { return std::future::pending().await };
+        let read = wanted.engine.events(&wanted.caller, &wanted.call, wanted.after, PAGE).await;
+        match read {
+            Ok(events) if !events.is_empty() => wanted.tell(events).await,
+            // It has ended, or the store is away: the result says the rest.
+            _ => std::future::pending().await,
+        }
+    }
+
+    /// What is left of a call that has ended.
+    pub(super) async fn pass_on_the_rest(&mut self) {
+        let Some(wanted) = &mut self.wanted else { return };
+        loop {
+            let read = wanted.engine.events(&wanted.caller, &wanted.call, wanted.after, PAGE);
+            match read.await {
+                Ok(events) if !events.is_empty() => wanted.tell(events).await,
+                _ => return,
+            }
+        }
+    }
+}
+
+impl Wanted {
+    async fn tell(&mut self, events: Vec<Event>) {
+        for event in events {
+            self.after = event.number;
+            if event.record.kind != Kind::Progress {
+                continue;
+            }
+            let said = &event.record.data;
+            match said.get("data").and_then(|data| data.get("log")) {
+                Some(log) => self.tell_log(log).await,
+                None => self.tell_progress(said).await,
+            }
+        }
+    }
+
+    async fn tell_progress(&mut self, said: &Map<String, Value>) {
+        let Some(token) = self.token.clone() else { return };
+        let percent = said.get("percent").and_then(Value::as_f64);
+        // MCP wants each number to be above the one before, whatever the tool says.
+        let next = percent.filter(|percent| *percent > self.shown).unwrap_or(self.shown + 0.01);
+        self.shown = next;
+        let mut param = ProgressNotificationParam::new(token, next);
+        if percent.is_some() {
+            param = param.with_total(100.0);
+        }
+        if let Some(message) = said.get("message").and_then(Value::as_str) {
+            param = param.with_message(message);
+        }
+        // A client that has gone needs none; its stream ends the wait.
+        let _ = self.peer.notify_progress(param).await;
+    }
+
+    async fn tell_log(&self, log: &Value) {
+        let Ok(logged) = Logged::deserialize(log) else { return };
+        if self.level.is_none_or(|wanted| weight(logged.level) < weight(wanted)) {
+            return;
+        }
+        let mut param = LoggingMessageNotificationParam::new(logged.level, logged.data);
+        param.logger = logged.logger;
+        let _ = self.peer.notify_logging_message(param).await;
+    }
+}
+
+fn weight(level: LoggingLevel) -> u8 {
+    match level {
+        LoggingLevel::Debug => 0,
+        LoggingLevel::Info => 1,
+        LoggingLevel::Notice => 2,
+        LoggingLevel::Warning => 3,
+        LoggingLevel::Error => 4,
+        LoggingLevel::Critical => 5,
+        LoggingLevel::Alert => 6,
+        LoggingLevel::Emergency => 7,
+    }
+}

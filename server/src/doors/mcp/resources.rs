@@ -1,0 +1,89 @@
+//! Resources: the whole results of calls, by their tickets, and what lies on the shelf.
+
+use rmcp::ErrorData;
+use rmcp::model::{
+    ListResourceTemplatesResult, ListResourcesResult, PaginatedRequestParams,
+    ReadResourceRequestParams, ReadResourceResponse, ReadResourceResult, ResourceContents,
+    ResourceTemplate, ResultType,
+};
+use serde_json::json;
+use toolcrib::CallId;
+
+use super::answer;
+use super::server::{Server, View};
+
+const PREFIX: &str = "toolcrib://tool_calls/";
+const SUFFIX: &str = "/result";
+
+/// What is on the shelf. Results are not listed: there may be millions, and who may want one has
+/// been given its link.
+pub(super) async fn list(
+    server: &Server,
+    view: &View,
+    _asked: Option<PaginatedRequestParams>,
+) -> Result<ListResourcesResult, ErrorData> {
+    let resources = server.shared.shelf.resources(&view.caller).await?;
+    let result = ListResourcesResult::with_all_items(resources);
+    Ok(super::hints(result, server.settings(), |r, ttl, scope| {
+        r.with_ttl_ms(ttl).with_cache_scope(scope)
+    }))
+}
+
+/// The templates of the shelf, and that of results.
+pub(super) async fn templates(
+    server: &Server,
+    view: &View,
+) -> Result<ListResourceTemplatesResult, ErrorData> {
+    let results =
+        ResourceTemplate::new("toolcrib://tool_calls/{tool_call_id}/result", "tool call result")
+            .with_title("Result of a tool call")
+            .with_description("The whole result of a call, by its ticket")
+            .with_mime_type("application/json");
+    let mut all = vec![results];
+    all.extend(server.shared.shelf.templates(&view.caller).await?);
+    let result = ListResourceTemplatesResult::with_all_items(all);
+    Ok(super::hints(result, server.settings(), |r, ttl, scope| {
+        r.with_ttl_ms(ttl).with_cache_scope(scope)
+    }))
+}
+
+/// One resource.
+pub(super) async fn read(
+    server: &Server,
+    view: &View,
+    asked: ReadResourceRequestParams,
+) -> Result<ReadResourceResponse, ErrorData> {
+    let uri = asked.uri.clone();
+    let shown: String = uri.chars().take(200).collect();
+    let unknown = || {
+        ErrorData::resource_not_found(
+            format!("there is no resource \"{shown}\""),
+            Some(json!({ "uri": shown })),
+        )
+    };
+    let ticket = uri.strip_prefix(PREFIX).and_then(|rest| rest.strip_suffix(SUFFIX));
+    let Some(ticket) = ticket else {
+        return match server.shared.shelf.read(&view.caller, asked).await? {
+            Some(ReadResourceResponse::Complete(mut read)) => {
+                read.result_type = Some(ResultType::COMPLETE);
+                Ok(read.into())
+            }
+            Some(other) => Ok(other),
+            None => Err(unknown()),
+        };
+    };
+    let id: CallId = ticket.parse().map_err(|_| unknown())?;
+    let call = match server.engine().call(&view.caller, &id).await {
+        Ok(call) => call,
+        Err(error) if error.code() == toolcrib::Code::NotFound => return Err(unknown()),
+        Err(error) => return Err(answer::protocol_error(error)),
+    };
+    let data = call.outcome.as_ref().and_then(|outcome| outcome.data.as_ref());
+    let data = data.ok_or_else(unknown)?;
+    let contents = ResourceContents::text(data.text(), uri).with_mime_type("application/json");
+    // A call ends once: its result is the same for ever.
+    let result = ReadResourceResult::new(vec![contents])
+        .with_ttl_ms(86_400_000)
+        .with_cache_scope(rmcp::model::CacheScope::Private);
+    Ok(result.into())
+}

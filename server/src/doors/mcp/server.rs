@@ -1,0 +1,357 @@
+//! The MCP server: every method of the protocol, each handed to the part that answers it.
+//!
+//! Who asks is looked up for every request from what came with it; a session or a stream remembers
+//! nobody.
+
+// Logging and following single resources are of the older revisions, whose clients have them.
+#![allow(deprecated)]
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use rmcp::model::{
+    CallToolRequestParams, CallToolResponse, CallToolResult, CancelTaskParams,
+    CompleteRequestParams, CompleteResult, Extensions, GetPromptRequestParams, GetPromptResponse,
+    GetTaskParams, GetTaskResult, Implementation, ListPromptsResult, ListResourceTemplatesResult,
+    ListResourcesResult, ListToolsResult, LoggingLevel, PaginatedRequestParams,
+    ReadResourceRequestParams, ReadResourceResponse, ResultType, ServerCapabilities, ServerConfig,
+    SetLevelRequestParams, SubscribeRequestParams, SubscriptionFilter, Tool,
+    UnsubscribeRequestParams, UpdateTaskParams,
+};
+use rmcp::service::{NotificationContext, RequestContext, SubscriptionContext};
+use rmcp::{ErrorData, RoleServer, ServerHandler};
+use toolcrib::{Call, Caller, Engine};
+
+use super::answer::{self, Shape};
+use super::call::{self, Seen, ticketed};
+use super::catalogue::{self, Catalogue};
+use super::shelf::Shelf;
+use super::tools::{Lists, Revision, cursor, name_in};
+use super::{Settings, announce, input, own, resources, tasks};
+use crate::auth::Standing;
+
+/// Going through more bytes than this gets a thread of its own.
+const LARGE: usize = 64 << 10;
+
+/// Who asks, and what they want to see.
+#[derive(Clone)]
+pub(super) struct View {
+    pub(super) caller: Caller,
+    /// With what they were recognised, where that can be taken from them.
+    pub(super) standing: Option<Standing>,
+    /// How they want to see the tools; by their number where they do not say.
+    pub(super) catalogue: Option<Catalogue>,
+}
+
+/// What every server of one door shares.
+pub(super) struct Shared {
+    pub(super) engine: Engine,
+    pub(super) settings: Settings,
+    pub(super) lists: Lists,
+    pub(super) shelf: Arc<dyn Shelf>,
+    pub(super) peers: announce::Peers,
+}
+
+/// What an older client has said in its session.
+#[derive(Default)]
+pub(super) struct Session {
+    level: Mutex<Option<LoggingLevel>>,
+    followed: Mutex<HashSet<String>>,
+}
+
+impl Session {
+    /// From which level on it wants to be told what tools log.
+    pub(super) fn level(&self) -> Option<LoggingLevel> {
+        *self.level.lock()
+    }
+
+    /// Whether it wants to know when this resource changes.
+    pub(super) fn follows(&self, uri: &str) -> bool {
+        self.followed.lock().contains(uri)
+    }
+}
+
+/// One server: of a request, a session, or a pair of pipes.
+#[derive(Clone)]
+pub(super) struct Server {
+    pub(super) shared: Arc<Shared>,
+    pub(super) session: Arc<Session>,
+    /// Who is meant where a request does not say.
+    pub(super) view: View,
+}
+
+impl Server {
+    pub(super) fn engine(&self) -> &Engine {
+        &self.shared.engine
+    }
+
+    pub(super) fn settings(&self) -> &Settings {
+        &self.shared.settings
+    }
+
+    /// Who sends this.
+    pub(super) fn view(&self, extensions: &Extensions) -> View {
+        let parts = extensions.get::<axum::http::request::Parts>();
+        parts.and_then(|parts| parts.extensions.get::<View>()).unwrap_or(&self.view).clone()
+    }
+
+    /// Whether this client sees the catalogue in place of the list.
+    fn searches(&self, view: &View) -> bool {
+        match view.catalogue {
+            Some(catalogue) => catalogue == Catalogue::Search && view.caller.may_invoke(),
+            None => {
+                self.shared.lists.of(self.engine(), &view.caller).len()
+                    > self.settings().catalogue_over
+            }
+        }
+    }
+
+    /// How a call that has ended is told to this client.
+    pub(super) async fn ended(&self, call: &Arc<Call>, shape: Shape) -> CallToolResult {
+        let budget = self.settings().result_tokens;
+        let data = call.outcome.as_ref().and_then(|outcome| outcome.data.as_ref());
+        let told = move |call: &Call| ticketed(answer::ended(call, shape, budget), call);
+        if data.is_none_or(|data| data.text().len() <= LARGE) {
+            return told(call);
+        }
+        // Going through much text is not done between other work.
+        let whole = call.clone();
+        match tokio::task::spawn_blocking(move || told(&whole)).await {
+            Ok(result) => result,
+            Err(_) => ticketed(answer::ended(call, shape, usize::MAX), call),
+        }
+    }
+}
+
+impl ServerHandler for Server {
+    fn get_info(&self) -> ServerConfig {
+        let capabilities = ServerCapabilities::builder()
+            .enable_tools()
+            .enable_tool_list_changed()
+            .enable_resources()
+            .enable_resources_list_changed()
+            .enable_resources_subscribe()
+            .enable_prompts()
+            .enable_prompts_list_changed()
+            .enable_logging()
+            .enable_completions()
+            .enable_tasks()
+            .build();
+        ServerConfig::new(capabilities)
+            .with_server_info(
+                Implementation::new("toolcrib", env!("CARGO_PKG_VERSION")).with_title("Toolcrib"),
+            )
+            .with_instructions(
+                "Every call is a durable ticket: it goes on when you hang up, and its result is \
+                 kept. A call that takes long answers with its ticket; ask for the result with \
+                 call.result.",
+            )
+    }
+
+    async fn list_tools(
+        &self,
+        asked: Option<PaginatedRequestParams>,
+        context: RequestContext<RoleServer>,
+    ) -> Result<ListToolsResult, ErrorData> {
+        let view = self.view(&context.extensions);
+        let given = asked.and_then(|asked| asked.cursor);
+        let after = match given.as_deref() {
+            None => None,
+            Some(given) => Some(name_in(given).ok_or_else(|| {
+                ErrorData::invalid_params("this cursor is not one that was given out", None)
+            })?),
+        };
+        let revision = Revision::of(context.protocol_version().as_ref());
+        let list = match self.searches(&view) {
+            true => self.shared.lists.of_catalogue(),
+            false => self.shared.lists.of(self.engine(), &view.caller),
+        };
+        let (tools, more) = list.page(after, self.settings().page_size, revision);
+        let mut result = ListToolsResult::with_all_items(tools);
+        result.next_cursor = more.map(|name| cursor(&name));
+        if revision == Revision::Modern {
+            result = super::hints(result, self.settings(), |r, ttl, scope| {
+                r.with_ttl_ms(ttl).with_cache_scope(scope)
+            });
+        }
+        Ok(result)
+    }
+
+    /// For the check of headers that mirror arguments; who may call it is decided when it is.
+    fn get_tool(&self, name: &str) -> Option<Tool> {
+        let entry = self.engine().tool(&self.view.caller, name).ok()?;
+        super::tools::described(&entry.definition)
+    }
+
+    async fn call_tool(
+        &self,
+        asked: CallToolRequestParams,
+        context: RequestContext<RoleServer>,
+    ) -> Result<CallToolResponse, ErrorData> {
+        let view = self.view(&context.extensions);
+        let mut asked = asked;
+        if asked.name == own::CALL_RESULT && view.caller.may_invoke() {
+            return own::call_result(self, &view, asked.arguments, &context).await;
+        }
+        if self.searches(&view)
+            && let Some(told) = catalogue::answered(self, &view, &mut asked, &context).await
+        {
+            return told;
+        }
+        call::call(self, &view, asked, &context, Seen::List).await
+    }
+
+    async fn get_task(
+        &self,
+        asked: GetTaskParams,
+        context: RequestContext<RoleServer>,
+    ) -> Result<GetTaskResult, ErrorData> {
+        let view = self.view(&context.extensions);
+        let call = tasks::found(self, &view, &asked.task_id).await?;
+        let client = context.client_capabilities().unwrap_or_default();
+        Ok(GetTaskResult::new(tasks::detailed(self, &view, &client, &call).await))
+    }
+
+    async fn update_task(
+        &self,
+        asked: UpdateTaskParams,
+        context: RequestContext<RoleServer>,
+    ) -> Result<(), ErrorData> {
+        let view = self.view(&context.extensions);
+        let call = tasks::found(self, &view, &asked.task_id).await?;
+        let answers = input::answers(asked.input_responses)?;
+        if answers.is_empty() {
+            return Ok(());
+        }
+        input::give(self, &view, &call.id, answers).await
+    }
+
+    async fn cancel_task(
+        &self,
+        asked: CancelTaskParams,
+        context: RequestContext<RoleServer>,
+    ) -> Result<(), ErrorData> {
+        let view = self.view(&context.extensions);
+        let call = tasks::found(self, &view, &asked.task_id).await?;
+        if call.status.is_terminal() {
+            return Ok(());
+        }
+        match self.engine().cancel(&view.caller, &call.id, None).await {
+            // It ended meanwhile: the client sees how when it looks.
+            Ok(_) => Ok(()),
+            Err(error) if error.code() == toolcrib::Code::Conflict => Ok(()),
+            Err(error) => Err(answer::protocol_error(error)),
+        }
+    }
+
+    async fn list_resources(
+        &self,
+        asked: Option<PaginatedRequestParams>,
+        context: RequestContext<RoleServer>,
+    ) -> Result<ListResourcesResult, ErrorData> {
+        resources::list(self, &self.view(&context.extensions), asked).await
+    }
+
+    async fn list_resource_templates(
+        &self,
+        _asked: Option<PaginatedRequestParams>,
+        context: RequestContext<RoleServer>,
+    ) -> Result<ListResourceTemplatesResult, ErrorData> {
+        resources::templates(self, &self.view(&context.extensions)).await
+    }
+
+    async fn read_resource(
+        &self,
+        asked: ReadResourceRequestParams,
+        context: RequestContext<RoleServer>,
+    ) -> Result<ReadResourceResponse, ErrorData> {
+        resources::read(self, &self.view(&context.extensions), asked).await
+    }
+
+    async fn list_prompts(
+        &self,
+        _asked: Option<PaginatedRequestParams>,
+        context: RequestContext<RoleServer>,
+    ) -> Result<ListPromptsResult, ErrorData> {
+        let view = self.view(&context.extensions);
+        let prompts = self.shared.shelf.prompts(&view.caller).await?;
+        let result = ListPromptsResult::with_all_items(prompts);
+        Ok(super::hints(result, self.settings(), |r, ttl, scope| {
+            r.with_ttl_ms(ttl).with_cache_scope(scope)
+        }))
+    }
+
+    async fn get_prompt(
+        &self,
+        asked: GetPromptRequestParams,
+        context: RequestContext<RoleServer>,
+    ) -> Result<GetPromptResponse, ErrorData> {
+        let view = self.view(&context.extensions);
+        let name: String = asked.name.chars().take(128).collect();
+        match self.shared.shelf.prompt(&view.caller, asked).await? {
+            Some(GetPromptResponse::Complete(mut prompt)) => {
+                prompt.result_type = Some(ResultType::COMPLETE);
+                Ok(prompt.into())
+            }
+            Some(other) => Ok(other),
+            None => Err(ErrorData::invalid_params(format!("there is no prompt \"{name}\""), None)),
+        }
+    }
+
+    async fn complete(
+        &self,
+        asked: CompleteRequestParams,
+        context: RequestContext<RoleServer>,
+    ) -> Result<CompleteResult, ErrorData> {
+        let view = self.view(&context.extensions);
+        self.shared.shelf.complete(&view.caller, asked).await
+    }
+
+    fn accepted_subscription_filter(
+        &self,
+        asked: &SubscriptionFilter,
+    ) -> Option<SubscriptionFilter> {
+        Some(announce::accepted(asked))
+    }
+
+    async fn listen(&self, subscription: SubscriptionContext) -> Result<(), ErrorData> {
+        announce::listen(self, subscription).await
+    }
+
+    async fn on_initialized(&self, context: NotificationContext<RoleServer>) {
+        let view = self.view(&context.extensions);
+        self.shared.peers.add(self, view, context.peer);
+    }
+
+    async fn set_level(
+        &self,
+        asked: SetLevelRequestParams,
+        _context: RequestContext<RoleServer>,
+    ) -> Result<(), ErrorData> {
+        *self.session.level.lock() = Some(asked.level);
+        Ok(())
+    }
+
+    async fn subscribe(
+        &self,
+        asked: SubscribeRequestParams,
+        _context: RequestContext<RoleServer>,
+    ) -> Result<(), ErrorData> {
+        let mut followed = self.session.followed.lock();
+        if followed.len() >= 1_000 {
+            return Err(ErrorData::invalid_params("at most 1000 resources can be followed", None));
+        }
+        followed.insert(asked.uri);
+        Ok(())
+    }
+
+    async fn unsubscribe(
+        &self,
+        asked: UnsubscribeRequestParams,
+        _context: RequestContext<RoleServer>,
+    ) -> Result<(), ErrorData> {
+        self.session.followed.lock().remove(&asked.uri);
+        Ok(())
+    }
+}

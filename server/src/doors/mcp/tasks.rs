@@ -1,0 +1,115 @@
+//! Tasks: a call seen through the extension `io.modelcontextprotocol/tasks`. The task's id is the
+//! ticket, and all of it is read from the engine, so it is the same after a restart.
+//!
+//! A tool that failed or took too long is a task that is `completed`, with a result that says so:
+//! that is a tool's failure, which the model should read. `failed` is for faults of the crib.
+
+use std::sync::Arc;
+
+use rmcp::ErrorData;
+use rmcp::model::{ClientCapabilities, DetailedTask, JsonObject, Task, TaskPayload, TaskStatus};
+use serde_json::{Value, json};
+use toolcrib::CallId;
+use toolcrib::call::{Call, Status};
+use toolcrib::fault::Code;
+
+use super::answer;
+use super::call::shape;
+use super::input;
+use super::server::{Server, View};
+use super::tools::Revision;
+
+/// How often a client should look.
+const POLL_INTERVAL_MS: u64 = 1_000;
+
+/// The call as a task, without what it came to.
+pub(super) fn task(server: &Server, call: &Call) -> Task {
+    let time = |ms: u64| {
+        let at = jiff::Timestamp::from_millisecond(ms as i64).unwrap_or_default();
+        at.to_string()
+    };
+    let updated_ms = call.completed_ms.or(call.started_ms).unwrap_or(call.created_ms);
+    let mut task =
+        Task::new(call.id.as_str(), status(call), time(call.created_ms), time(updated_ms))
+            .with_poll_interval_ms(POLL_INTERVAL_MS)
+            .with_status_message(words(call));
+    task.ttl_ms = server.settings().retention_ms;
+    task
+}
+
+fn status(call: &Call) -> TaskStatus {
+    let code = call.outcome.as_ref().and_then(|o| o.error.as_ref()).map(|fault| fault.code);
+    match (call.status, code) {
+        (Status::Pending | Status::Running, _) => TaskStatus::Working,
+        (Status::Canceled, _) => TaskStatus::Cancelled,
+        (Status::Failed, Some(Code::Internal)) => TaskStatus::Failed,
+        (Status::Succeeded | Status::Failed | Status::Timeout, _) => TaskStatus::Completed,
+    }
+}
+
+fn words(call: &Call) -> String {
+    let fault = call.outcome.as_ref().and_then(|outcome| outcome.error.as_ref());
+    match (call.status, fault) {
+        (_, Some(fault)) => fault.to_string(),
+        (Status::Pending, _) => {
+            let why = call.hold.map_or("queue", |hold| hold.as_str());
+            format!("{} waits ({why})", call.target.tool)
+        }
+        (Status::Running, _) => format!("{} is being executed", call.target.tool),
+        _ => format!("{} is done", call.target.tool),
+    }
+}
+
+/// The whole task, as `tasks/get` tells it.
+pub(super) async fn detailed(
+    server: &Server,
+    view: &View,
+    client: &ClientCapabilities,
+    call: &Arc<Call>,
+) -> DetailedTask {
+    let questions = input::questions(call, client);
+    let payload = match status(call) {
+        TaskStatus::Cancelled => TaskPayload::Cancelled,
+        TaskStatus::Failed => TaskPayload::Failed { error: failure(call) },
+        TaskStatus::Completed => {
+            TaskPayload::Completed { result: result(server, view, call).await }
+        }
+        _ if !questions.is_empty() => TaskPayload::InputRequired { input_requests: questions },
+        _ => TaskPayload::Working,
+    };
+    DetailedTask::new(task(server, call), payload)
+}
+
+fn failure(call: &Call) -> JsonObject {
+    let fault = call.outcome.as_ref().and_then(|outcome| outcome.error.as_ref());
+    let message = fault.map_or_else(String::new, |fault| fault.message.clone());
+    object(json!({ "code": -32603, "message": message }))
+}
+
+async fn result(server: &Server, view: &View, call: &Arc<Call>) -> JsonObject {
+    let tool = server.engine().tool(&view.caller, &call.tool_name).ok();
+    let shape = shape(tool.as_deref(), Revision::Modern);
+    object(serde_json::to_value(server.ended(call, shape).await).unwrap_or_default())
+}
+
+fn object(value: Value) -> JsonObject {
+    match value {
+        Value::Object(object) => object,
+        _ => JsonObject::new(),
+    }
+}
+
+/// The call behind a task's id. What is not the caller's does not exist.
+pub(super) async fn found(
+    server: &Server,
+    view: &View,
+    task_id: &str,
+) -> Result<Arc<Call>, ErrorData> {
+    let shown: String = task_id.chars().take(80).collect();
+    let unknown = || ErrorData::invalid_params(format!("there is no task \"{shown}\""), None);
+    let id: CallId = task_id.parse().map_err(|_| unknown())?;
+    server.engine().call(&view.caller, &id).await.map_err(|error| match error.code() {
+        Code::NotFound => unknown(),
+        _ => answer::protocol_error(error),
+    })
+}

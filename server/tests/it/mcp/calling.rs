@@ -1,0 +1,246 @@
+//! Calling tools: results, failures, waiting, progress, hanging up.
+
+use serde_json::{Value, json};
+
+use crate::support::api::{offer, offer_with};
+use crate::support::mcp::Mcp;
+use crate::support::{Api, Server, soon, until};
+
+fn text(result: &Value) -> &str {
+    result["content"][0]["text"].as_str().unwrap_or_else(|| panic!("no text: {result}"))
+}
+
+fn ticket(result: &Value) -> &str {
+    result["_meta"]["toolcrib/tool_call_id"].as_str().unwrap_or_else(|| panic!("{result}"))
+}
+
+#[tokio::test]
+async fn a_result_is_text_and_structure_and_has_a_ticket() {
+    let server = Server::start().await;
+    let api = server.api();
+    for client in [Mcp::modern(&api), Mcp::legacy(&api).await] {
+        let result =
+            client.call("calculation.eval", json!({ "expression": "2*21" })).await.result();
+        assert_eq!(result["isError"], false, "{result}");
+        assert_eq!(result["structuredContent"]["result"], 42);
+        let text: Value = serde_json::from_str(text(&result)).unwrap();
+        assert_eq!(text, result["structuredContent"]);
+        let call = api.call(ticket(&result)).await;
+        assert_eq!(call["status"], "SUCCEEDED");
+        assert_eq!(call["run_id"], "run_mcp");
+    }
+}
+
+#[tokio::test]
+async fn wrong_arguments_and_failed_tools_are_results_that_a_model_can_read() {
+    let server = Server::start().await;
+    let api = server.api();
+    for client in [Mcp::modern(&api), Mcp::legacy(&api).await] {
+        let misspelt = client.call("calculation.eval", json!({ "expresion": "1" })).await.result();
+        assert_eq!(misspelt["isError"], true);
+        assert!(text(&misspelt).contains("expression"), "{misspelt}");
+        assert_eq!(misspelt["structuredContent"]["error"]["code"], "VALIDATION_ERROR");
+        let failed = client.call("calculation.eval", json!({ "expression": "1/0" })).await.result();
+        assert_eq!(failed["isError"], true);
+        assert!(text(&failed).contains("zero"), "{failed}");
+    }
+}
+
+#[tokio::test]
+async fn an_unknown_tool_is_a_protocol_error_with_the_nearest_name() {
+    let server = Server::start().await;
+    for client in [Mcp::modern(&server.api()), Mcp::legacy(&server.api()).await] {
+        let error = client.call("calculation.evil", json!({})).await.error(-32602);
+        let message = error["message"].as_str().unwrap();
+        assert!(message.contains("calculation.eval"), "{message}");
+    }
+}
+
+#[tokio::test]
+async fn the_envelope_and_the_trace_travel_in_meta() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("pc_1", json!([offer("slow.one")])).await;
+    let client = Mcp::modern(&api).with_tasks();
+    let trace = "00-0af7651916cd43dd8448eb211c80319c-00f067aa0ba902b7-01";
+    let meta = json!({
+        "toolcrib/run_id": "run_7", "toolcrib/call_id": "mine", "toolcrib/timeout_ms": 5_000,
+        "toolcrib/idempotency_key": "once", "traceparent": trace,
+    });
+    let params = json!({ "name": "calculation.eval", "arguments": { "expression": "1" },
+        "_meta": meta });
+    let first = client.ask("tools/call", params.clone()).await.result();
+    let again = client.ask("tools/call", params).await.result();
+    assert_eq!(ticket(&first), ticket(&again), "the same key is the same call");
+    let call = api.call(ticket(&first)).await;
+    assert_eq!((&call["run_id"], &call["call_id"]), (&json!("run_7"), &json!("mine")));
+    let caller = toolcrib::Caller::local("default");
+    let id = ticket(&first).parse().unwrap();
+    let stored = server.engine.call(&caller, &id).await.unwrap();
+    assert_eq!(stored.asked.traceparent.as_deref(), Some(trace));
+    let wrong = json!({ "name": "calculation.eval", "arguments": { "expression": "1" },
+        "_meta": { "toolcrib/timeout_ms": "soon" } });
+    client.ask("tools/call", wrong).await.error(-32602);
+}
+
+#[tokio::test]
+async fn who_knows_no_tasks_waits_and_then_gets_a_ticket_to_ask_with() {
+    let server = Server::with(|config| config.doors.mcp.wait_ms = 50).await;
+    let api = server.api();
+    let promised = json!({ "output_schema": { "type": "object" } });
+    api.register("pc_1", json!([offer("slow.one"), offer_with("slow.two", promised)])).await;
+    for client in [Mcp::modern(&api), Mcp::legacy(&api).await] {
+        let told = client.call("slow.one", json!({})).await.result();
+        assert_eq!(told["isError"], false);
+        let id = told["structuredContent"]["tool_call_id"].as_str().unwrap().to_owned();
+        assert!(text(&told).contains("call.result") && text(&told).contains(&id), "{told}");
+        let ask = json!({ "tool_call_id": id });
+        let still = client.call("call.result", ask.clone()).await.result();
+        assert_eq!(still["structuredContent"]["tool_call_id"], id.as_str());
+        api.poll("pc_1").await;
+        api.succeed(&id, json!({ "done": true })).await;
+        let result = client.call("call.result", ask).await.result();
+        assert_eq!(result["structuredContent"], json!({ "done": true }));
+        assert_eq!(ticket(&result), id);
+        // A client that was promised a schema would refuse a ticket in place of what fits it.
+        let told = client.call("slow.two", json!({})).await.result();
+        assert_eq!(told["isError"], true);
+        assert!(text(&told).contains("call.result"));
+        let nobody = client.call("call.result", json!({ "tool_call_id": "tc_1" })).await.result();
+        assert_eq!(nobody["isError"], true);
+    }
+}
+
+#[tokio::test]
+async fn progress_is_passed_on_to_who_asked_for_it() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("pc_1", json!([offer("slow.one")])).await;
+    for client in [Mcp::modern(&api), Mcp::legacy(&api).await] {
+        let params =
+            json!({ "name": "slow.one", "arguments": {}, "_meta": { "progressToken": "t" } });
+        let request = client.request("tools/call", params);
+        let asking =
+            tokio::spawn(async move { request.send().await.unwrap().text().await.unwrap() });
+        let id = api.poll("pc_1").await["tool_call_id"].as_str().unwrap().to_owned();
+        for (percent, message) in [(30, "a third"), (60, "more"), (40, "less, it says")] {
+            let progress = json!({ "percent": percent, "message": message });
+            send_progress(&server, &id, progress).await;
+        }
+        api.succeed(&id, json!({})).await;
+        let all = soon("the answer", asking).await.unwrap();
+        let messages: Vec<Value> = all
+            .lines()
+            .filter_map(|line| serde_json::from_str(line.strip_prefix("data:")?.trim()).ok())
+            .collect();
+        let told: Vec<&Value> = messages
+            .iter()
+            .filter(|message| message["method"] == "notifications/progress")
+            .map(|message| &message["params"])
+            .collect();
+        assert_eq!(told.len(), 3, "{all}");
+        assert!(told.iter().all(|told| told["progressToken"] == "t"));
+        assert_eq!((&told[0]["progress"], &told[0]["total"]), (&json!(30.0), &json!(100.0)));
+        assert_eq!(told[1]["message"], "more");
+        let numbers: Vec<f64> = told.iter().map(|t| t["progress"].as_f64().unwrap()).collect();
+        assert!(numbers.is_sorted_by(|a, b| a < b), "always more: {numbers:?}");
+        assert_eq!(messages.last().unwrap()["result"]["isError"], false);
+    }
+}
+
+async fn send_progress(server: &Server, id: &str, progress: Value) {
+    let caller = toolcrib::Caller::local("default");
+    let progress = toolcrib::Progress {
+        percent: progress["percent"].as_f64(),
+        message: progress["message"].as_str().map(str::to_owned),
+        data: None,
+    };
+    let id = id.parse().unwrap();
+    server.engine.progress(&caller, &id, None, None, progress).await.unwrap();
+}
+
+/// The next call for the client; being told of a canceled one is not work.
+async fn work(api: &Api) -> String {
+    let path = "/internal/ingress/poll?client_id=pc_1&wait_ms=30000";
+    until("work", || async {
+        let answer = api.get(path).await.is(200);
+        answer["requests"][0]["tool_call_id"].as_str().map(str::to_owned)
+    })
+    .await
+}
+
+#[tokio::test]
+async fn closing_the_stream_cancels_where_the_revision_says_so() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("pc_1", json!([offer("slow.one")])).await;
+    let modern = Mcp::modern(&api);
+    let request = modern.request("tools/call", json!({ "name": "slow.one", "arguments": {} }));
+    let asking = tokio::spawn(async move { request.send().await });
+    let id = work(&api).await;
+    asking.abort();
+    let call = api.until_status(&id, "CANCELED").await;
+    assert!(call["error"]["message"].as_str().unwrap().contains("client"), "{call}");
+    // A client of the older revision may come back: only what it says cancels.
+    let legacy = Mcp::legacy(&api).await;
+    let params = json!({ "name": "slow.one", "arguments": {} });
+    let request = legacy.request("tools/call", params.clone());
+    let asking = tokio::spawn(async move { request.send().await });
+    let id = work(&api).await;
+    asking.abort();
+    legacy.ask("ping", json!({})).await.result();
+    assert_ne!(api.call(&id).await["status"], "CANCELED");
+    let built = legacy.request("tools/call", params).build().unwrap();
+    let body: Value = serde_json::from_slice(built.body().unwrap().as_bytes().unwrap()).unwrap();
+    let asking =
+        tokio::spawn(reqwest::Client::builder().no_proxy().build().unwrap().execute(built));
+    let second = work(&api).await;
+    legacy.notify("notifications/cancelled", json!({ "requestId": body["id"] })).await;
+    api.until_status(&second, "CANCELED").await;
+    asking.abort();
+    assert_ne!(api.call(&id).await["status"], "CANCELED");
+}
+
+#[tokio::test]
+async fn a_long_result_is_a_digest_with_a_link_to_the_whole() {
+    let server = Server::with(|config| config.doors.mcp.result_tokens = 200).await;
+    let api = server.api();
+    let promised = json!({ "output_schema": { "type": "object" } });
+    api.register("pc_1", json!([offer("log.read"), offer_with("log.parsed", promised)])).await;
+    let client = Mcp::modern(&api);
+    let lines: Vec<Value> = (0..500).map(|n| json!({ "line": n, "said": "all is well" })).collect();
+    let whole = json!({ "lines": lines });
+    for (tool, structured) in [("log.read", false), ("log.parsed", true)] {
+        let request = client.request("tools/call", json!({ "name": tool, "arguments": {} }));
+        let asking =
+            tokio::spawn(async move { request.send().await.unwrap().text().await.unwrap() });
+        let id = work(&api).await;
+        api.succeed(&id, whole.clone()).await;
+        let told: Value = serde_json::from_str(&soon("the answer", asking).await.unwrap()).unwrap();
+        let result = &told["result"];
+        let tokens = toolcrib::tokens::count(text(result));
+        assert!(tokens <= 200 && text(result).contains(&id), "{tokens}: {}", text(result));
+        let link = &result["content"][1];
+        assert_eq!(link["type"], "resource_link", "{result}");
+        let read = client.ask("resources/read", json!({ "uri": link["uri"] })).await.result();
+        let read: Value =
+            serde_json::from_str(read["contents"][0]["text"].as_str().unwrap()).unwrap();
+        assert_eq!(read, whole);
+        // A structure is left out with the text, unless the client was told that there is one.
+        assert_eq!(result["structuredContent"].is_null(), !structured);
+    }
+}
+
+#[tokio::test]
+async fn a_whole_result_can_be_read_by_its_address() {
+    let server = Server::start().await;
+    let api = server.api();
+    let client = Mcp::modern(&api);
+    let result = client.call("calculation.eval", json!({ "expression": "6*7" })).await.result();
+    let uri = format!("toolcrib://tool_calls/{}/result", ticket(&result));
+    let read = client.ask("resources/read", json!({ "uri": uri })).await.result();
+    let text = read["contents"][0]["text"].as_str().unwrap();
+    assert_eq!(serde_json::from_str::<Value>(text).unwrap()["result"], 42);
+    let other = Mcp::modern(&api.clone().project("other"));
+    other.ask("resources/read", json!({ "uri": uri })).await.error(-32602);
+}

@@ -1,0 +1,117 @@
+//! Who may come in, and what a token for someone else cannot open.
+
+use reqwest::Method;
+use serde_json::json;
+
+use crate::support::Server;
+use crate::support::api::offer;
+use crate::support::mcp::Mcp;
+
+#[tokio::test]
+async fn with_keys_a_key_is_needed_and_decides_the_project() {
+    let server = Server::start().await;
+    let ada = server.keyed("acme", "ada", "agent", &["*"]).await;
+    let nobody = Mcp::modern(&server.api()).ask("tools/list", json!({})).await;
+    assert_eq!(nobody.status, 401, "{}", nobody.text);
+    let challenge = nobody.headers.get("www-authenticate").unwrap().to_str().unwrap();
+    assert!(challenge.starts_with("Bearer"), "{challenge}");
+    let client = Mcp::modern(&ada);
+    let result = client.call("calculation.eval", json!({ "expression": "1" })).await.result();
+    let id = result["_meta"]["toolcrib/tool_call_id"].as_str().unwrap();
+    assert_eq!(ada.call(id).await["agent"], "ada");
+}
+
+#[tokio::test]
+async fn a_session_is_its_owners_alone() {
+    let server = Server::start().await;
+    let ada = server.keyed("acme", "ada", "agent", &["*"]).await;
+    let bob = server.keyed("acme", "bob", "agent", &["*"]).await;
+    let session = Mcp::legacy(&ada).await;
+    session.ask("tools/list", json!({})).await.result();
+    let thief = session.as_caller(&bob);
+    assert_eq!(thief.ask("tools/list", json!({})).await.status, 404);
+    let request = bob
+        .request(Method::GET, "/mcp")
+        .header("accept", "text/event-stream")
+        .header("mcp-session-id", thief.session.as_ref().unwrap());
+    assert_eq!(request.send().await.unwrap().status().as_u16(), 404);
+    let request = bob
+        .request(Method::DELETE, "/mcp")
+        .header("mcp-session-id", thief.session.as_ref().unwrap());
+    assert_eq!(request.send().await.unwrap().status().as_u16(), 404);
+    let owner = thief.as_caller(&ada);
+    owner.ask("tools/list", json!({})).await.result();
+}
+
+#[tokio::test]
+async fn foreign_pages_and_foreign_names_are_refused() {
+    let server = Server::start().await;
+    let api = server.api();
+    let client = Mcp::modern(&api);
+    for (name, value) in [("origin", "https://evil.example"), ("host", "evil.example")] {
+        let request = client.request("tools/list", json!({})).header(name, value);
+        let status = request.send().await.unwrap().status().as_u16();
+        assert_eq!(status, 403, "{name}: {value}");
+    }
+    let request = client.request("tools/list", json!({})).header("origin", "http://localhost:3000");
+    assert_eq!(request.send().await.unwrap().status().as_u16(), 200);
+}
+
+#[tokio::test]
+async fn with_keys_pages_still_need_permission() {
+    let server = Server::with(|config| {
+        config.doors.mcp.allowed_origins = vec!["https://app.example.com".to_owned()];
+        config.doors.mcp.allowed_hosts = vec!["crib.example.com".to_owned()];
+    })
+    .await;
+    let ada = server.keyed("acme", "ada", "agent", &["*"]).await;
+    let client = Mcp::modern(&ada);
+    let status = async |name: &str, value: &str| {
+        let request = client.request("tools/list", json!({})).header(name, value);
+        request.send().await.unwrap().status().as_u16()
+    };
+    assert_eq!(status("origin", "https://app.example.com").await, 200);
+    assert_eq!(status("origin", "https://evil.example").await, 403);
+    assert_eq!(status("origin", "null").await, 403);
+    assert_eq!(status("host", "crib.example.com").await, 200);
+    assert_eq!(status("host", "evil.example").await, 403);
+}
+
+#[tokio::test]
+async fn what_cannot_be_read_is_refused_and_the_server_goes_on() {
+    let server = Server::with(|config| config.limits.max_body_bytes = 4_096).await;
+    let api = server.api();
+    let client = Mcp::modern(&api);
+    let long =
+        json!({ "name": "calculation.eval", "arguments": { "expression": "1".repeat(9_000) } });
+    assert_eq!(client.ask("tools/call", long).await.status, 413);
+    let deep = format!("{}1{}", "[".repeat(2_000), "]".repeat(2_000));
+    for body in ["", "{", "[]", "null", "{\"jsonrpc\":\"2.0\"}", deep.as_str()] {
+        let request = api
+            .request(Method::POST, "/mcp")
+            .header("content-type", "application/json")
+            .header("accept", "application/json, text/event-stream")
+            .body(body.to_owned());
+        let status = request.send().await.unwrap().status();
+        assert!(status.is_client_error(), "{body:.20}: {status}");
+    }
+    client.ask("tools/list", json!({})).await.result();
+}
+
+#[tokio::test]
+async fn an_older_client_that_lost_its_session_is_told_to_begin_again() {
+    let server = Server::start().await;
+    let client = Mcp::legacy(&server.api()).await;
+    let server = server.restart().await;
+    let after = client.as_caller(&server.api());
+    assert_eq!(after.ask("tools/list", json!({})).await.status, 404);
+    let again = Mcp::legacy(&server.api()).await;
+    assert!(!again.names().await.is_empty());
+    server.api().register("pc_1", json!([offer("x.y")])).await;
+}
+
+#[tokio::test]
+async fn the_door_can_be_closed() {
+    let server = Server::with(|config| config.doors.mcp.enabled = false).await;
+    assert_eq!(Mcp::modern(&server.api()).ask("tools/list", json!({})).await.status, 404);
+}

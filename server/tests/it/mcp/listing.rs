@@ -1,0 +1,148 @@
+//! Which tools a client sees, how they are described, and how it hears of changes.
+
+use serde_json::{Value, json};
+
+use crate::support::Server;
+use crate::support::api::{offer, offer_with};
+use crate::support::mcp::Mcp;
+
+fn named<'a>(tools: &'a [Value], name: &str) -> &'a Value {
+    tools.iter().find(|tool| tool["name"] == name).unwrap_or_else(|| panic!("no {name}"))
+}
+
+#[tokio::test]
+async fn both_revisions_see_the_same_tools_in_the_order_of_their_names() {
+    let server = Server::start().await;
+    let modern = Mcp::modern(&server.api()).names().await;
+    let legacy = Mcp::legacy(&server.api()).await.names().await;
+    assert_eq!(modern, legacy);
+    assert_eq!(
+        modern,
+        ["calculation.eval", "call.result", "database.query", "result.read", "weather.query"]
+    );
+}
+
+#[tokio::test]
+async fn a_tool_is_described_with_everything_its_owner_said() {
+    let server = Server::start().await;
+    let api = server.api();
+    let schema = json!({ "type": "object", "properties": { "to": { "type": "string" } } });
+    let output = json!({ "type": "object", "properties": { "sent": { "type": "boolean" } } });
+    let more = json!({
+        "schema": schema, "output_schema": output, "description": "Sends a letter",
+        "effect": "irreversible", "risk": "high", "metadata": { "title": "Post a letter" },
+    });
+    let read = json!({ "effect": "read", "risk": "low" });
+    let tools = json!([offer_with("mail.send", more), offer_with("mail.list_all", read)]);
+    api.register("pc_1", tools).await;
+    for client in [Mcp::modern(&api), Mcp::legacy(&api).await] {
+        let tools = client.tools().await;
+        let send = named(&tools, "mail.send");
+        assert_eq!(send["title"], "Post a letter");
+        assert_eq!(send["description"], "Sends a letter");
+        assert_eq!(send["inputSchema"]["properties"], schema["properties"]);
+        assert_eq!(send["outputSchema"]["properties"], output["properties"]);
+        let hints = &send["annotations"];
+        assert_eq!(hints["readOnlyHint"], false);
+        assert_eq!(hints["destructiveHint"], true);
+        assert_eq!(hints["idempotentHint"], false);
+        let list = named(&tools, "mail.list_all");
+        assert_eq!(list["title"], "Mail list all");
+        assert_eq!(list["annotations"]["readOnlyHint"], true);
+        assert_eq!(list["annotations"]["destructiveHint"], false);
+    }
+}
+
+#[tokio::test]
+async fn results_that_are_no_objects_have_a_schema_only_where_the_revision_knows_it() {
+    let server = Server::start().await;
+    let api = server.api();
+    let more = json!({ "output_schema": { "type": "array", "items": { "type": "string" } } });
+    api.register("pc_1", json!([offer_with("words.split", more)])).await;
+    let modern = Mcp::modern(&api).tools().await;
+    assert_eq!(named(&modern, "words.split")["outputSchema"]["type"], "array");
+    let legacy = Mcp::legacy(&api).await.tools().await;
+    assert!(named(&legacy, "words.split")["outputSchema"].is_null());
+}
+
+#[tokio::test]
+async fn the_list_comes_in_pages_and_may_be_kept_for_a_while() {
+    let server = Server::with(|config| config.doors.mcp.page_size = 10).await;
+    let api = server.api();
+    let many: Vec<Value> = (0..37).map(|n| offer(&format!("many.tool_{n:02}"))).collect();
+    api.register("pc_1", json!(many)).await;
+    let client = Mcp::modern(&api);
+    let first = client.ask("tools/list", json!({})).await.result();
+    assert_eq!(first["tools"].as_array().unwrap().len(), 10);
+    assert_eq!(first["cacheScope"], "private");
+    assert_eq!(first["ttlMs"], 60_000);
+    let names = client.names().await;
+    let mut sorted = names.clone();
+    sorted.sort();
+    sorted.dedup();
+    assert_eq!(names, sorted, "each tool once, in order");
+    assert_eq!(names.len(), 42);
+    let unknown = json!({ "cursor": "nobody gave this out" });
+    client.ask("tools/list", unknown).await.error(-32602);
+}
+
+#[tokio::test]
+async fn who_may_not_call_a_tool_does_not_see_it() {
+    let server = Server::start().await;
+    let ada = server.keyed("default", "ada", "agent", &["calculation.*"]).await;
+    assert_eq!(Mcp::modern(&ada).names().await, ["calculation.eval", "call.result"]);
+    let provider = server.keyed("default", "worker", "provider", &[]).await;
+    assert!(Mcp::modern(&provider).names().await.is_empty());
+    let client = Mcp::legacy(&ada).await;
+    let told = client.call("weather.query", json!({ "city": "Ulm" })).await.result();
+    assert_eq!(told["isError"], true);
+    let text = told["content"][0]["text"].as_str().unwrap();
+    assert!(text.contains("may not call \"weather.query\""), "{text}");
+}
+
+#[tokio::test]
+async fn a_subscribed_client_hears_that_its_list_has_changed() {
+    let server = Server::start().await;
+    let api = server.api();
+    let asked = json!({ "notifications": { "toolsListChanged": true } });
+    let mut stream = Mcp::modern(&api).open("subscriptions/listen", asked).await;
+    stream.until("notifications/subscriptions/acknowledged").await;
+    api.register("pc_1", json!([offer("new.tool")])).await;
+    stream.until("notifications/tools/list_changed").await;
+}
+
+#[tokio::test]
+async fn a_session_hears_that_its_list_has_changed_and_nothing_of_other_projects() {
+    let server = Server::start().await;
+    let (ours, theirs) = (server.api(), server.api().project("other"));
+    let client = Mcp::legacy(&ours).await;
+    let mut stream = client.session_stream().await;
+    theirs.register("pc_2", json!([offer("their.tool")])).await;
+    ours.register("pc_1", json!([offer("our.tool")])).await;
+    stream.until("notifications/tools/list_changed").await;
+    assert!(client.names().await.contains(&"our.tool".to_owned()));
+    // The next thing on the stream is about the next change of ours, not about theirs.
+    theirs.register("pc_2", json!([offer("their.second")])).await;
+    ours.register("pc_1", json!([offer("our.second")])).await;
+    stream.until("notifications/tools/list_changed").await;
+    assert!(client.names().await.contains(&"our.second".to_owned()));
+}
+
+#[tokio::test]
+async fn a_revoked_key_ends_the_subscription() {
+    let server = Server::start().await;
+    let admin = server.keyed("default", "root", "admin", &[]).await;
+    let ada = server.keyed("default", "ada", "agent", &["*"]).await;
+    let asked = json!({ "notifications": { "toolsListChanged": true } });
+    let mut stream = Mcp::modern(&ada).open("subscriptions/listen", asked).await;
+    stream.until("notifications/subscriptions/acknowledged").await;
+    let keys = admin.get("/v1/keys").await.is(200);
+    let key = keys["keys"].as_array().unwrap().iter().find(|key| key["agent"] == "ada").unwrap();
+    let id = key["id"].as_str().or(key["key_id"].as_str()).unwrap();
+    admin.delete(&format!("/v1/keys/{id}")).await;
+    let mut rest = Vec::new();
+    while let Some(message) = stream.next().await {
+        rest.push(message);
+    }
+    assert!(rest.iter().all(|m| m["method"].is_null()), "nothing more is told: {rest:?}");
+}

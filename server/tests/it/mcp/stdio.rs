@@ -1,0 +1,112 @@
+//! `toolcrib mcp`: the real binary on pipes, alone and in front of a server.
+
+use std::process::Stdio;
+
+use serde_json::{Value, json};
+use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines};
+use tokio::process::{Child, ChildStdin, ChildStdout, Command};
+
+use crate::support::process::{Server, TOOLCRIB};
+use crate::support::soon;
+
+struct Pipes {
+    child: Child,
+    input: ChildStdin,
+    output: Lines<BufReader<ChildStdout>>,
+}
+
+impl Pipes {
+    fn start(arguments: &[&str]) -> Self {
+        let mut command = Command::new(TOOLCRIB);
+        for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("TOOLCRIB_")) {
+            command.env_remove(name);
+        }
+        let mut child = command
+            .arg("mcp")
+            .args(arguments)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .kill_on_drop(true)
+            .spawn()
+            .unwrap();
+        let input = child.stdin.take().unwrap();
+        let output = BufReader::new(child.stdout.take().unwrap()).lines();
+        Self { child, input, output }
+    }
+
+    async fn say(&mut self, message: Value) {
+        self.input.write_all(format!("{message}\n").as_bytes()).await.unwrap();
+    }
+
+    async fn ask(&mut self, id: u64, method: &str, params: Value) -> Value {
+        self.say(json!({ "jsonrpc": "2.0", "id": id, "method": method, "params": params })).await;
+        loop {
+            let line = soon("an answer", self.output.next_line()).await.unwrap();
+            let line = line.unwrap_or_else(|| panic!("{method}: the pipe was closed"));
+            let message: Value = serde_json::from_str(&line).unwrap_or_else(|_| panic!("{line}"));
+            if message["id"] == id {
+                return message;
+            }
+        }
+    }
+
+    /// The older revision's handshake, then the tools and one call.
+    async fn talk(mut self) -> Vec<String> {
+        let params = json!({ "protocolVersion": "2025-11-25", "capabilities": {},
+            "clientInfo": { "name": "test", "version": "1" } });
+        let hello = self.ask(1, "initialize", params).await;
+        assert_eq!(hello["result"]["serverInfo"]["name"], "toolcrib", "{hello}");
+        self.say(json!({ "jsonrpc": "2.0", "method": "notifications/initialized" })).await;
+        let listed = self.ask(2, "tools/list", json!({})).await;
+        let tools = listed["result"]["tools"].as_array().unwrap_or_else(|| panic!("{listed}"));
+        let names = tools.iter().map(|tool| tool["name"].as_str().unwrap().to_owned()).collect();
+        let call = json!({ "name": "calculation.eval", "arguments": { "expression": "6*7" } });
+        let called = self.ask(3, "tools/call", call).await;
+        assert_eq!(called["result"]["structuredContent"]["result"], 42, "{called}");
+        drop(self.input);
+        let ended = soon("the end", self.child.wait()).await.unwrap();
+        assert!(ended.success(), "{ended}");
+        names
+    }
+}
+
+#[tokio::test]
+async fn one_line_of_configuration_is_enough_with_nothing_else_running() {
+    let directory = tempfile::tempdir().unwrap();
+    let data_dir = directory.path().join("data");
+    let data_dir = data_dir.to_str().unwrap();
+    let names = Pipes::start(&["--data-dir", data_dir]).talk().await;
+    assert!(names.contains(&"weather.query".to_owned()), "{names:?}");
+    // What it did is kept, and the next one finds it.
+    let names = Pipes::start(&["--data-dir", data_dir, "--catalogue", "search"]);
+    let mut pipes = names;
+    let params = json!({ "name": "tools.search", "arguments": { "query": "weather" },
+        "_meta": { "io.modelcontextprotocol/protocolVersion": "2026-07-28",
+            "io.modelcontextprotocol/clientInfo": { "name": "test", "version": "1" },
+            "io.modelcontextprotocol/clientCapabilities": {} } });
+    let found = pipes.ask(1, "tools/call", params).await;
+    let tools = &found["result"]["structuredContent"]["tools"];
+    assert_eq!(tools[0]["name"], "weather.query", "{found}");
+}
+
+#[tokio::test]
+async fn in_front_of_a_server_it_passes_everything_on() {
+    let server = Server::ready().await;
+    let url = format!("http://127.0.0.1:{}", server.port);
+    let names = Pipes::start(&["--server", &url]).talk().await;
+    assert!(names.contains(&"calculation.eval".to_owned()), "{names:?}");
+    let calls = server.http.get(server.url("/v1/tool_calls")).send().await.unwrap();
+    let calls: Value = calls.json().await.unwrap();
+    assert_eq!(calls["tool_calls"].as_array().unwrap().len(), 1, "the server has the call");
+}
+
+#[tokio::test]
+async fn a_server_that_is_not_there_is_said_and_ends_it() {
+    let mut pipes = Pipes::start(&["--server", "http://127.0.0.1:9"]);
+    let params = json!({ "protocolVersion": "2025-11-25", "capabilities": {},
+        "clientInfo": { "name": "test", "version": "1" } });
+    pipes.say(json!({ "jsonrpc": "2.0", "id": 1, "method": "initialize", "params": params })).await;
+    let ended = soon("the end", pipes.child.wait()).await.unwrap();
+    assert_eq!(ended.code(), Some(4), "not reachable");
+}
