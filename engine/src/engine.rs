@@ -16,6 +16,7 @@ mod ingress;
 mod invoke;
 mod live;
 mod measure;
+mod projects;
 mod recover;
 mod report;
 mod surely;
@@ -44,6 +45,7 @@ pub use builder::Builder;
 pub use catalog::{Catalog, Entry as CatalogEntry, Registration};
 pub use ingress::Connecting;
 pub use invoke::{Invocation, Ticket};
+pub use projects::{DEFAULT_PROJECT, check_arrays};
 pub use report::Report;
 pub use wait::{CallPage, CallQuery, EventQuery};
 

@@ -141,6 +141,7 @@ impl FnTool {
             policy: PolicyPatch::default(),
             fallback: Vec::new(),
             metadata: None,
+            utp: None,
         };
         Self { definition, body }
     }

@@ -49,6 +49,7 @@ pub mod source;
 pub mod store;
 pub mod task;
 pub mod tool;
+pub mod utp;
 
 pub use call::{Call, Outcome, Status};
 pub use caller::{Caller, Role};

@@ -10,6 +10,7 @@ use crate::function::Progress;
 use crate::id::CallId;
 use crate::json::Json;
 use crate::tool::{Definition, Effect, Executor};
+use crate::utp::{Binding, Route};
 
 /// One try at executing a call.
 #[derive(Debug, Clone)]
@@ -23,12 +24,25 @@ pub struct Attempt {
     pub effect: Effect,
     pub args: Json,
     pub deadline_ms: u64,
+    /// The trace it belongs to, as W3C's `traceparent`: what it does is part of that.
+    pub traceparent: Option<String>,
+    /// What a tool service is told; only of tools that one executes.
+    pub command: Option<Box<Command>>,
     /// The client the call is pinned to.
     pub client_id: Option<String>,
     /// The client that has taken this very attempt before (it is being handed over again).
     pub taken_by: Option<String>,
     /// Whether this attempt may have been handed over before.
     pub again: bool,
+}
+
+/// What a tool service must know to execute an attempt.
+#[derive(Debug, Clone)]
+pub struct Command {
+    pub route: Route,
+    pub binding: Binding,
+    /// The card that has the arguments.
+    pub card_id: String,
 }
 
 /// What starting an attempt came to.

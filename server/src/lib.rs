@@ -12,3 +12,4 @@ pub mod doors;
 pub mod serve;
 pub mod sources;
 pub mod telemetry;
+pub mod yaml;

@@ -4,6 +4,7 @@
 //! (`synchronous=FULL`); callers wait for that commit. Readers work beside it. The store compares
 //! versions and keeps what it is given; it never decides a status.
 
+mod definition;
 mod migrate;
 mod row;
 pub mod sqlite;

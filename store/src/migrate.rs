@@ -5,7 +5,10 @@ use rusqlite::{Connection, TransactionBehavior};
 
 use crate::sqlite::OpenError;
 
-const MIGRATIONS: [&str; 1] = [include_str!("../migrations/sqlite/0001_init.sql")];
+const MIGRATIONS: [&str; 2] = [
+    include_str!("../migrations/sqlite/0001_init.sql"),
+    include_str!("../migrations/sqlite/0004_utp.sql"),
+];
 
 /// The version this program writes.
 pub const SCHEMA_VERSION: i64 = MIGRATIONS.len() as i64;

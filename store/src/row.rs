@@ -11,9 +11,10 @@ use toolcrib::call::{Asked, Call, Hold, Metrics, Outcome, Status, Target};
 use toolcrib::event::{Kind, Record};
 use toolcrib::fault::{Code, Fault, Happened};
 use toolcrib::json::Json;
-use toolcrib::retry::{Backoff, PolicyPatch};
+use toolcrib::retry::Backoff;
 use toolcrib::store::StoreError;
-use toolcrib::tool::{Alternate, Definition, Effect, Executor, Risk};
+use toolcrib::tool::{Effect, Executor};
+use toolcrib::utp::Route;
 
 /// The columns of `calls` that a call is read from, in this order.
 pub(crate) const CALL_COLUMNS: &str = "place, id, project, run_id, tool_name, executor, status, \
@@ -36,13 +37,15 @@ struct Envelope<'a> {
     traceparent: Option<Cow<'a, str>>,
     #[serde(default, skip_serializing_if = "is_false")]
     background: bool,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    turn: Option<Cow<'a, Route>>,
     max_retries: u32,
     /// Only where it is not the usual one.
     #[serde(default, skip_serializing_if = "is_usual")]
     backoff: Cow<'a, Backoff>,
 }
 
-fn is_false(value: &bool) -> bool {
+pub(crate) fn is_false(value: &bool) -> bool {
     !value
 }
 
@@ -63,6 +66,8 @@ struct State<'a> {
     taken_by: Option<Cow<'a, str>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     node: Option<Cow<'a, str>>,
+    #[serde(default, skip_serializing_if = "is_false")]
+    partial: bool,
 }
 
 /// Rows are small because they are flushed: what a column says already is left out, and what an
@@ -114,11 +119,11 @@ pub(crate) struct RecordRow {
     pub(crate) data: String,
 }
 
-fn encode<T: Serialize>(value: &T) -> Result<String, StoreError> {
+pub(crate) fn encode<T: Serialize>(value: &T) -> Result<String, StoreError> {
     serde_json::to_string(value).map_err(|error| StoreError::Corrupt(error.to_string()))
 }
 
-fn decode<'a, T: Deserialize<'a>>(text: &'a str) -> Result<T, StoreError> {
+pub(crate) fn decode<'a, T: Deserialize<'a>>(text: &'a str) -> Result<T, StoreError> {
     serde_json::from_str(text).map_err(|error| StoreError::Corrupt(error.to_string()))
 }
 
@@ -133,6 +138,7 @@ impl CallRow {
             idempotency_key: call.asked.idempotency_key.as_deref().map(Cow::Borrowed),
             traceparent: call.asked.traceparent.as_deref().map(Cow::Borrowed),
             background: call.asked.background,
+            turn: call.asked.turn.as_deref().map(Cow::Borrowed),
             max_retries: call.max_retries,
             backoff: Cow::Borrowed(&call.backoff),
         })?;
@@ -166,6 +172,7 @@ impl CallRow {
             },
             taken_by: call.taken_by.as_deref().map(Cow::Borrowed),
             node: call.node.as_deref().map(Cow::Borrowed),
+            partial: outcome.is_some_and(|outcome| outcome.partial),
         };
         let state = encode(&state)?;
         Ok(Self {
@@ -226,6 +233,7 @@ pub(crate) fn read_call(row: &Row<'_>) -> Result<(u64, Call), StoreError> {
     let completed_ms = time(11)?.map(|ms| ms as u64);
     let outcome = completed_ms.map(|completed_ms| Outcome {
         ok: status == Status::Succeeded,
+        partial: state.partial,
         data,
         error,
         metrics: Metrics::of(created_ms, started_ms, completed_ms, state.attempt),
@@ -249,6 +257,7 @@ pub(crate) fn read_call(row: &Row<'_>) -> Result<(u64, Call), StoreError> {
             idempotency_key: envelope.idempotency_key.map(Cow::into_owned),
             traceparent: envelope.traceparent.map(Cow::into_owned),
             background: envelope.background,
+            turn: envelope.turn.map(|turn| Box::new(turn.into_owned())),
         },
         target: target(state.target),
         alternates: state.alternates.into_iter().map(target).collect(),
@@ -423,66 +432,5 @@ pub(crate) fn read_record(row: &Row<'_>) -> Result<Record, StoreError> {
         at_ms: row.get::<_, i64>(1).map_err(unreadable)? as u64,
         attempt: row.get(2).map_err(unreadable)?,
         data: decode(&data)?,
-    })
-}
-
-#[derive(Serialize, Deserialize)]
-struct StoredDefinition {
-    description: String,
-    executor: Executor,
-    input_schema: Json,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    output_schema: Option<Json>,
-    timeout_ms: u64,
-    #[serde(default, skip_serializing_if = "is_false")]
-    background: bool,
-    effect: Effect,
-    risk: Risk,
-    #[serde(default)]
-    policy: PolicyPatch,
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    fallback: Vec<Alternate>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    metadata: Option<Json>,
-}
-
-/// A tool's definition as text; its project and name are columns.
-pub(crate) fn definition_text(tool: &Definition) -> Result<String, StoreError> {
-    encode(&StoredDefinition {
-        description: tool.description.clone(),
-        executor: tool.executor,
-        input_schema: tool.input_schema.clone(),
-        output_schema: tool.output_schema.clone(),
-        timeout_ms: tool.timeout_ms,
-        background: tool.background,
-        effect: tool.effect,
-        risk: tool.risk,
-        policy: tool.policy.clone(),
-        fallback: tool.fallback.clone(),
-        metadata: tool.metadata.clone(),
-    })
-}
-
-/// A tool's definition from its text.
-pub(crate) fn read_definition(
-    project: String,
-    name: String,
-    text: &str,
-) -> Result<Definition, StoreError> {
-    let stored: StoredDefinition = decode(text)?;
-    Ok(Definition {
-        project: Some(project),
-        name,
-        description: stored.description,
-        executor: stored.executor,
-        input_schema: stored.input_schema,
-        output_schema: stored.output_schema,
-        timeout_ms: stored.timeout_ms,
-        background: stored.background,
-        effect: stored.effect,
-        risk: stored.risk,
-        policy: stored.policy,
-        fallback: stored.fallback,
-        metadata: stored.metadata,
     })
 }

@@ -7,13 +7,15 @@ use crate::call::Call;
 use crate::fault::{Code, Fault};
 use crate::function::Progress;
 use crate::lifecycle::Event;
-use crate::source::{Attempt, ProgressSink, Started};
+use crate::source::{Attempt, Command, ProgressSink, Started};
+use crate::tool::Executor;
+use crate::utp;
 
 impl Inner {
     /// Starts the attempt that is out. Parking happens at once and in order; what is executed in
     /// this process gets its own task, and whatever becomes of that task is reported.
     pub(super) fn start_attempt(self: &Arc<Self>, call: &Arc<Call>, again: bool) {
-        let attempt = attempt(call, again);
+        let mut attempt = attempt(call, again);
         let (inner, call) = (self.clone(), call.clone());
         self.attempts.spawn(async move {
             let executor = call.target.executor;
@@ -22,6 +24,12 @@ impl Inner {
                 let fault = Fault::new(Code::UpstreamUnavailable, message).not_happened();
                 return inner.report_attempt(&call, Err(fault.retryable(false))).await;
             };
+            if executor == Executor::Utp {
+                attempt.command = match inner.command(&call).await {
+                    Ok(command) => Some(Box::new(command)),
+                    Err(fault) => return inner.report_attempt(&call, Err(fault)).await,
+                };
+            }
             let sink = inner.progress_sink(&call);
             let started = source.start(attempt, sink).await;
             inner.take_back(&call, started).await;
@@ -49,6 +57,20 @@ impl Inner {
         let result = self.checked(call, result);
         let event = Event::Report { attempt: Some(call.attempt), by: None, result };
         self.advance_surely(&call.project, &call.id, event).await;
+    }
+
+    /// What a tool service is told of the attempt that is out.
+    async fn command(&self, call: &Call) -> Result<Command, Fault> {
+        let found = self.binding_of(call).await.map_err(|error| {
+            let message = format!("the definition cannot be read: {error}");
+            Fault::new(Code::UpstreamUnavailable, message).not_happened()
+        })?;
+        let Some(binding) = found else {
+            let message = format!("the definition of {} is gone", call.target.tool);
+            return Err(Fault::new(Code::Internal, message).not_happened().retryable(false));
+        };
+        let card_id = utp::card::id_of(&call.id, utp::card::TOOL_CALL);
+        Ok(Command { route: utp::Route::of(call), binding, card_id })
     }
 
     fn progress_sink(self: &Arc<Self>, call: &Arc<Call>) -> ProgressSink {
@@ -79,6 +101,8 @@ pub(super) fn attempt(call: &Call, again: bool) -> Attempt {
         effect: call.target.effect,
         args: call.target.args.clone(),
         deadline_ms: call.deadline_ms,
+        traceparent: call.asked.traceparent.clone(),
+        command: None,
         client_id: call.asked.client_id.clone(),
         taken_by: call.taken_by.clone(),
         again,

@@ -23,7 +23,7 @@ use crate::policy::Decision;
 use crate::retry::{MAX_RETRIES_LIMIT, TIMEOUT_MS_RANGE};
 use crate::schema::Problem;
 use crate::store::{Created, IdempotencyKey, NewCall};
-use crate::tool::hex;
+use crate::tool::{Executor, hex};
 
 /// The envelope: what a caller asks for.
 #[derive(Debug, Clone)]
@@ -43,6 +43,8 @@ pub struct Invocation {
     pub user_id: Option<String>,
     /// The trace it is asked in, as W3C's `traceparent`.
     pub traceparent: Option<String>,
+    /// The turn it is made in.
+    pub turn: Option<Box<crate::utp::Route>>,
 }
 
 impl Invocation {
@@ -59,6 +61,7 @@ impl Invocation {
             client_id: None,
             user_id: None,
             traceparent: None,
+            turn: None,
         })
     }
 }
@@ -149,8 +152,13 @@ impl Inner {
                 idempotency_key: asked.idempotency_key,
                 traceparent: asked.traceparent,
                 background: definition.background,
+                turn: asked.turn,
             },
-            max_retries: asked.retry.unwrap_or(policy.max_retries),
+            // A tool service answers a call that it knows from memory: asking again is no use.
+            max_retries: match definition.executor {
+                Executor::Utp => 0,
+                _ => asked.retry.unwrap_or(policy.max_retries),
+            },
             backoff: policy.backoff,
             status: Status::Pending,
             hold: Some(Hold::Queue),

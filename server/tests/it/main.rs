@@ -18,6 +18,7 @@ mod policy;
 mod seed;
 mod submitting;
 mod support;
+mod utp;
 mod validation;
 mod waiting;
 mod wire_files;

@@ -52,6 +52,9 @@ pub(super) enum Log {
     AsItIs,
 }
 
+/// Something to do in a commit; done again when its group is not committed.
+pub(super) type Work = Box<dyn FnMut(&Connection) -> rusqlite::Result<()> + Send>;
+
 type Reply<T> = oneshot::Sender<Result<T, StoreError>>;
 
 /// A change, and whom to tell.
@@ -89,6 +92,11 @@ pub(super) enum Op {
         reply: Reply<()>,
     },
     Check {
+        reply: Reply<()>,
+    },
+    /// Anything else.
+    Work {
+        work: Work,
         reply: Reply<()>,
     },
 }
@@ -400,6 +408,10 @@ impl Desk {
                 Ok(()) => Ok(Told::Done(reply)),
                 Err(error) => Err(Box::new((Op::Check { reply }, error))),
             },
+            Op::Work { mut work, reply } => match work(&self.connection) {
+                Ok(()) => Ok(Told::Done(reply)),
+                Err(error) => Err(Box::new((Op::Work { work, reply }, error))),
+            },
         }
     }
 
@@ -423,6 +435,7 @@ fn refuse(op: Op, why: &str) {
         Op::Append { reply, .. } | Op::Audit { reply, .. } | Op::Check { reply } => {
             Told::Done(reply)
         }
+        Op::Work { reply, .. } => Told::Done(reply),
         Op::Purge { reply, .. } => Told::Count(reply, 0),
     };
     told.refuse(why);

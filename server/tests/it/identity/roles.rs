@@ -18,7 +18,7 @@ enum Row {
 
 use Row::{Keyed, Open};
 
-const TABLE: [(&str, &str, Row); 28] = [
+const TABLE: [(&str, &str, Row); 34] = [
     ("get", "/v1/tools", Keyed([200, 200, 200, 200])),
     ("get", "/v1/tools/{name}", Keyed([200, 404, 200, 404])),
     ("post", "/v1/tools/{name}/invoke", Keyed([202, 403, 202, 404])),
@@ -43,6 +43,12 @@ const TABLE: [(&str, &str, Row); 28] = [
     ("post", "/internal/tool_calls/{tool_call_id}/progress", Keyed([403, 200, 200, 404])),
     ("get", "/internal/ingress/poll", Keyed([403, 200, 200, 404])),
     ("get", "/internal/ingress/sse", Keyed([403, 200, 200, 404])),
+    ("get", "/projects", Keyed([200, 200, 200, 200])),
+    ("post", "/projects", Keyed([403, 403, 403, 403])),
+    ("get", "/projects/{project_id}/tools", Keyed([200, 200, 200, 404])),
+    ("post", "/projects/{project_id}/tools", Keyed([403, 201, 201, 404])),
+    ("get", "/projects/{project_id}/tools/{tool_name}", Keyed([200, 200, 200, 404])),
+    ("delete", "/projects/{project_id}/tools/{tool_name}", Keyed([403, 204, 204, 404])),
     ("get", "/healthz", Open),
     ("get", "/livez", Open),
     ("get", "/readyz", Open),
@@ -61,6 +67,10 @@ impl World {
         let tools = json!([offer("a.tool")]);
         self.provider.register("c1", tools.clone()).await;
         let mut filled = path.replace("{name}", "a.tool").replace("{run_id}", "run_1");
+        filled = filled.replace("{project_id}", "p").replace("{tool_name}", "an.other");
+        if path.contains("{tool_name}") {
+            self.admin.post("/projects/p/tools", project_tool()).await.is(201);
+        }
         if path.contains("{tool_call_id}") {
             let id = self.admin.invoke("a.tool", json!({})).await;
             filled = filled.replace("{tool_call_id}", &id);
@@ -74,11 +84,15 @@ impl World {
             self.admin.put("/v1/rules", rule).await.is(200);
             filled.push_str("?agent=eve&pattern=x.*");
         }
-        if path.starts_with("/internal/ingress") || method == "delete" && path.contains("tools") {
+        if path.starts_with("/internal/ingress")
+            || method == "delete" && path.starts_with("/internal")
+        {
             filled.push_str("?client_id=c1");
         }
         let body = match path {
             "/v1/tools/{name}/invoke" => json!({ "run_id": "run_1", "args": {} }),
+            "/projects" => json!({ "project_id": "fresh" }),
+            "/projects/{project_id}/tools" => project_tool(),
             "/v1/keys" => json!({ "agent": "made" }),
             "/v1/rules" => json!({ "agent": "eve", "pattern": "y.*", "verdict": "deny" }),
             "/internal/tools/register" => json!({ "client_id": "fresh", "tools": [] }),
@@ -102,6 +116,11 @@ impl World {
         }
         status
     }
+}
+
+fn project_tool() -> Value {
+    let target = "cmd.tool.other.run";
+    json!({ "tool_name": "an.other", "target_subject": target, "after_execution": "suspend" })
 }
 
 async fn world() -> (World, Vec<(&'static str, Api)>) {

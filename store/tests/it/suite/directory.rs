@@ -33,6 +33,7 @@ fn tool(project: &str, name: &str, description: &str) -> Definition {
         fallback: vec![],
         background: true,
         metadata: None,
+        utp: None,
     }
 }
 

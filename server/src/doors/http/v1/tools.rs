@@ -120,6 +120,7 @@ pub(super) async fn invoke(
         client_id: body.client_id,
         user_id: body.user_id,
         traceparent: None,
+        turn: None,
     };
     // Boxed, because this handler's future is moved several times on its way into the router.
     let ticket = Box::pin(door.engine.invoke(&caller, invocation)).await?;

@@ -1,0 +1,3 @@
+//! Tools over NATS: projects and definitions, cards, commands, reports, turns, inboxes.
+
+mod projects;

@@ -1,0 +1,75 @@
+//! How a tool's definition becomes text and back; read by every later version of this program.
+
+use serde::{Deserialize, Serialize};
+use toolcrib::json::Json;
+use toolcrib::retry::PolicyPatch;
+use toolcrib::store::StoreError;
+use toolcrib::tool::{Alternate, Definition, Effect, Executor, Risk};
+use toolcrib::utp::Binding;
+
+use crate::row::{decode, encode, is_false};
+
+#[derive(Serialize, Deserialize)]
+struct StoredDefinition {
+    description: String,
+    executor: Executor,
+    input_schema: Json,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    output_schema: Option<Json>,
+    timeout_ms: u64,
+    #[serde(default, skip_serializing_if = "is_false")]
+    background: bool,
+    effect: Effect,
+    risk: Risk,
+    #[serde(default)]
+    policy: PolicyPatch,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    fallback: Vec<Alternate>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    metadata: Option<Json>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    utp: Option<Binding>,
+}
+
+/// A tool's definition as text; its project and name are columns.
+pub(crate) fn definition_text(tool: &Definition) -> Result<String, StoreError> {
+    encode(&StoredDefinition {
+        description: tool.description.clone(),
+        executor: tool.executor,
+        input_schema: tool.input_schema.clone(),
+        output_schema: tool.output_schema.clone(),
+        timeout_ms: tool.timeout_ms,
+        background: tool.background,
+        effect: tool.effect,
+        risk: tool.risk,
+        policy: tool.policy.clone(),
+        fallback: tool.fallback.clone(),
+        metadata: tool.metadata.clone(),
+        utp: tool.utp.clone(),
+    })
+}
+
+/// A tool's definition from its text.
+pub(crate) fn read_definition(
+    project: String,
+    name: String,
+    text: &str,
+) -> Result<Definition, StoreError> {
+    let stored: StoredDefinition = decode(text)?;
+    Ok(Definition {
+        project: Some(project),
+        name,
+        description: stored.description,
+        executor: stored.executor,
+        input_schema: stored.input_schema,
+        output_schema: stored.output_schema,
+        timeout_ms: stored.timeout_ms,
+        background: stored.background,
+        effect: stored.effect,
+        risk: stored.risk,
+        policy: stored.policy,
+        fallback: stored.fallback,
+        metadata: stored.metadata,
+        utp: stored.utp,
+    })
+}
