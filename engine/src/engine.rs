@@ -10,8 +10,11 @@ mod advance;
 mod ahead;
 mod attempt;
 mod builder;
+mod cards;
 mod catalog;
 mod gate;
+mod inbox;
+mod ingest;
 mod ingress;
 mod invoke;
 mod live;
@@ -20,6 +23,7 @@ mod projects;
 mod recover;
 mod report;
 mod surely;
+mod turns;
 mod wait;
 
 use std::collections::HashMap;
@@ -43,10 +47,12 @@ use crate::tool::{Alternate, Executor};
 pub use admin::{NewKey, ShownKey};
 pub use builder::Builder;
 pub use catalog::{Catalog, Entry as CatalogEntry, Registration};
+pub use ingest::{Ingested, Rejected, ToolReport, Unreadable};
 pub use ingress::Connecting;
 pub use invoke::{Invocation, Ticket};
 pub use projects::{DEFAULT_PROJECT, check_arrays};
 pub use report::Report;
+pub use turns::{Dispatch, Dispatched, Lease, Resumed, StepCall, StepResult};
 pub use wait::{CallPage, CallQuery, EventQuery};
 
 use gate::Gate;
@@ -125,6 +131,10 @@ pub(crate) struct Inner {
     pub(crate) policies: Policies,
     /// This process, told apart from the one before a restart.
     pub(crate) node: String,
+    /// Whether somebody publishes what is in the outbox.
+    pub(crate) publishes: bool,
+    /// The traces that reports under way come out of.
+    pub(crate) inbound: parking_lot::Mutex<HashMap<crate::id::CallId, String>>,
     pub(crate) draining: AtomicBool,
     pub(crate) recovered: AtomicBool,
     pub(crate) stopping: CancellationToken,
@@ -163,6 +173,13 @@ impl Engine {
     /// Whether the store can be read and written now.
     pub async fn check_store(&self) -> Result<(), Error> {
         self.inner.store.check().await.map_err(unavailable)
+    }
+
+    /// How that is which the sources depend on.
+    pub fn sources_health(&self) -> Vec<crate::source::Health> {
+        let mut all: Vec<_> = self.inner.sources.values().filter_map(|s| s.health()).collect();
+        all.sort_by_key(|health| health.name);
+        all
     }
 
     /// How much room the store takes.

@@ -16,7 +16,7 @@ use crate::call::{Call, Hold, Metrics, Outcome, Status};
 use crate::event::{Kind, Record};
 use crate::fault::{Code, Fault, Happened};
 use crate::json::Json;
-use crate::tool::Effect;
+use crate::tool::{Effect, Executor};
 
 /// What can happen to a call.
 #[derive(Debug, Clone, PartialEq)]
@@ -280,10 +280,13 @@ fn deadline(call: &Call, now_ms: u64) -> Result<Step, Refusal> {
             "{} did not answer within {allowed_ms} ms; it was under way and may have taken effect",
             call.target.tool
         ),
-        (_, Some(Hold::Parked), _) => format!(
-            "nobody took {} within {allowed_ms} ms: is the client that offers it connected?",
-            call.target.tool
-        ),
+        (_, Some(Hold::Parked), _) => {
+            let who = match call.target.executor {
+                Executor::Utp => "is its tool service running, and NATS there",
+                _ => "is the client that offers it connected",
+            };
+            format!("nobody took {} within {allowed_ms} ms: {who}?", call.target.tool)
+        }
         (_, Some(Hold::Retry { .. }), _) => {
             format!("{} failed and its {allowed_ms} ms ended before the next try", call.target.tool)
         }

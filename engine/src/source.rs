@@ -54,6 +54,14 @@ pub enum Started {
     Parked,
 }
 
+/// How something that a source depends on is.
+#[derive(Debug, Clone)]
+pub struct Health {
+    pub name: &'static str,
+    /// None when it is well.
+    pub trouble: Option<String>,
+}
+
 /// Where an attempt's progress goes.
 pub type ProgressSink = std::sync::Arc<dyn Fn(Progress) + Send + Sync>;
 
@@ -71,6 +79,11 @@ pub trait Source: Send + Sync + 'static {
 
     /// Stops an attempt, as far as that is possible.
     fn cancel(&self, call_id: &CallId, attempt: u32);
+
+    /// How whoever executes them is, where that can be known.
+    fn health(&self) -> Option<Health> {
+        None
+    }
 
     /// The attempt is over, whichever way: nothing need be kept for it.
     fn settled(&self, _call_id: &CallId, _attempt: u32) {}

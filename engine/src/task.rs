@@ -7,6 +7,7 @@ pub mod dispatch;
 pub mod purge;
 pub mod refresh;
 pub mod sweep;
+pub mod watchdog;
 
 use crate::engine::Engine;
 
@@ -16,6 +17,7 @@ pub(crate) fn spawn_all(engine: &Engine, retention_ms: Option<u64>) {
     tasks.spawn(dispatch::run(engine.clone()));
     tasks.spawn(sweep::run(engine.clone()));
     tasks.spawn(refresh::run(engine.clone()));
+    tasks.spawn(watchdog::run(engine.clone()));
     if let Some(retention_ms) = retention_ms {
         tasks.spawn(purge::run(engine.clone(), retention_ms));
     }

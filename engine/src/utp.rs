@@ -6,6 +6,7 @@
 
 pub mod card;
 pub mod subject;
+pub mod trace;
 
 use std::str::FromStr;
 

@@ -12,7 +12,9 @@ use toolcrib_store::SqliteStore;
 use crate::config::Config;
 use crate::doors::http::{Door, Settings};
 use crate::sources::builtin;
+use crate::sources::utp::Commands;
 use crate::telemetry;
+use crate::utp::Link;
 
 /// Two servers on one database would each believe to be the only writer: the first keeps this
 /// file locked for as long as it lives, however it ends.
@@ -38,6 +40,7 @@ fn lock(store: &Path) -> anyhow::Result<File> {
 /// A server's engine, and what keeps its database its own.
 pub struct Served {
     pub engine: Engine,
+    _nats: Option<crate::doors::nats::Open>,
     _lock: File,
 }
 
@@ -50,8 +53,14 @@ pub async fn engine(config: &Config) -> anyhow::Result<Served> {
         tokio::task::spawn_blocking(move || SqliteStore::open(&path)).await?
     };
     let store = opened.with_context(|| format!("cannot open {}", path.display()))?;
+    let link = match config.nats.address() {
+        Some(address) => Some(Link::connect(&address, "toolcrib").await.context("NATS")?),
+        None => None,
+    };
     let mut builder = Engine::builder()
         .store(Arc::new(store))
+        .source(Arc::new(Commands::new(link.clone())))
+        .publishes(link.is_some())
         .limits(config.limits())
         .policies(config.policies())
         .tools(builtin_tools(config)?);
@@ -59,7 +68,9 @@ pub async fn engine(config: &Config) -> anyhow::Result<Served> {
     if days > 0.0 {
         builder = builder.retention_ms((days * 86_400_000.0) as u64);
     }
-    Ok(Served { engine: builder.start().await?, _lock: lock })
+    let engine = builder.start().await?;
+    let nats = link.map(|link| crate::doors::nats::open(engine.clone(), link));
+    Ok(Served { engine, _nats: nats, _lock: lock })
 }
 
 /// An engine for a look at the directory or a change to it: it runs nothing by itself, and may be
@@ -86,7 +97,8 @@ pub fn door(config: &Config, engine: Engine) -> Door {
     Door { engine, settings: Arc::new(settings), metrics: telemetry::metrics() }
 }
 
-fn builtin_tools(config: &Config) -> anyhow::Result<Vec<Arc<dyn Tool>>> {
+/// The tools that come with the server, as configured.
+pub fn builtin_tools(config: &Config) -> anyhow::Result<Vec<Arc<dyn Tool>>> {
     let mut tools = Vec::new();
     if config.builtin.enabled {
         tools = builtin::tools(builtin::Settings {

@@ -16,6 +16,7 @@ mod input;
 mod output;
 mod sse;
 mod tools;
+mod utp;
 mod watch;
 
 #[cfg(test)]
@@ -95,6 +96,8 @@ Examples:
     Calls(calls::CallsArgs),
     /// See calls as they happen
     Watch(watch::WatchArgs),
+    /// Serve the built-in tools to other systems over NATS
+    Utp(utp::UtpArgs),
     /// Make, list and revoke keys
     Keys(admin::KeysArgs),
     /// Allow tools to an agent
@@ -120,6 +123,9 @@ struct ServeArgs {
     /// Address and port to listen on
     #[arg(long, value_name = "ADDRESS")]
     listen: Option<String>,
+    /// NATS server for tools over NATS: nats://127.0.0.1:4222
+    #[arg(long, value_name = "URL")]
+    nats: Option<String>,
     #[command(flatten)]
     place: Place,
 }
@@ -167,7 +173,10 @@ pub struct Ready {
 impl Ready {
     /// Whether it serves many at once; for everything else one thread is enough and cheaper.
     pub fn serves(&self) -> bool {
-        matches!(self.command, Command::Serve(_) | Command::BenchFloor(_) | Command::BenchFill(_))
+        matches!(
+            self.command,
+            Command::Serve(_) | Command::Utp(_) | Command::BenchFloor(_) | Command::BenchFill(_)
+        )
     }
 }
 
@@ -242,6 +251,7 @@ async fn dispatch(context: &Context, command: Command) -> Result<(), Failure> {
         Command::Call(args) => call::run(context, args).await,
         Command::Calls(args) => calls::run(context, args).await,
         Command::Watch(args) => watch::run(context, args).await,
+        Command::Utp(args) => utp::run(context, args).await,
         Command::Keys(args) => admin::keys(context, args).await,
         Command::Allow(args) => admin::set(context, args, toolcrib::policy::Verdict::Allow).await,
         Command::Deny(args) => admin::set(context, args, toolcrib::policy::Verdict::Deny).await,
@@ -255,6 +265,10 @@ async fn dispatch(context: &Context, command: Command) -> Result<(), Failure> {
 }
 
 async fn serve(context: &Context, args: ServeArgs) -> Result<(), Failure> {
-    let config = context.config(args.listen.as_ref(), &args.place)?;
+    let mut config = context.config(args.listen.as_ref(), &args.place)?;
+    if args.nats.is_some() {
+        config.nats.url = args.nats;
+        config.validate()?;
+    }
     Ok(crate::serve::run(config).await?)
 }

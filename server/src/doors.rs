@@ -2,3 +2,4 @@
 //! back; it knows neither the store nor the sources.
 
 pub mod http;
+pub mod nats;

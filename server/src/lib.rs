@@ -12,4 +12,5 @@ pub mod doors;
 pub mod serve;
 pub mod sources;
 pub mod telemetry;
+pub mod utp;
 pub mod yaml;

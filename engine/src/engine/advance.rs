@@ -60,6 +60,9 @@ impl Inner {
             self.live.moved(&before, &after);
             self.settle(&entry, &before, &after);
             self.perform(&entry, &after, &step.actions);
+            if after.status.is_terminal() {
+                self.ended(&after).await;
+            }
             measure::moved(&before, &after);
             self.announce(&after);
             return Ok(Advanced::Done(after));

@@ -34,6 +34,7 @@ pub struct Builder {
     limits: Limits,
     policies: Policies,
     retention_ms: Option<u64>,
+    publishes: bool,
 }
 
 impl Builder {
@@ -90,6 +91,12 @@ impl Builder {
         self
     }
 
+    /// Somebody publishes what is in the outbox: wakeups are put there.
+    pub fn publishes(mut self, publishes: bool) -> Self {
+        self.publishes = publishes;
+        self
+    }
+
     /// An engine that takes up what the store has open, and runs its reconcilers.
     pub async fn start(self) -> Result<Engine, Error> {
         let retention_ms = self.retention_ms;
@@ -136,6 +143,8 @@ impl Builder {
             limits: self.limits,
             policies: self.policies,
             node,
+            publishes: self.publishes,
+            inbound: parking_lot::Mutex::default(),
             draining: AtomicBool::new(false),
             recovered: AtomicBool::new(false),
             stopping: CancellationToken::new(),

@@ -270,6 +270,7 @@ impl Inner {
         if call.status.is_terminal() {
             // It never was among the live ones: its room and its place are free again.
             measure::ended(&call);
+            self.ended(&call).await;
             self.announce(&call);
             return Ok(Ticket { call, replayed: false, entry: None });
         }

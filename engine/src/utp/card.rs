@@ -7,7 +7,7 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use super::{AfterExecution, Binding, Route, ToolStatus};
+use super::{AfterExecution, Binding, Route, ToolStatus, trace};
 use crate::call::{Call, Status};
 use crate::fault::{Code, Fault};
 use crate::id::CallId;
@@ -396,7 +396,7 @@ pub fn lineage(call: &Call, route: &Route) -> Map<String, Value> {
         "agent_turn_id": route.turn_id,
         "step_id": route.step_id,
         "tool_call_id": route.tool_call_id,
-        "trace_id": call.asked.traceparent.as_deref().and_then(|text| text.get(3..35)),
+        "trace_id": trace::trace_id_of(call),
         "parent_step_id": route.parent_step_id,
     }))
 }

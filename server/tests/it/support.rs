@@ -4,6 +4,7 @@
 //! for at most [`PATIENCE`], and a wait that is over fails with what was there instead.
 
 pub mod api;
+pub mod nats;
 pub mod process;
 pub mod sse;
 pub mod weather;

@@ -1,3 +1,4 @@
 //! Tools over NATS: projects and definitions, cards, commands, reports, turns, inboxes.
 
+mod calls;
 mod projects;

@@ -196,14 +196,14 @@ impl UtpStore for Utp {
         let (project, turn_id) = (item.project.clone(), item.turn_id.clone());
         let (tool_call_id, inbox_id) = (item.tool_call_id.clone(), item.inbox_id.clone());
         let delivered = state.put_into_inbox(item);
-        if delivered == Delivered::New {
-            for w in state.waiting.values_mut() {
-                if (&w.project, &w.turn_id, &w.tool_call_id) == (&project, &turn_id, &tool_call_id)
-                {
-                    w.result_card_id = Some(result_card_id.to_owned());
-                    w.inbox_id = Some(inbox_id.clone());
-                }
+        for w in state.waiting.values_mut() {
+            let same = (&w.project, &w.turn_id, &w.tool_call_id);
+            if same == (&project, &turn_id, &tool_call_id) && w.inbox_id.is_none() {
+                w.result_card_id = Some(result_card_id.to_owned());
+                w.inbox_id = Some(inbox_id.clone());
             }
+        }
+        if delivered == Delivered::New {
             state.outbox.extend(letter);
         }
         Ok(delivered)

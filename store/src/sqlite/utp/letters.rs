@@ -43,13 +43,10 @@ pub(super) fn deliver(
     letter: Option<&Letter>,
 ) -> rusqlite::Result<Delivered> {
     let delivered = put(connection, item)?;
-    if delivered != Delivered::New {
-        return Ok(delivered);
-    }
     let call: Option<(i64, String)> = connection
         .prepare_cached(
             "SELECT number, body FROM turn_calls \
-             WHERE project = ?1 AND turn_id = ?2 AND tool_call_id = ?3",
+             WHERE project = ?1 AND turn_id = ?2 AND tool_call_id = ?3 AND inbox_id IS NULL",
         )?
         .query_row([&item.project, &item.turn_id, &item.tool_call_id], |row| {
             Ok((row.get(0)?, row.get(1)?))
@@ -59,12 +56,15 @@ pub(super) fn deliver(
         let mut waiting: Waiting = of_body(&text)?;
         waiting.result_card_id = Some(result_card_id.to_owned());
         waiting.inbox_id = Some(item.inbox_id.clone());
+        // Also when it was put in before its step was stored.
         connection
             .prepare_cached("UPDATE turn_calls SET inbox_id = ?1, body = ?2 WHERE number = ?3")?
             .execute(params![item.inbox_id, body(&waiting)?, number])?;
     }
-    letter.map_or(Ok(()), |letter| post(connection, letter))?;
-    Ok(Delivered::New)
+    if delivered == Delivered::New {
+        letter.map_or(Ok(()), |letter| post(connection, letter))?;
+    }
+    Ok(delivered)
 }
 
 pub(super) fn post(connection: &Connection, letter: &Letter) -> rusqlite::Result<()> {
