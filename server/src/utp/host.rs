@@ -35,6 +35,7 @@ use futures::{FutureExt, StreamExt};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::sync::Semaphore;
+use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use toolcrib::fault::{Code, Fault};
 use toolcrib::utp::ToolStatus;
@@ -183,7 +184,10 @@ impl Host {
             any: self.any,
             running: Mutex::default(),
             ack_wait: self.ack_wait,
+            dropped: CancellationToken::new(),
         });
+        // Whoever drops this future wants nothing of it to go on.
+        let _dropped = serving.dropped.clone().drop_guard();
         let (places, tasks) = (Arc::new(Semaphore::new(self.at_once)), TaskTracker::new());
         let mut stop = std::pin::pin!(stop);
         loop {
@@ -243,7 +247,10 @@ async fn take(
         let place = places.clone().acquire_owned().await?;
         let serving = serving.clone();
         tasks.spawn(async move {
-            serving.handle(message).await;
+            tokio::select! {
+                () = serving.handle(message) => {}
+                () = serving.dropped.cancelled() => {}
+            }
             drop(place);
         });
     }
@@ -257,6 +264,7 @@ struct Serving {
     /// What is being executed here: given again meanwhile, it is not begun a second time.
     running: Mutex<HashSet<(String, String, String)>>,
     ack_wait: Duration,
+    dropped: CancellationToken,
 }
 
 impl Serving {

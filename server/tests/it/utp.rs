@@ -1,4 +1,7 @@
 //! Tools over NATS: projects and definitions, cards, commands, reports, turns, inboxes.
 
+mod away;
 mod calls;
+mod commands;
 mod projects;
+mod reports;
