@@ -159,6 +159,10 @@ async fn publish_all(engine: Engine, link: Link) {
     let mut news = engine.outbox_news();
     loop {
         link.up().await;
+        // Also where nothing is to be published: a tool service may come first.
+        if let Err(error) = link.ensure_streams().await {
+            tracing::debug!(%error, "the streams are not there yet");
+        }
         match publish_some(&engine, &link).await {
             Ok(0) => {
                 tokio::select! {

@@ -5,3 +5,5 @@ mod calls;
 mod commands;
 mod projects;
 mod reports;
+mod services;
+mod turns;
