@@ -116,6 +116,8 @@ Examples:
     BenchFloor(bench::FloorArgs),
     #[command(hide = true)]
     BenchFill(bench::FillArgs),
+    #[command(hide = true)]
+    BenchUtp(bench::HostArgs),
 }
 
 #[derive(Debug, Default, Args)]
@@ -260,6 +262,7 @@ async fn dispatch(context: &Context, command: Command) -> Result<(), Failure> {
         Command::Doctor(args) => doctor::run(context, args).await,
         Command::Bench(args) => bench::run(context, args).await,
         Command::BenchFloor(args) => bench::floor(args).await,
+        Command::BenchUtp(args) => bench::host(args).await,
         Command::BenchFill(args) => bench::fill(args).await,
     }
 }

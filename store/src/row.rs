@@ -49,8 +49,8 @@ pub(crate) fn is_false(value: &bool) -> bool {
     !value
 }
 
-fn is_usual(backoff: &Cow<'_, Backoff>) -> bool {
-    **backoff == Backoff::default()
+fn is_usual(backoff: &Backoff) -> bool {
+    *backoff == Backoff::default()
 }
 
 #[derive(Serialize, Deserialize)]
@@ -189,7 +189,7 @@ impl CallRow {
 
 fn stored_target<'a>(call: &Call, target: &'a Target, with_args: bool) -> StoredTarget<'a> {
     StoredTarget {
-        tool: (target.tool != call.tool_name).then(|| Cow::Borrowed(target.tool.as_str())),
+        tool: (target.tool != call.tool_name).then_some(Cow::Borrowed(target.tool.as_str())),
         version: Cow::Borrowed(&target.version),
         executor: (target.executor != call.target.executor).then_some(target.executor),
         effect: target.effect,

@@ -39,6 +39,8 @@ impl Room {
             tool: "t".into(),
             effect,
             args: Json::empty_object(),
+            traceparent: None,
+            command: None,
             deadline_ms: u64::MAX,
             client_id: pinned.map(str::to_owned),
             taken_by: taken_by.map(str::to_owned),

@@ -149,6 +149,34 @@ fn keys(connection: &Connection) -> Result<Vec<Key>, StoreError> {
     Ok(rows)
 }
 
+/// A change of a project's own tools, or of who can be woken in it.
+fn change_project(connection: &Connection, change: &Change) -> rusqlite::Result<()> {
+    match change {
+        Change::AddProject(project) => {
+            connection.execute(
+                "INSERT OR IGNORE INTO projects VALUES (?1, ?2, ?3)",
+                params![project.id, project.title, project.created_ms as i64],
+            )?;
+        }
+        Change::PutTool(tool) => put_tool(connection, tool)?,
+        Change::DropTool { project, name } => {
+            connection.execute(
+                "DELETE FROM project_tools WHERE project = ?1 AND name = ?2",
+                [project, name],
+            )?;
+        }
+        Change::PutMember(member) => put_member(connection, member)?,
+        Change::DropMember { project, agent_id } => {
+            connection.execute(
+                "DELETE FROM roster WHERE project = ?1 AND agent_id = ?2",
+                [project, agent_id],
+            )?;
+        }
+        _ => {}
+    }
+    Ok(())
+}
+
 /// Makes a change, unless the directory is not the one it was decided on.
 pub(super) fn change(
     connection: &Connection,
@@ -175,26 +203,11 @@ pub(super) fn change(
             )?;
             drop_orphans(connection, project)?;
         }
-        Change::AddProject(project) => {
-            connection.execute(
-                "INSERT OR IGNORE INTO projects VALUES (?1, ?2, ?3)",
-                params![project.id, project.title, project.created_ms as i64],
-            )?;
-        }
-        Change::PutTool(tool) => put_tool(connection, tool)?,
-        Change::DropTool { project, name } => {
-            connection.execute(
-                "DELETE FROM project_tools WHERE project = ?1 AND name = ?2",
-                [project, name],
-            )?;
-        }
-        Change::PutMember(member) => put_member(connection, member)?,
-        Change::DropMember { project, agent_id } => {
-            connection.execute(
-                "DELETE FROM roster WHERE project = ?1 AND agent_id = ?2",
-                [project, agent_id],
-            )?;
-        }
+        Change::AddProject(_)
+        | Change::PutTool(_)
+        | Change::DropTool { .. }
+        | Change::PutMember(_)
+        | Change::DropMember { .. } => change_project(connection, change)?,
         Change::AddKey(key) => {
             connection.execute(
                 "INSERT INTO keys VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)",

@@ -64,6 +64,14 @@ pub struct Server {
 impl Server {
     /// Starts a server on a free port, and says how long it took to its first answered call.
     pub async fn start(kind: Kind, dir: &Path) -> anyhow::Result<(Self, Duration)> {
+        Self::start_with(kind, dir, &[]).await
+    }
+
+    async fn start_with(
+        kind: Kind,
+        dir: &Path,
+        environment: &[(&str, &str)],
+    ) -> anyhow::Result<(Self, Duration)> {
         let addr = format!("127.0.0.1:{}", process::free_port()?);
         let mut command = this_program()?;
         match kind {
@@ -76,6 +84,7 @@ impl Server {
                 command.args(["bench-floor", "--listen", &addr, "--dir"]).arg(dir);
             }
         }
+        command.envs(environment.iter().copied());
         let log = dir.with_extension("log");
         let errors =
             File::create(&log).with_context(|| format!("cannot write {}", log.display()))?;
@@ -160,6 +169,17 @@ impl Drop for Filling {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// A server that speaks NATS, and a tool service as another process.
+pub async fn start_utp(dir: &Path, url: &str) -> anyhow::Result<(Server, Filling)> {
+    let (server, _) =
+        Server::start_with(Kind::Product, dir, &[("TOOLCRIB_NATS__URL", url)]).await?;
+    let mut command = this_program()?;
+    command.args(["bench-utp", "--nats", url]).current_dir(dir);
+    command.stdin(Stdio::null()).stdout(Stdio::null());
+    let child = command.spawn().context("cannot start this program a second time")?;
+    Ok((server, Filling { child }))
 }
 
 /// This binary, without settings of ours from the environment.

@@ -14,7 +14,7 @@ use super::child::{CALL_BODY, Filling, Kind, Scratch, Server, call_path};
 use crate::cli::client::{Ask, Client};
 use crate::cli::output::{Output, now_ms};
 
-const CALLERS: usize = 64;
+pub(super) const CALLERS: usize = 64;
 const BURST: usize = 100;
 /// Pages fetched for each filter.
 const PAGES: usize = 200;
@@ -25,8 +25,8 @@ const REST: Duration = Duration::from_secs(1);
 #[derive(Debug, Clone, Copy)]
 pub struct Plan {
     /// Product and floor take turns so often.
-    rounds: usize,
-    round: Duration,
+    pub(super) rounds: usize,
+    pub(super) round: Duration,
     bursts: usize,
     starts: usize,
     stored: Option<u64>,
@@ -44,13 +44,13 @@ impl Plan {
     /// Steps on the progress bar.
     fn steps(&self) -> u64 {
         let filled = if self.stored.is_some() { 3 } else { 0 };
-        (2 + self.starts + 6 * self.rounds + filled) as u64
+        (3 + self.starts + 8 * self.rounds + filled) as u64
     }
 }
 
 pub struct Bench<'a> {
-    scratch: &'a Scratch,
-    plan: Plan,
+    pub(super) scratch: &'a Scratch,
+    pub(super) plan: Plan,
     bar: ProgressBar,
     report: Report,
 }
@@ -94,6 +94,7 @@ impl<'a> Bench<'a> {
         let after = product.resident_mib()?;
         self.push(Measure::alone("memory after the load", "MiB", after, Limit::None));
         drop((product, floor));
+        self.utp().await?;
         match self.plan.stored {
             Some(count) => self.stored(count).await,
             None => Ok(()),
@@ -150,9 +151,19 @@ impl<'a> Bench<'a> {
         server: &Server,
         callers: usize,
     ) -> anyhow::Result<Sample> {
+        self.sample(whose, server, callers, &call_path()).await
+    }
+
+    pub(super) async fn sample(
+        &mut self,
+        whose: &str,
+        server: &Server,
+        callers: usize,
+        path: &str,
+    ) -> anyhow::Result<Sample> {
         self.step(&format!("{callers} at once: {whose}"));
         let (addr, time) = (server.addr.as_str(), self.plan.round);
-        let sample = load::closed_loop(addr, callers, time, &call_path(), CALL_BODY, None).await?;
+        let sample = load::closed_loop(addr, callers, time, path, CALL_BODY, None).await?;
         let (bad, all) = (sample.errors, sample.errors + sample.count);
         ensure!(bad == 0 && all > 0, "{whose} answered {bad} of {all} calls with an error");
         Ok(sample)
@@ -231,11 +242,11 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    fn push(&mut self, measure: Measure) {
+    pub(super) fn push(&mut self, measure: Measure) {
         self.report.push(measure);
     }
 
-    fn step(&self, message: &str) {
+    pub(super) fn step(&self, message: &str) {
         self.bar.inc(1);
         self.bar.set_message(message.to_owned());
     }
@@ -265,7 +276,7 @@ fn size_mib(dir: &Path) -> f64 {
 }
 
 /// The middle one; of an even number, the mean of the middle two; of none, no number.
-fn median(mut figures: Vec<f64>) -> f64 {
+pub(super) fn median(mut figures: Vec<f64>) -> f64 {
     figures.sort_by(f64::total_cmp);
     let middle = figures.len() / 2;
     match figures.len() {

@@ -19,6 +19,8 @@ pub fn attempt(tool: &str, args: &Value) -> Attempt {
         effect: Effect::Read,
         args: Json::of_value(args),
         deadline_ms: u64::MAX,
+        traceparent: None,
+        command: None,
         client_id: None,
         taken_by: None,
         again: false,

@@ -280,7 +280,7 @@ pub async fn a_projects_tool_is_kept_by_version(store: &dyn Store) {
         super::directory::change(store, change).await;
     }
     let directory = store.directory().await.unwrap();
-    assert_eq!(directory.tools, [new.clone()]);
+    assert_eq!(directory.tools, std::slice::from_ref(&new));
     assert_eq!((directory.projects, directory.roster), (vec![project], vec![member]));
     let utp = store.utp();
     for known in [&old, &new] {
