@@ -192,18 +192,23 @@ impl Inner {
         let tool_call_id = card.tool_call_id.clone().unwrap_or_default();
         let found = self.find_by_route(&card.project, &turn_id, &tool_call_id).await?;
         let Found::Call(call) = found else { return Ok(()) };
-        let lineage = card::lineage(&call, &Route::of(&call));
-        for name in ["step_id", "trace_id", "parent_step_id"] {
-            let Some(value) = lineage.get(name).filter(|value| !value.is_null()) else { continue };
-            let given = card.metadata.get(name).filter(|given| !given.is_null());
-            if given.is_some_and(|given| given != value) {
-                let message = format!("metadata.{name} is not the one of the tool.call card");
-                return Err(Error::refused(Code::BadRequest, message));
-            }
-            card.metadata.insert(name.to_owned(), value.clone());
-        }
-        card.metadata.entry("role").or_insert_with(|| "tool".into());
-        card.metadata.entry("function_name").or_insert_with(|| call.target.tool.as_str().into());
-        Ok(())
+        take_after(card, &call)
     }
+}
+
+/// Completes a result with what its call says, and refuses one that says something else.
+pub(super) fn take_after(card: &mut Card, call: &Call) -> Result<(), Error> {
+    let lineage = card::lineage(call, &Route::of(call));
+    for name in ["step_id", "trace_id", "parent_step_id"] {
+        let Some(value) = lineage.get(name).filter(|value| !value.is_null()) else { continue };
+        let given = card.metadata.get(name).filter(|given| !given.is_null());
+        if given.is_some_and(|given| given != value) {
+            let message = format!("metadata.{name} is not the one of the tool.call card");
+            return Err(Error::refused(Code::BadRequest, message));
+        }
+        card.metadata.insert(name.to_owned(), value.clone());
+    }
+    card.metadata.entry("role").or_insert_with(|| "tool".into());
+    card.metadata.entry("function_name").or_insert_with(|| call.target.tool.as_str().into());
+    Ok(())
 }

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use serde_json::{Map, Value, json};
 
 use super::advance::Advanced;
-use super::cards::Found;
+use super::cards::{Found, take_after};
+use super::inbox::inbox_id_of;
 use super::{Engine, Inner, unavailable};
 use crate::call::Call;
 use crate::caller::Caller;
@@ -15,7 +16,7 @@ use crate::fault::{Code, Error, Fault};
 use crate::json::Json;
 use crate::lifecycle::{Event, Refusal, Told};
 use crate::tool::Executor;
-use crate::utp::card::{Card, TOOL_RESULT};
+use crate::utp::card::{self, Card, TOOL_RESULT};
 use crate::utp::{AfterExecution, DeadLetter, MAX_DEPTH, Route, ToolStatus};
 
 /// A report, as far as it could be read.
@@ -103,14 +104,20 @@ impl Engine {
             return Err(Rejected { reason: None, error: fault.into() });
         }
         let (status, expected) = inner.checked_fields(&call, &report).await?;
-        let card = self.reported_card(caller, &report).await?;
+        let card = match inner.implied_card(&call, &report)? {
+            Some(card) => card,
+            None => self.reported_card(caller, &report).await?,
+        };
         check_card(&card, &route, status)?;
         if let Some(traceparent) = report.traceparent.clone() {
             inner.inbound.lock().insert(call.id.clone(), traceparent);
         }
-        let ingested = inner.settle_with(&call, &report, Ok((status, card))).await;
+        let ingested = inner.settle_with(&call, &report, Ok((status, card.clone()))).await;
         inner.inbound.lock().remove(&call.id);
         let ingested = ingested?;
+        if ingested.late && report.card.is_some() {
+            inner.keep_late_card(card).await?;
+        }
         tracing::debug!(call = %call.id, status = status.as_str(), after = expected.as_str(), "reported");
         Ok(ingested)
     }
@@ -256,6 +263,46 @@ impl Inner {
         let kept = self.store.append(&call.project, &call.id, vec![record]).await;
         kept.map_err(unavailable)?;
         self.announce(call);
+        Ok(())
+    }
+
+    /// A result under the id that the call's own result has: it says nothing that the call will
+    /// not say once it has ended, so it need not be stored beside it.
+    fn implied_card(&self, call: &Call, report: &ToolReport) -> Result<Option<Card>, Rejected> {
+        let Some(given) = &report.card else { return Ok(None) };
+        let own = card::id_of(&call.id, TOOL_RESULT);
+        if given.get("card_id").and_then(Value::as_str) != Some(&own) {
+            return Ok(None);
+        }
+        let now_ms = self.clock.now_ms();
+        let mut card = Card::parse(given, &call.project, now_ms, String::new)
+            .map_err(|fault| Rejected::from(Error::from(fault)))?;
+        take_after(&mut card, call)?;
+        const SAID: [&str; 7] = [
+            "agent_turn_id",
+            "step_id",
+            "tool_call_id",
+            "trace_id",
+            "parent_step_id",
+            "role",
+            "function_name",
+        ];
+        let by = report.source.as_deref().unwrap_or("tool");
+        let nothing_more = card.metadata.keys().all(|name| SAID.contains(&name.as_str()));
+        if card.content_text("status") != Some("success") || !nothing_more || card.author_id != by {
+            let message = "only a plain success, signed by who reports it, can have the call's own \
+                           card id; give it another";
+            return Err(reject("wrong_card", Code::BadRequest, message));
+        }
+        Ok(Some(card))
+    }
+
+    /// What came too late is kept under an id of its own: the call's own result is another.
+    async fn keep_late_card(&self, card: Card) -> Result<(), Rejected> {
+        let hash = inbox_id_of(&card.project, "late", &card.card_id);
+        let card_id = format!("late{}", hash.trim_start_matches("inbox_"));
+        let card = Card { card_id, ..card };
+        self.store.utp().put_card(card).await.map_err(unavailable)?;
         Ok(())
     }
 

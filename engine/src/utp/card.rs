@@ -93,6 +93,20 @@ impl Card {
         now_ms: u64,
         mint: impl FnOnce() -> String,
     ) -> Result<Self, Fault> {
+        let card = Self::parse(given, project, now_ms, mint)?;
+        if made_from(&card.card_id).is_some() {
+            return Err(refused("card_id is one of the crib's own"));
+        }
+        Ok(card)
+    }
+
+    /// The same, where the id may be one of a call's own.
+    pub fn parse(
+        given: &Value,
+        project: &str,
+        now_ms: u64,
+        mint: impl FnOnce() -> String,
+    ) -> Result<Self, Fault> {
         let Value::Object(fields) = given else { return Err(refused("a card is an object")) };
         const KNOWN: [&str; 10] = [
             "card_id",
@@ -121,10 +135,8 @@ impl Card {
         };
         let card_id = text("card_id")?.unwrap_or_else(mint);
         let plain = |c: char| c.is_ascii_alphanumeric() || "_-".contains(c);
-        if card_id.len() > 128 || !card_id.chars().all(plain) || made_from(&card_id).is_some() {
-            let message = "card_id must be up to 128 letters, digits, '_' and '-', and not one of \
-                           the crib's own";
-            return Err(refused(message));
+        if card_id.len() > 128 || !card_id.chars().all(plain) {
+            return Err(refused("card_id must be up to 128 letters, digits, '_' and '-'"));
         }
         if text("project_id")?.is_some_and(|named| named != project) {
             return Err(refused("project_id is another project than the one it is sent to"));

@@ -3,6 +3,7 @@
 mod away;
 mod calls;
 mod commands;
+mod identity;
 mod projects;
 mod reports;
 mod services;

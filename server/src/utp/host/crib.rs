@@ -101,6 +101,13 @@ impl Crib {
         Ok((tool, card["content"]["arguments"].clone(), card["metadata"].clone()))
     }
 
+    /// The id of the call's own result: a plain success under it need not be stored.
+    fn own_card_id(command: &Command) -> Option<String> {
+        let asked = command.card_id.as_deref()?;
+        let (id, _) = toolcrib::utp::card::made_from(asked)?;
+        Some(toolcrib::utp::card::id_of(&id, toolcrib::utp::card::TOOL_RESULT))
+    }
+
     /// The same call has the same card, however often it is executed.
     fn card_id(command: &Command) -> String {
         let (project, turn, call) = command.anchor();
@@ -151,11 +158,15 @@ impl Crib {
 
     /// Reports the result that a command had when it was given before; none when it had none.
     pub(super) async fn report_known(&self, command: &Command) -> Option<Told> {
-        let card_id = Self::card_id(command);
-        let subject = Self::subject(command, "cards.get");
-        let body = json!({ "card_ids": [card_id] });
-        let answer = self.ask(subject, &body, Some(command)).await?;
-        let status = answer["cards"][0]["content"]["status"].as_str()?.to_owned();
+        let mut known = None;
+        for card_id in Self::own_card_id(command).into_iter().chain([Self::card_id(command)]) {
+            let subject = Self::subject(command, "cards.get");
+            let body = json!({ "card_ids": [card_id] });
+            let answer = self.ask(subject, &body, Some(command)).await?;
+            let status = answer["cards"][0]["content"]["status"].as_str().map(str::to_owned);
+            known = known.or(status.map(|status| (card_id, status)));
+        }
+        let (card_id, status) = known?;
         let body = json!({
             "tool_call_id": command.tool_call_id,
             "agent_turn_id": command.turn_id,
@@ -189,8 +200,10 @@ impl Crib {
                 metadata[name] = meta[name].clone();
             }
         }
+        let plain = answer.status == toolcrib::utp::ToolStatus::Success && !meta.is_null();
+        let own = Self::own_card_id(command).filter(|_| plain);
         json!({
-            "card_id": Self::card_id(command),
+            "card_id": own.unwrap_or_else(|| Self::card_id(command)),
             "project_id": command.project,
             "type": "tool.result",
             "author_id": self.name,

@@ -141,9 +141,14 @@ impl Hand {
 
     /// The next message on a subject of the command stream.
     pub async fn next_on(&self, subject: &str, name: &str) -> Given {
+        self.next_in("cg_cmd_v1r3", subject, name).await
+    }
+
+    /// The next message on a subject of this stream.
+    pub async fn next_in(&self, stream: &str, subject: &str, name: &str) -> Given {
         let jetstream = jetstream::new(self.client.clone());
         let consumer = until("the stream of commands", || async {
-            let stream = jetstream.get_stream("cg_cmd_v1r3").await.ok()?;
+            let stream = jetstream.get_stream(stream).await.ok()?;
             let config = pull::Config {
                 durable_name: Some(name.to_owned()),
                 filter_subject: subject.to_owned(),
