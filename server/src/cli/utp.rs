@@ -65,7 +65,7 @@ async fn serve(
         .iter()
         .map(|tool| tool.definition.name.clone())
         .collect();
-    println!("serving {} on cmd.tool.{target}.*: {}", address.url, names.join("  "));
+    println!("serving cmd.tool.{target}.*: {}", names.join("  "));
     let engine = Arc::new(engine);
     let host = Host::over(link).named("tool.toolcrib").any(move |job| {
         let engine = engine.clone();

@@ -48,8 +48,8 @@ use crib::{Crib, Told};
 
 /// How long the broker waits for an acknowledgement before it gives a command to another.
 const ACK_WAIT: Duration = Duration::from_secs(30);
-/// How often a command is given before it is given up.
-const MAX_DELIVER: i64 = 5;
+/// When a command that could not be answered is given again.
+const GIVE_AGAIN: Duration = Duration::from_secs(2);
 /// Commands that are executed at once, unless said.
 const AT_ONCE: usize = 64;
 
@@ -183,6 +183,7 @@ impl Host {
             tools: self.tools,
             any: self.any,
             running: Mutex::default(),
+            returned: Mutex::default(),
             ack_wait: self.ack_wait,
             dropped: CancellationToken::new(),
         });
@@ -229,7 +230,8 @@ async fn take(
         deliver_policy: DeliverPolicy::All,
         ack_policy: AckPolicy::Explicit,
         ack_wait,
-        max_deliver: MAX_DELIVER,
+        // Whoever is away comes back; what is of no use becomes a dead letter.
+        max_deliver: -1,
         filter_subject: format!("cg.{}.*.*.cmd.tool.{target}.>", link.version()),
         max_ack_pending: 10_000,
         ..pull::Config::default()
@@ -263,6 +265,8 @@ struct Serving {
     any: Option<Run>,
     /// What is being executed here: given again meanwhile, it is not begun a second time.
     running: Mutex<HashSet<(String, String, String)>>,
+    /// What was given back without having been begun, and at which delivery.
+    returned: Mutex<HashMap<(String, String, String), i64>>,
     ack_wait: Duration,
     dropped: CancellationToken,
 }
@@ -280,7 +284,6 @@ impl Serving {
         let working = self.work(&command, deliveries);
         let told = self.alive(&message, working).await;
         self.running.lock().remove(&command.anchor());
-        let last = deliveries >= MAX_DELIVER;
         match told {
             Told::Taken => finish(&message, AckKind::Ack).await,
             // It is written down over there, and coming again would change nothing.
@@ -288,8 +291,7 @@ impl Serving {
                 tracing::warn!(call = command.tool_call_id, why, "the report was refused");
                 finish(&message, AckKind::Ack).await;
             }
-            Told::Nobody if last => self.bury(&message, "nobody took the report").await,
-            Told::Nobody => finish(&message, AckKind::Nak(Some(Duration::from_secs(1)))).await,
+            Told::Nobody => finish(&message, AckKind::Nak(Some(GIVE_AGAIN))).await,
         }
     }
 
@@ -315,21 +317,28 @@ impl Serving {
         };
         let (answer, meta) = match prepared {
             Ok((tool_name, args, meta)) => {
-                if deliveries > 1
-                    && let Some(told) = self.crib.report_known(command).await
-                {
+                let again = deliveries > 1 && !self.was_returned(command, deliveries);
+                if again && let Some(told) = self.crib.report_known(command).await {
                     return told;
                 }
-                let answer = match deliveries > 1 && command.is_irreversible() {
+                let answer = match again && command.is_irreversible() {
                     true => Answer::failed(unknown_outcome(&tool_name)),
                     false => self.run(command, &tool_name, args).await,
                 };
                 (answer, meta)
             }
-            Err(Trouble::Away) => return Told::Nobody,
+            Err(Trouble::Away) => {
+                self.returned.lock().insert(command.anchor(), deliveries);
+                return Told::Nobody;
+            }
             Err(Trouble::Wrong(answer)) => (*answer, Value::Null),
         };
         self.crib.report(command, answer, &meta).await
+    }
+
+    /// Whether this process had it last, and gave it back without having begun.
+    fn was_returned(&self, command: &Command, deliveries: i64) -> bool {
+        self.returned.lock().remove(&command.anchor()) == Some(deliveries - 1)
     }
 
     async fn run(&self, command: &Command, tool_name: &str, args: Value) -> Answer {
@@ -355,7 +364,7 @@ impl Serving {
         tracing::warn!(subject, why, "a command became a dead letter");
         let kind = match self.crib.bury(subject, letter).await {
             true => AckKind::Term,
-            false => AckKind::Nak(Some(Duration::from_secs(1))),
+            false => AckKind::Nak(Some(GIVE_AGAIN)),
         };
         finish(message, kind).await;
     }

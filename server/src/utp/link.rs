@@ -74,7 +74,8 @@ impl Link {
         if let Some(path) = &address.credentials {
             options = options.credentials_file(path).await?;
         }
-        let client = options.connect(address.url.as_str()).await?;
+        let urls: Vec<&str> = address.url.split(',').map(str::trim).collect();
+        let client = options.connect(urls).await?;
         let mut jetstream = jetstream::new(client.clone());
         jetstream.set_timeout(ACK_PATIENCE);
         let version = address.version.as_str().into();

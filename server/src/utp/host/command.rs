@@ -134,6 +134,11 @@ impl Command {
         self.fields.get("effect").and_then(Value::as_str) == Some("irreversible")
     }
 
+    /// When nobody waits for it any more, where that was said.
+    pub(super) fn deadline_ms(&self) -> Option<u64> {
+        self.fields.get("deadline_at_ms").and_then(Value::as_u64)
+    }
+
     pub(super) fn tool_name(&self) -> &str {
         self.tool_name.as_deref().unwrap_or("unknown")
     }
@@ -147,7 +152,7 @@ impl Command {
             turn_id: self.turn_id.clone(),
             tool_call_id: self.tool_call_id.clone(),
             traceparent: self.traceparent.clone(),
-            deadline_ms: self.fields.get("deadline_at_ms").and_then(Value::as_u64),
+            deadline_ms: self.deadline_ms(),
         }
     }
 }

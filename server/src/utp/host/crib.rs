@@ -1,6 +1,6 @@
 //! The crib as a tool service sees it: cards, reports and dead letters by request and reply.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use async_nats::Request;
 use serde_json::{Value, json};
@@ -15,8 +15,18 @@ use super::command::{Command, Trouble};
 use crate::utp::Link;
 use crate::utp::wire;
 
-/// How often a question is asked before the command is left to another delivery.
-const TRIES: u32 = 6;
+/// How long a question is asked where nobody says when its command is of no more use.
+const PATIENCE: Duration = Duration::from_secs(600);
+/// How long it is asked at least: a result that is late is worth writing down.
+const AT_LEAST: Duration = Duration::from_secs(60);
+/// How long a dead letter is offered.
+const OF_A_LETTER: Duration = Duration::from_secs(20);
+
+fn patience(command: &Command) -> Duration {
+    let Some(deadline_ms) = command.deadline_ms() else { return PATIENCE };
+    let now_ms = u64::try_from(wire::now_ms()).unwrap_or_default();
+    Duration::from_millis(deadline_ms.saturating_sub(now_ms)).max(AT_LEAST)
+}
 
 /// What became of a report.
 pub(super) enum Told {
@@ -36,7 +46,9 @@ impl Crib {
         Self { link, name: name.to_owned() }
     }
 
+    /// Asks until there is an answer, or it is of no more use: the crib may be being restarted.
     async fn ask(&self, subject: String, body: &Value, command: Option<&Command>) -> Option<Value> {
+        let until = Instant::now() + command.map_or(OF_A_LETTER, patience);
         let traceparent = command.map_or(String::new(), |c| trace::child(&c.traceparent, &subject));
         let mut headers = wire::headers(self.link.version(), "dict", &traceparent);
         headers.insert("CG-Sender", self.name.as_str());
@@ -48,7 +60,7 @@ impl Crib {
         }
         let bytes = body.to_string().into_bytes();
         let mut wait = Duration::from_millis(50);
-        for _ in 0..TRIES {
+        while Instant::now() < until {
             let request = Request::new().payload(bytes.clone().into()).headers(headers.clone());
             match self.link.client().send_request(subject.clone(), request).await {
                 Ok(reply) => return serde_json::from_slice(&reply.payload).ok(),

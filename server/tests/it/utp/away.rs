@@ -1,6 +1,9 @@
 //! The broker comes and goes, and so does the server: calls wait and go out, nothing is lost.
 
+use std::sync::Arc;
+
 use serde_json::json;
+use tokio::sync::Notify;
 
 use crate::support::nats::{Nats, report, result_card, tool};
 use crate::support::{process, until};
@@ -86,6 +89,38 @@ async fn a_killed_server_publishes_what_it_had_not_and_keeps_what_it_had() {
         assert_eq!(hand.ask("sys.l0.report", said).await["ok"], true);
         assert_eq!(api.finished(id).await["result"], card);
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_result_waits_for_the_server_to_come_back() {
+    let Some(nats) = Nats::start().await else { return };
+    let mut server = process::Server::new().with("NATS__URL", nats.url());
+    server.start().await;
+    let api = crate::support::Api::new(&format!("127.0.0.1:{}", server.port));
+    api.post("/projects/default/tools", tool("slow.work", "slow", json!({}))).await.is(201);
+    let (begun, go_on) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
+    let (begins, waits) = (begun.clone(), go_on.clone());
+    let _host = nats
+        .host("slow", move |host| {
+            host.tool("slow.work", move |_| {
+                let (begins, waits) = (begins.clone(), waits.clone());
+                async move {
+                    begins.notify_one();
+                    waits.notified().await;
+                    Ok(json!("done once"))
+                }
+            })
+        })
+        .await;
+    let id = api.invoke("slow.work", json!({})).await;
+    crate::support::soon("the tool to begin", begun.notified()).await;
+    api.until_status(&id, "RUNNING").await;
+    server.kill();
+    // It is done, and there is nobody to tell.
+    go_on.notify_one();
+    server.start().await;
+    let call = api.finished(&id).await;
+    assert_eq!((&call["status"], &call["result"]), (&json!("SUCCEEDED"), &json!("done once")));
 }
 
 #[tokio::test]

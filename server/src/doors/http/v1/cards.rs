@@ -46,11 +46,7 @@ pub(super) async fn show(
     Who(caller): Who,
     NamePath(id): NamePath,
 ) -> Result<Json<Value>, Refused> {
-    let card = door.engine.card(&caller, &id).await?;
-    if caller.may_provide() {
-        door.engine.looked_at(&caller, &id, &caller.agent).await;
-    }
-    Ok(Json(wire::card(&card)))
+    Ok(Json(wire::card(&door.engine.card(&caller, &id).await?)))
 }
 
 /// The cards of a call: what was asked and, once it has ended, what came of it.
