@@ -59,6 +59,13 @@ impl Answer<'_> {
         const WORD: &[u8] = b"SUCCEEDED";
         self.is_success() && self.body.windows(WORD.len()).any(|part| part == WORD)
     }
+
+    /// Of how many calls of a batch the body says that they went well.
+    #[must_use]
+    pub fn went_well(&self) -> usize {
+        const WORD: &[u8] = b"\"ok\":true";
+        self.body.windows(WORD.len()).filter(|part| *part == WORD).count()
+    }
 }
 
 /// A keep-alive connection.
@@ -370,5 +377,7 @@ mod tests {
         assert!(answer(202, br#"{"status":"SUCCEEDED"}"#.as_slice()).has_succeeded());
         assert!(!answer(202, b"RUNNING".as_slice()).has_succeeded());
         assert!(!answer(500, b"SUCCEEDED".as_slice()).has_succeeded());
+        let batch = br#"{"results":[{"ok":true},{"ok":false},{"ok":true}]}"#.as_slice();
+        assert_eq!(answer(200, batch).went_well(), 2);
     }
 }

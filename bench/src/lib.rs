@@ -16,6 +16,7 @@
 //! | [`load`]    | closed loop, burst, GET latencies, time to the first answer              |
 //! | [`http`]    | the small HTTP/1.1 client that [`load`] drives                           |
 //! | [`sample`]  | what a load run gives back, and the percentiles                          |
+//! | [`sink`]    | an OTLP endpoint that counts what it is sent                             |
 //! | [`machine`] | facts of the machine, among them how often it can flush                  |
 //! | [`process`] | resident memory of a child process, a free loopback port                 |
 //! | [`report`]  | measures, their limits, the table and the JSON                           |
@@ -53,3 +54,4 @@ pub mod machine;
 pub mod process;
 pub mod report;
 pub mod sample;
+pub mod sink;

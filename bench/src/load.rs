@@ -36,15 +36,17 @@ struct Target {
     addr: Arc<str>,
     request: Arc<[u8]>,
     /// What counts as a good answer.
-    ok: fn(&Answer<'_>) -> bool,
+    ok: Judge,
 }
+
+type Judge = Arc<dyn Fn(&Answer<'_>) -> bool + Send + Sync>;
 
 impl Target {
     fn post(addr: &str, path: &str, body: &str, bearer: Option<&str>) -> Self {
         Self {
             addr: addr.into(),
             request: http::post(addr, path, body, bearer).into(),
-            ok: |answer| answer.has_succeeded(),
+            ok: Arc::new(|answer| answer.has_succeeded()),
         }
     }
 
@@ -189,6 +191,35 @@ pub async fn burst(
     Ok(BurstSample::from_rounds(n, times, count, total.errors))
 }
 
+/// Batches one after the other on one connection until `duration` is over; ok is a 2xx whose body
+/// says of `entries` calls that they went well.
+///
+/// # Errors
+///
+/// When the connection cannot be opened, or a batch stays unanswered for 30 s. Batches that are
+/// answered otherwise are counted in [`Sample::errors`].
+pub async fn batches(
+    addr: &str,
+    entries: usize,
+    duration: Duration,
+    path: &str,
+    body: &str,
+    bearer: Option<&str>,
+) -> anyhow::Result<Sample> {
+    let ok: Judge = Arc::new(move |answer| answer.is_success() && answer.went_well() == entries);
+    let target = Target { ok, ..Target::post(addr, path, body, bearer) };
+    let mut connection =
+        Connection::open(addr).await.with_context(|| format!("cannot connect to {addr}"))?;
+    let mut tally = Tally::default();
+    let begun = Instant::now();
+    while begun.elapsed() < duration {
+        tokio::time::timeout(GRACE, tally.call(&target, &mut connection))
+            .await
+            .with_context(|| format!("POST {path} stays unanswered"))?;
+    }
+    Ok(Sample::from_latencies(tally.latencies, tally.errors, begun.elapsed()))
+}
+
 /// `count` GETs of `path` one after the other on one connection; ok is any 2xx.
 ///
 /// # Errors
@@ -204,7 +235,7 @@ pub async fn get_latencies(
     let target = Target {
         addr: addr.into(),
         request: http::get(addr, path, bearer).into(),
-        ok: |answer| answer.is_success(),
+        ok: Arc::new(|answer| answer.is_success()),
     };
     let mut connection =
         Connection::open(addr).await.with_context(|| format!("cannot connect to {addr}"))?;

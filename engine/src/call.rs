@@ -109,6 +109,8 @@ pub struct Asked {
     pub background: bool,
     /// The turn it was made in; boxed, because most calls have none.
     pub turn: Option<Box<crate::utp::Route>>,
+    /// Where to tell that it has ended.
+    pub callback_url: Option<String>,
 }
 
 /// One request to run a tool.
@@ -142,6 +144,8 @@ pub struct Call {
     pub deadline_ms: u64,
     /// When the first attempt began.
     pub started_ms: Option<u64>,
+    /// When the attempt under way, or the last one, was given to whoever executes it.
+    pub attempt_ms: Option<u64>,
     pub completed_ms: Option<u64>,
     pub outcome: Option<Outcome>,
     /// Counts the saved states, from 1.
@@ -152,6 +156,14 @@ impl Call {
     /// Whether an attempt is out: being executed, or parked with somebody.
     pub fn attempt_is_out(&self) -> bool {
         self.status == Status::Running || self.hold == Some(Hold::Parked)
+    }
+
+    /// When the attempt under way was given to its executor where nothing unusual happened; a store
+    /// need not keep what this says already.
+    pub fn usual_attempt_ms(&self) -> Option<u64> {
+        let parks = self.target.executor.parks();
+        let given_ms = if parks { Some(self.created_ms) } else { self.started_ms };
+        given_ms.filter(|_| self.attempt == 1)
     }
 
     /// When the clock alone must act on this call; none once it ended.

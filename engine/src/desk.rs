@@ -25,6 +25,7 @@ use crate::id::CallId;
 use crate::json::Json;
 use crate::source::{Attempt, ProgressSink, Source, Started};
 use crate::tool::{Definition, Effect, Executor};
+use crate::trace::TraceParent;
 
 pub use state::ClientView;
 use state::State;
@@ -46,6 +47,8 @@ pub struct Request {
     pub attempt: u32,
     pub effect: Effect,
     pub deadline_ms: u64,
+    /// The span that the attempt is.
+    pub traceparent: Option<TraceParent>,
     /// It may have been given before.
     pub redelivered: bool,
 }
@@ -203,6 +206,7 @@ impl Source for Desk {
             attempt: attempt.number,
             effect: attempt.effect,
             deadline_ms: attempt.deadline_ms,
+            traceparent: attempt.traceparent,
             redelivered: attempt.again,
         };
         let now_ms = self.clock.now_ms();

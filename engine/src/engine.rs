@@ -1,9 +1,10 @@
 //! The engine: what every door calls and what drives every source.
 //!
-//! One call, one path: a door makes a [`Caller`] and an [`Invocation`]; [`Engine::invoke`] checks,
-//! commits and answers with a ticket; the attempt is started at its source; its report goes through
-//! [`crate::lifecycle::step`] in `advance`, the only writer of calls; waiters are woken. The store
-//! is the truth, and everything kept in memory here can be made again from it.
+//! One call, one path: a door makes a [`Caller`](crate::Caller) and an [`Invocation`];
+//! [`Engine::invoke`] checks, commits and answers with a ticket; the attempt is started at its
+//! source; its report goes through [`crate::lifecycle::step`] in `advance`, the only writer of
+//! calls; waiters are woken. The store is the truth, and everything kept in memory here can be made
+//! again from it.
 
 mod admin;
 mod advance;
@@ -12,6 +13,7 @@ mod attempt;
 mod builder;
 mod cards;
 mod catalog;
+mod contexts;
 mod gate;
 mod inbox;
 mod ingest;
@@ -20,8 +22,13 @@ mod invoke;
 mod live;
 mod measure;
 mod projects;
+mod notices;
+mod observing;
+mod permit;
+mod record;
 mod recover;
 mod report;
+mod result;
 mod surely;
 mod turns;
 mod wait;
@@ -39,6 +46,7 @@ use crate::clock::Clock;
 use crate::desk::Desk;
 use crate::fault::{Code, Error};
 use crate::id::Minter;
+use crate::observe::Observer;
 use crate::retry::{ExecutionPolicy, PolicyPatch};
 use crate::source::Source;
 use crate::store::{Store, StoreError};
@@ -53,10 +61,16 @@ pub use invoke::{Invocation, Ticket};
 pub use projects::{DEFAULT_PROJECT, check_arrays};
 pub use report::Report;
 pub use turns::{Dispatch, Dispatched, Lease, Resumed, StepCall, StepResult};
+pub use contexts::{CONTEXT_CALLS, RunTools, Style};
+pub use notices::{DeliveryPage, DeliveryQuery};
+pub use record::{MAX_RECORDED, OwnCall, OwnResult};
+pub use result::{Given, RESULT_READ};
 pub use wait::{CallPage, CallQuery, EventQuery};
 
 use gate::Gate;
 use live::Live;
+use notices::Notices;
+pub(crate) use notices::{Entered, Lane};
 
 /// A limit on everything that could grow.
 #[derive(Debug, Clone)]
@@ -77,6 +91,12 @@ pub struct Limits {
     pub max_tools_per_registration: usize,
     /// Tools of one project.
     pub max_tools_per_project: usize,
+    /// Entries of one batch.
+    pub max_batch_entries: usize,
+    /// Entries of one batch that are under way at the same time.
+    pub max_batch_parallel: usize,
+    /// Results of one batch, together; what is over it is fetched by its ticket.
+    pub max_batch_bytes: usize,
 }
 
 impl Default for Limits {
@@ -90,6 +110,9 @@ impl Default for Limits {
             max_progress_events: 1_000,
             max_tools_per_registration: 1_000,
             max_tools_per_project: 10_000,
+            max_batch_entries: 256,
+            max_batch_parallel: 128,
+            max_batch_bytes: 32 << 20,
         }
     }
 }
@@ -126,6 +149,7 @@ pub(crate) struct Inner {
     pub(crate) changing: tokio::sync::Mutex<()>,
     pub(crate) live: Live,
     pub(crate) gate: Arc<Gate>,
+    pub(crate) notices: Arc<Notices>,
     pub(crate) minter: Minter,
     pub(crate) limits: Limits,
     pub(crate) policies: Policies,
@@ -135,6 +159,9 @@ pub(crate) struct Inner {
     pub(crate) publishes: bool,
     /// The traces that reports under way come out of.
     pub(crate) inbound: parking_lot::Mutex<HashMap<crate::id::CallId, String>>,
+    /// Whether the metrics name projects' tools; unless said, while there are no keys.
+    pub(crate) tool_names: Option<bool>,
+    pub(crate) observer: Option<Arc<dyn Observer>>,
     pub(crate) draining: AtomicBool,
     pub(crate) recovered: AtomicBool,
     pub(crate) stopping: CancellationToken,
@@ -190,6 +217,11 @@ impl Engine {
     /// Calls that have not ended.
     pub fn open_calls(&self) -> usize {
         self.inner.live.len()
+    }
+
+    /// Calls that have not ended, by what they are doing.
+    pub fn open_calls_by_state(&self) -> [(&'static str, usize); 4] {
+        self.inner.live.states()
     }
 
     /// Calls that wait for a free place.

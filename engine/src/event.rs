@@ -2,6 +2,7 @@
 
 use serde_json::{Map, Value};
 
+use crate::call::Call;
 use crate::id::CallId;
 
 /// What happened.
@@ -88,6 +89,19 @@ impl Record {
         self.data.insert(name.to_owned(), value.into());
         self
     }
+
+    /// The same with what a background task is known by, if the call is one: who follows a run
+    /// hears of many calls, and matches what arrives later by these.
+    pub fn about_task(self, call: &Call) -> Self {
+        if !call.asked.background {
+            return self;
+        }
+        let named = self.with("task_id", call.id.as_str());
+        match &call.asked.call_id {
+            Some(call_id) => named.with("call_id", call_id.as_str()),
+            None => named,
+        }
+    }
 }
 
 /// A stored record: numbered over the whole store, in the order of the commits.
@@ -95,5 +109,9 @@ impl Record {
 pub struct Event {
     pub number: u64,
     pub call_id: CallId,
+    /// The run that the call belongs to.
+    pub run_id: String,
+    /// The caller's own id for the call.
+    pub asked_as: Option<String>,
     pub record: Record,
 }

@@ -9,6 +9,8 @@ use std::fmt;
 
 use serde_json::Value;
 
+use crate::json::Json;
+
 /// Every code there is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Code {
@@ -284,13 +286,21 @@ pub struct Fault {
     pub detail: Option<Value>,
     pub retryable: bool,
     pub happened: Happened,
+    /// What the tool gave and was refused, for who operates the crib. On no answer to an agent.
+    pub raw: Option<Json>,
 }
 
 impl Fault {
     /// A fault with the code's own answer to whether a retry can help.
     pub fn new(code: Code, message: impl Into<String>) -> Self {
-        let happened = Happened::Maybe;
-        Self { code, message: message.into(), detail: None, retryable: code.retryable(), happened }
+        Self {
+            code,
+            message: message.into(),
+            detail: None,
+            retryable: code.retryable(),
+            happened: Happened::Maybe,
+            raw: None,
+        }
     }
 
     /// The tool ran and failed, in its own words.
@@ -306,6 +316,11 @@ impl Fault {
     /// The same with structured facts.
     pub fn with_detail(self, detail: Value) -> Self {
         Self { detail: Some(detail), ..self }
+    }
+
+    /// The same with what the tool gave, for who operates the crib.
+    pub fn with_raw(self, raw: Json) -> Self {
+        Self { raw: Some(raw), ..self }
     }
 
     /// The same, known not to have taken effect.

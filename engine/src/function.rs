@@ -25,6 +25,7 @@ use crate::json::Json;
 use crate::retry::PolicyPatch;
 use crate::source::{Attempt, ProgressSink, Source, Started};
 use crate::tool::{Alternate, Definition, Effect, Executor, Risk};
+use crate::trace::TraceParent;
 
 /// How far an attempt is.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -40,7 +41,7 @@ impl Progress {
     pub(crate) fn record(self, now_ms: u64, attempt: u32) -> Record {
         let mut record = Record::new(Kind::Progress, now_ms, attempt);
         if let Some(percent) = self.percent {
-            record = record.with("percent", percent);
+            record = record.with("percent", percent.clamp(0.0, 100.0));
         }
         if let Some(message) = self.message {
             record = record.with("message", message.chars().take(2_000).collect::<String>());
@@ -61,6 +62,9 @@ pub struct ToolContext {
     pub agent: String,
     pub attempt: u32,
     pub deadline_ms: u64,
+    /// The span that the attempt is. Requests that the tool makes go on with its trace when they
+    /// carry it as the header `traceparent`.
+    pub traceparent: Option<TraceParent>,
     /// Fires when the call was canceled or its deadline passed.
     pub canceled: CancellationToken,
     progress: ProgressSink,
@@ -248,6 +252,7 @@ impl Source for Functions {
             agent: attempt.agent,
             attempt: attempt.number,
             deadline_ms: attempt.deadline_ms,
+            traceparent: attempt.traceparent,
             canceled: canceled.clone(),
             progress,
         };
@@ -273,7 +278,7 @@ impl Source for Functions {
     }
 }
 
-fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".into())
 }

@@ -3,6 +3,8 @@
 //! A payload is checked to be JSON once and then carried, stored and answered byte for byte, so
 //! `1.10` stays `1.10` and a large result is not taken apart and put together again. Pure.
 
+pub mod cursor;
+
 use std::fmt;
 use std::sync::Arc;
 

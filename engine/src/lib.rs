@@ -29,11 +29,16 @@
 //! ```
 
 pub mod args;
+pub mod batch;
 pub mod bus;
 pub mod call;
 pub mod caller;
 pub mod clock;
+pub mod context;
+pub mod delivery;
 pub mod desk;
+pub mod dialect;
+pub mod digest;
 pub mod directory;
 pub mod engine;
 pub mod event;
@@ -42,17 +47,26 @@ pub mod function;
 pub mod id;
 pub mod json;
 pub mod lifecycle;
+pub(crate) mod lines;
+pub mod names;
+pub mod notify;
+pub mod observe;
+pub mod piece;
 pub mod policy;
 pub mod retry;
 pub mod schema;
 pub mod source;
 pub mod store;
 pub mod task;
+pub mod tokens;
 pub mod tool;
 pub mod utp;
+pub mod trace;
 
+pub use batch::{Batch, BatchAnswer};
 pub use call::{Call, Outcome, Status};
 pub use caller::{Caller, Role};
+pub use context::ToolCallContext;
 pub use engine::{Engine, Invocation, Limits, Ticket};
 pub use fault::{Code, Error, Fault};
 pub use function::{FnTool, Progress, Tool, ToolContext};

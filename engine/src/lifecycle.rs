@@ -111,9 +111,11 @@ fn claim(call: &Call, node: &str, now_ms: u64) -> Result<Step, Refusal> {
     let mut next = call.clone();
     next.attempt += 1;
     next.target_attempts += 1;
+    next.attempt_ms = Some(now_ms);
     next.node = Some(node.to_owned());
     next.taken_by = None;
-    if call.target.executor.parks() {
+    // Who asked and runs it itself has it already.
+    if call.target.executor.parks() && call.target.executor != Executor::Caller {
         next.hold = Some(Hold::Parked);
         return Ok(committed(next, vec![], vec![Action::Start]));
     }
@@ -236,11 +238,17 @@ fn failed(mut next: Call, mut records: Vec<Record>, fault: &Fault, now_ms: u64) 
     let may_repeat = harmless || next.target.effect != Effect::Irreversible;
     let at_ms = now_ms + next.backoff.wait_ms(next.target_attempts, next.id.as_str());
     let tries_left = next.target_attempts <= next.max_retries;
+    let duration_ms = now_ms.saturating_sub(next.attempt_ms.unwrap_or(now_ms));
+    let failed = |kind: Kind, call: &Call| {
+        Record::new(kind, now_ms, call.attempt)
+            .with("code", fault.code.as_str())
+            .with("message", fault.message.as_str())
+            .with("duration_ms", duration_ms)
+    };
     if fault.retryable && may_repeat && tries_left && at_ms < next.deadline_ms {
         records.push(
-            Record::new(Kind::Retrying, now_ms, next.attempt)
-                .with("code", fault.code.as_str())
-                .with("message", fault.message.as_str())
+            failed(Kind::Retrying, &next)
+                .with("tool", next.target.tool.as_str())
                 .with("next_attempt_at_ms", at_ms),
         );
         put_back(&mut next, at_ms);
@@ -250,11 +258,10 @@ fn failed(mut next: Call, mut records: Vec<Record>, fault: &Fault, now_ms: u64) 
     if may_replace && !next.alternates.is_empty() && now_ms < next.deadline_ms {
         let alternate = next.alternates.remove(0);
         records.push(
-            Record::new(Kind::Fallback, now_ms, next.attempt)
-                .with("code", fault.code.as_str())
-                .with("message", fault.message.as_str())
+            failed(Kind::Fallback, &next)
                 .with("from", next.target.tool.as_str())
-                .with("to", alternate.tool.as_str()),
+                .with("to", alternate.tool.as_str())
+                .with("args_bytes", alternate.args.text().len()),
         );
         next.target = alternate;
         next.target_attempts = 0;
@@ -382,10 +389,12 @@ fn end(mut call: Call, status: Status, (ok, data, error): End, now_ms: u64) -> C
 }
 
 fn ending(end: &Call, kind: Kind, now_ms: u64) -> Record {
-    let latency_ms = end.outcome.as_ref().map_or(0, |outcome| outcome.metrics.latency_ms);
+    let metrics = end.outcome.as_ref().map(|outcome| outcome.metrics).unwrap_or_default();
     Record::new(kind, now_ms, end.attempt)
-        .with("latency_ms", latency_ms)
+        .with("latency_ms", metrics.latency_ms)
+        .with("queue_ms", metrics.queue_ms)
         .with("tool", end.target.tool.as_str())
+        .about_task(end)
 }
 
 fn stop(call: &Call) -> Vec<Action> {

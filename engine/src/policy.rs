@@ -70,6 +70,28 @@ pub fn matches(pattern: &str, name: &str) -> bool {
     rest.ends_with(last)
 }
 
+/// The rule that denies this name, in words. What an agent does with its own hands needs no rule
+/// that allows it, but a rule that denies the name holds there too.
+pub fn denied<'a>(
+    rules: impl Iterator<Item = &'a Rule>,
+    project: &str,
+    agent: &str,
+    tool: &str,
+) -> Option<String> {
+    let about = |rule: &&Rule| {
+        rule.project == project
+            && (rule.agent == "*" || rule.agent == agent)
+            && rule.verdict == Verdict::Deny
+            && matches(&rule.pattern, tool)
+    };
+    let mut rules = rules;
+    rules.find(about).map(|rule| words(rule, project))
+}
+
+fn words(rule: &Rule, project: &str) -> String {
+    format!("rule \"deny {} for agent {}\" of project \"{project}\"", rule.pattern, rule.agent)
+}
+
 /// Decides over a project's rules.
 pub fn decide<'a>(
     rules: impl Iterator<Item = &'a Rule>,
@@ -85,18 +107,32 @@ pub fn decide<'a>(
         }
         match rule.verdict {
             Verdict::Allow => allowed = true,
-            Verdict::Deny => {
-                return Decision::Denied(format!(
-                    "rule \"deny {} for agent {}\" of project \"{project}\"",
-                    rule.pattern, rule.agent
-                ));
-            }
+            Verdict::Deny => return Decision::Denied(words(rule, project)),
         }
     }
     if allowed {
         return Decision::Allowed;
     }
     Decision::Denied(format!("no rule of project \"{project}\" allows it to agent \"{agent}\""))
+}
+
+/// Decides over a tool that comes along with all others: who is allowed anything is allowed it,
+/// unless a rule denies it.
+pub fn decide_companion<'a>(
+    rules: impl Iterator<Item = &'a Rule> + Clone,
+    project: &str,
+    agent: &str,
+    tool: &str,
+) -> Decision {
+    let decision = decide(rules.clone(), project, agent, tool);
+    let about =
+        |rule: &&Rule| rule.project == project && (rule.agent == "*" || rule.agent == agent);
+    let mut own = rules.filter(about);
+    let denied = own.clone().any(|r| r.verdict == Verdict::Deny && matches(&r.pattern, tool));
+    if !denied && own.any(|rule| rule.verdict == Verdict::Allow) {
+        return Decision::Allowed;
+    }
+    decision
 }
 
 #[cfg(test)]
@@ -126,6 +162,17 @@ mod tests {
     }
 
     #[test]
+    fn a_companion_comes_with_anything_that_is_allowed() {
+        let ask = |rules: &[Rule]| decide_companion(rules.iter(), "p", "ada", "result.read");
+        let weather = rule("ada", "weather.*", Verdict::Allow);
+        assert_eq!(ask(std::slice::from_ref(&weather)), Decision::Allowed);
+        assert!(matches!(ask(&[]), Decision::Denied(_)));
+        assert!(matches!(ask(&[rule("bob", "*", Verdict::Allow)]), Decision::Denied(_)));
+        let denied = [weather, rule("*", "result.*", Verdict::Deny)];
+        assert!(matches!(ask(&denied), Decision::Denied(why) if why.contains("result.*")));
+    }
+
+    #[test]
     fn deny_wins_and_silence_denies() {
         let rules = [
             rule("*", "weather.*", Verdict::Allow),
@@ -137,6 +184,10 @@ mod tests {
         assert_eq!(ask("ada", "calc.add"), Decision::Allowed);
         assert!(matches!(ask("bob", "calc.add"), Decision::Denied(why) if why.contains("no rule")));
         assert!(matches!(ask("ada", "file.read"), Decision::Denied(why) if why.contains("file.*")));
+        let own = |tool| denied(rules.iter(), "p", "ada", tool);
+        assert_eq!(own("calc.add"), None, "no rule need allow what one runs oneself");
+        assert!(own("file.read").is_some_and(|why| why.contains("file.*")));
+        assert_eq!(denied(rules.iter(), "other", "ada", "file.read"), None);
         assert!(matches!(
             decide(rules.iter(), "other", "ada", "weather.query"),
             Decision::Denied(_)

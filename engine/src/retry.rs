@@ -114,7 +114,7 @@ impl Backoff {
 }
 
 /// A number from 0 to 1 that depends on nothing but its arguments (FNV-1a, then a mix).
-fn chance(seed: &str, salt: u32) -> f64 {
+pub(crate) fn chance(seed: &str, salt: u32) -> f64 {
     let mut hash: u64 = 0xcbf2_9ce4_8422_2325 ^ u64::from(salt);
     for byte in seed.bytes() {
         hash = (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);

@@ -12,9 +12,11 @@ use std::sync::Arc;
 use async_trait::async_trait;
 
 use crate::call::{Call, Status};
+use crate::delivery::{Delivery, DeliveryStatus, Try};
 use crate::directory::{AuditEntry, Change, Directory};
-use crate::event::{Event, Record};
+use crate::event::{Event, Kind, Record};
 use crate::id::CallId;
+use crate::json::Json;
 
 pub use memory::MemoryStore;
 
@@ -72,9 +74,21 @@ pub struct CallFilter {
     pub run_id: Option<String>,
     pub tool_name: Option<String>,
     pub status: Option<Status>,
+    /// Only those that are background tasks.
+    pub background: bool,
     /// Created at or after this.
     pub since_ms: Option<u64>,
     /// Older than this call (the last of the page before).
+    pub before: Option<CallId>,
+    pub limit: usize,
+}
+
+/// Which deliveries to list: of the newest calls first.
+#[derive(Debug, Clone, Default)]
+pub struct DeliveryFilter {
+    pub project: String,
+    pub status: Option<DeliveryStatus>,
+    /// Of older calls than this (the last of the page before).
     pub before: Option<CallId>,
     pub limit: usize,
 }
@@ -94,10 +108,21 @@ pub enum EventScope {
     Project(String),
 }
 
+/// What is kept of a run beside its calls.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Run {
+    pub project: String,
+    pub run_id: String,
+    /// The tools that were set for it.
+    pub tool_definitions: Json,
+    pub updated_ms: u64,
+}
+
 /// Where tickets, their history and the directory are kept.
 #[async_trait]
 pub trait Store: Send + Sync + 'static {
-    /// Stores a new call, unless its idempotency key was used before.
+    /// Stores a new call, unless its idempotency key was used before; with the delivery that it
+    /// asks for ([`Delivery::of`]).
     async fn create(&self, new: NewCall) -> Result<Created, StoreError>;
 
     /// What this key was used for before: never [`Created::New`]; none when it was not used.
@@ -107,7 +132,8 @@ pub trait Store: Send + Sync + 'static {
         key: &IdempotencyKey,
     ) -> Result<Option<Created>, StoreError>;
 
-    /// Replaces a call whose stored version is exactly one below, and appends to its history.
+    /// Replaces a call whose stored version is exactly one below, and appends to its history. When
+    /// the call has ended with it, its delivery becomes due ([`Delivery::made_due`]).
     async fn save(&self, call: Arc<Call>, records: Vec<Record>) -> Result<Saved, StoreError>;
 
     /// Appends to a call's history without changing the call.
@@ -139,7 +165,47 @@ pub trait Store: Send + Sync + 'static {
     /// now on. 0 when there is no event at all.
     async fn newest_event(&self, scope: EventScope) -> Result<u64, StoreError>;
 
-    /// Deletes up to `limit` calls that ended before this, with all that belongs to them.
+    /// What is kept of a run; none where nothing was ever set for it.
+    async fn run(&self, project: &str, run_id: &str) -> Result<Option<Run>, StoreError>;
+
+    /// Keeps this of a run, instead of what was kept before.
+    async fn put_run(&self, run: Run) -> Result<(), StoreError>;
+
+    /// The newest record of this kind in a call's history.
+    async fn newest_record(
+        &self,
+        project: &str,
+        id: &CallId,
+        kind: Kind,
+    ) -> Result<Option<Record>, StoreError>;
+
+    /// Deliveries that are pending, in the order they are due, after this one.
+    async fn pending_deliveries(
+        &self,
+        after: Option<(u64, CallId)>,
+        limit: usize,
+    ) -> Result<Vec<Delivery>, StoreError>;
+
+    /// A page of deliveries, those of the newest calls first.
+    async fn deliveries(&self, filter: DeliveryFilter) -> Result<Vec<Delivery>, StoreError>;
+
+    /// The delivery of a call, with its last tries in their order.
+    async fn delivery(
+        &self,
+        project: &str,
+        id: &CallId,
+    ) -> Result<Option<(Delivery, Vec<Try>)>, StoreError>;
+
+    /// Replaces a delivery whose stored version is exactly one below, and keeps the try that led
+    /// to it; of many tries, the last [`crate::delivery::KEPT_TRIES`].
+    async fn save_delivery(
+        &self,
+        delivery: Delivery,
+        tried: Option<Try>,
+    ) -> Result<Saved, StoreError>;
+
+    /// Deletes up to `limit` calls that ended before this, with all that belongs to them; and as
+    /// many runs that were last changed before this and have no calls left.
     async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<usize, StoreError>;
 
     /// The version of the directory.

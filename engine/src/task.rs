@@ -4,6 +4,7 @@
 //! failover and the normal path are the same path.
 
 pub mod dispatch;
+pub mod notify;
 pub mod purge;
 pub mod refresh;
 pub mod sweep;
@@ -18,6 +19,9 @@ pub(crate) fn spawn_all(engine: &Engine, retention_ms: Option<u64>) {
     tasks.spawn(sweep::run(engine.clone()));
     tasks.spawn(refresh::run(engine.clone()));
     tasks.spawn(watchdog::run(engine.clone()));
+    if engine.inner.notices.notifier.is_some() {
+        tasks.spawn(notify::run(engine.clone()));
+    }
     if let Some(retention_ms) = retention_ms {
         tasks.spawn(purge::run(engine.clone(), retention_ms));
     }

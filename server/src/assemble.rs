@@ -4,6 +4,7 @@
 use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::{Context, bail};
 use toolcrib::{Effect, Engine, FnTool, Risk, Tool};
@@ -13,7 +14,8 @@ use crate::config::Config;
 use crate::doors::http::{Door, Settings};
 use crate::sources::builtin;
 use crate::sources::utp::Commands;
-use crate::telemetry;
+use crate::telemetry::{self, Otlp};
+use crate::webhooks::Webhooks;
 use crate::utp::Link;
 
 /// Two servers on one database would each believe to be the only writer: the first keeps this
@@ -41,13 +43,25 @@ fn lock(store: &Path) -> anyhow::Result<File> {
 pub struct Served {
     pub engine: Engine,
     _nats: Option<crate::doors::nats::Open>,
+    otlp: Option<Arc<Otlp>>,
     _lock: File,
+}
+
+impl Served {
+    /// Sends the spans and metrics that still wait, within a limit; after the engine's shutdown.
+    pub async fn flush(&self, limit: Duration) {
+        let Some(otlp) = self.otlp.clone() else { return };
+        let _ = tokio::task::spawn_blocking(move || otlp.stop(limit)).await;
+    }
 }
 
 /// The engine of a server: it takes up what is open and runs its reconcilers.
 pub async fn engine(config: &Config) -> anyhow::Result<Served> {
+    // Before the first call is counted: what is counted without a collector is lost.
+    telemetry::metrics();
     let path = config.store_path()?;
     let lock = lock(&path)?;
+    let otlp = Otlp::start(&config.telemetry).await?;
     let opened = {
         let path = path.clone();
         tokio::task::spawn_blocking(move || SqliteStore::open(&path)).await?
@@ -63,14 +77,24 @@ pub async fn engine(config: &Config) -> anyhow::Result<Served> {
         .publishes(link.is_some())
         .limits(config.limits())
         .policies(config.policies())
+        .notifier(Arc::new(webhooks(config)?), config.webhooks.notifying())
         .tools(builtin_tools(config)?);
+    if config.builtin.enabled {
+        builder = builder.result_read();
+    }
     let days = config.retention.finished_calls_days;
     if days > 0.0 {
         builder = builder.retention_ms((days * 86_400_000.0) as u64);
     }
+    if let Some(named) = config.telemetry.tool_names_in_metrics {
+        builder = builder.tool_names_in_metrics(named);
+    }
+    if let Some(otlp) = &otlp {
+        builder = builder.observer(otlp.clone());
+    }
     let engine = builder.start().await?;
     let nats = link.map(|link| crate::doors::nats::open(engine.clone(), link));
-    Ok(Served { engine, _nats: nats, _lock: lock })
+    Ok(Served { engine, otlp, _nats: nats, _lock: lock })
 }
 
 /// An engine for a look at the directory or a change to it: it runs nothing by itself, and may be
@@ -95,6 +119,14 @@ pub fn door(config: &Config, engine: Engine) -> Door {
         default_allow: config.auth.default_allow.clone(),
     };
     Door { engine, settings: Arc::new(settings), metrics: telemetry::metrics() }
+}
+
+fn webhooks(config: &Config) -> anyhow::Result<Webhooks> {
+    let settings = &config.webhooks;
+    let timeout = Duration::from_millis(settings.timeout_ms);
+    let (keys, outbound) = (settings.key_ring(), settings.outbound());
+    Webhooks::new(keys, outbound, timeout, settings.max_data_bytes)
+        .map_err(|why| anyhow::anyhow!("callbacks cannot be signed: {why}"))
 }
 
 /// The tools that come with the server, as configured.

@@ -63,6 +63,7 @@ fn finished(minter: &Minter, n: u64, at_ms: u64) -> NewCall {
         created_ms: at_ms,
         deadline_ms: at_ms + 30_000,
         started_ms: None,
+        attempt_ms: None,
         completed_ms: None,
         outcome: None,
         version: 1,

@@ -18,6 +18,7 @@ mod sse;
 mod tools;
 mod utp;
 mod watch;
+mod webhooks;
 
 #[cfg(test)]
 mod tests;
@@ -98,6 +99,8 @@ Examples:
     Watch(watch::WatchArgs),
     /// Serve the built-in tools to other systems over NATS
     Utp(utp::UtpArgs),
+    /// See what became of callbacks, send one again, make a signing key
+    Webhooks(webhooks::WebhooksArgs),
     /// Make, list and revoke keys
     Keys(admin::KeysArgs),
     /// Allow tools to an agent
@@ -254,6 +257,7 @@ async fn dispatch(context: &Context, command: Command) -> Result<(), Failure> {
         Command::Calls(args) => calls::run(context, args).await,
         Command::Watch(args) => watch::run(context, args).await,
         Command::Utp(args) => utp::run(context, args).await,
+        Command::Webhooks(args) => webhooks::run(context, args).await,
         Command::Keys(args) => admin::keys(context, args).await,
         Command::Allow(args) => admin::set(context, args, toolcrib::policy::Verdict::Allow).await,
         Command::Deny(args) => admin::set(context, args, toolcrib::policy::Verdict::Deny).await,

@@ -8,7 +8,9 @@
 //! keys is made from the same types, so neither can say something the other does not.
 
 mod layers;
+mod telemetry;
 mod validate;
+mod webhooks;
 
 #[cfg(test)]
 mod tests;
@@ -25,6 +27,9 @@ use toolcrib::tool::Alternate;
 use crate::sources::builtin::{DatabaseSettings, WeatherSettings};
 
 pub use layers::ConfigError;
+pub use telemetry::TelemetrySettings;
+pub(crate) use telemetry::check_endpoint;
+pub use webhooks::{WebhookKeySettings, WebhookSettings};
 
 /// The file that is read when no other is named.
 pub const DEFAULT_FILE: &str = "toolcrib.toml";
@@ -57,10 +62,14 @@ pub struct Config {
     pub shutdown: ShutdownSettings,
     /// Connections of programs that offer tools.
     pub ingress: IngressSettings,
+    /// Completion callbacks.
+    pub webhooks: WebhookSettings,
     /// The tools that come with the server.
     pub builtin: BuiltinSettings,
     /// Tools over NATS.
     pub nats: NatsSettings,
+    /// Traces and metrics.
+    pub telemetry: TelemetrySettings,
     /// The file that was read; not a setting.
     #[serde(skip)]
     #[schemars(skip)]
@@ -82,8 +91,10 @@ impl Default for Config {
             retention: RetentionSettings::default(),
             shutdown: ShutdownSettings::default(),
             ingress: IngressSettings::default(),
+            webhooks: WebhookSettings::default(),
             builtin: BuiltinSettings::default(),
             nats: NatsSettings::default(),
+            telemetry: TelemetrySettings::default(),
             file: None,
         }
     }
@@ -238,6 +249,12 @@ pub struct LimitSettings {
     pub max_tools_per_registration: usize,
     /// Tools of one project.
     pub max_tools_per_project: usize,
+    /// Entries of one batch.
+    pub max_batch_entries: usize,
+    /// Entries of one batch that are under way at the same time.
+    pub max_batch_parallel: usize,
+    /// Size of the results of one batch together; what is over it is fetched by its ticket.
+    pub max_batch_bytes: usize,
     /// Size of the body of one HTTP request.
     pub max_body_bytes: usize,
     /// HTTP connections at the same time.
@@ -258,6 +275,9 @@ impl Default for LimitSettings {
             max_progress_events: limits.max_progress_events,
             max_tools_per_registration: limits.max_tools_per_registration,
             max_tools_per_project: limits.max_tools_per_project,
+            max_batch_entries: limits.max_batch_entries,
+            max_batch_parallel: limits.max_batch_parallel,
+            max_batch_bytes: limits.max_batch_bytes,
             max_body_bytes: 2 << 20,
             max_connections: 10_000,
             request_header_timeout_ms: 10_000,
@@ -451,6 +471,9 @@ impl Config {
             max_progress_events: limits.max_progress_events,
             max_tools_per_registration: limits.max_tools_per_registration,
             max_tools_per_project: limits.max_tools_per_project,
+            max_batch_entries: limits.max_batch_entries,
+            max_batch_parallel: limits.max_batch_parallel,
+            max_batch_bytes: limits.max_batch_bytes,
         }
     }
 }

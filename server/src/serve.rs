@@ -26,6 +26,9 @@ use crate::{assemble, telemetry};
 /// How long connections may take to finish after the calls have.
 const HANG_UP: Duration = Duration::from_secs(2);
 
+/// How long the last spans and metrics may take to be sent.
+const FLUSH: Duration = Duration::from_secs(3);
+
 /// Runs the server until it is told to stop.
 pub async fn run(config: Config) -> anyhow::Result<()> {
     let began = Instant::now();
@@ -54,6 +57,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     stopping.cancel();
     connections.close();
     let _ = tokio::time::timeout(HANG_UP, connections.wait()).await;
+    served.flush(FLUSH).await;
     Ok(())
 }
 

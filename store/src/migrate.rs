@@ -5,8 +5,10 @@ use rusqlite::{Connection, TransactionBehavior};
 
 use crate::sqlite::OpenError;
 
-const MIGRATIONS: [&str; 2] = [
+const MIGRATIONS: [&str; 4] = [
     include_str!("../migrations/sqlite/0001_init.sql"),
+    include_str!("../migrations/sqlite/0002_callbacks.sql"),
+    include_str!("../migrations/sqlite/0003_runs.sql"),
     include_str!("../migrations/sqlite/0004_utp.sql"),
 ];
 

@@ -1,6 +1,8 @@
 //! How a call becomes a row and a row becomes a call. The engine's types are not made to be
 //! stored; the forms here are, and are read by every later version of this program.
 
+mod definition;
+
 use std::borrow::Cow;
 use std::sync::Arc;
 
@@ -15,6 +17,8 @@ use toolcrib::retry::Backoff;
 use toolcrib::store::StoreError;
 use toolcrib::tool::{Effect, Executor};
 use toolcrib::utp::Route;
+
+pub(crate) use definition::{definition_text, read_definition};
 
 /// The columns of `calls` that a call is read from, in this order.
 pub(crate) const CALL_COLUMNS: &str = "place, id, project, run_id, tool_name, executor, status, \
@@ -39,13 +43,14 @@ struct Envelope<'a> {
     background: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     turn: Option<Cow<'a, Route>>,
+    callback_url: Option<String>,
     max_retries: u32,
     /// Only where it is not the usual one.
     #[serde(default, skip_serializing_if = "is_usual")]
     backoff: Cow<'a, Backoff>,
 }
 
-pub(crate) fn is_false(value: &bool) -> bool {
+fn is_false(value: &bool) -> bool {
     !value
 }
 
@@ -62,6 +67,9 @@ struct State<'a> {
     alternates: Vec<StoredTarget<'a>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     retry_at_ms: Option<u64>,
+    /// Only where it is not when a call's first attempt is usually given to its executor.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    attempt_ms: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     taken_by: Option<Cow<'a, str>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -96,6 +104,8 @@ struct StoredFault {
     retryable: bool,
     #[serde(default)]
     not_happened: bool,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    raw: Option<Json>,
 }
 
 /// A call as the writer binds it. Made by the caller's task, so the writer only writes.
@@ -119,11 +129,11 @@ pub(crate) struct RecordRow {
     pub(crate) data: String,
 }
 
-pub(crate) fn encode<T: Serialize>(value: &T) -> Result<String, StoreError> {
+fn encode<T: Serialize>(value: &T) -> Result<String, StoreError> {
     serde_json::to_string(value).map_err(|error| StoreError::Corrupt(error.to_string()))
 }
 
-pub(crate) fn decode<'a, T: Deserialize<'a>>(text: &'a str) -> Result<T, StoreError> {
+fn decode<'a, T: Deserialize<'a>>(text: &'a str) -> Result<T, StoreError> {
     serde_json::from_str(text).map_err(|error| StoreError::Corrupt(error.to_string()))
 }
 
@@ -139,6 +149,7 @@ impl CallRow {
             traceparent: call.asked.traceparent.as_deref().map(Cow::Borrowed),
             background: call.asked.background,
             turn: call.asked.turn.as_deref().map(Cow::Borrowed),
+            callback_url: call.asked.callback_url.clone(),
             max_retries: call.max_retries,
             backoff: Cow::Borrowed(&call.backoff),
         })?;
@@ -159,6 +170,7 @@ impl CallRow {
                 detail: fault.detail.clone(),
                 retryable: fault.retryable,
                 not_happened: fault.happened == Happened::No,
+                raw: fault.raw.clone(),
             })
         });
         let state = State {
@@ -170,6 +182,7 @@ impl CallRow {
                 Some(Hold::Retry { at_ms }) => Some(at_ms),
                 _ => None,
             },
+            attempt_ms: call.attempt_ms.filter(|_| call.attempt_ms != call.usual_attempt_ms()),
             taken_by: call.taken_by.as_deref().map(Cow::Borrowed),
             node: call.node.as_deref().map(Cow::Borrowed),
             partial: outcome.is_some_and(|outcome| outcome.partial),
@@ -243,7 +256,7 @@ pub(crate) fn read_call(row: &Row<'_>) -> Result<(u64, Call), StoreError> {
         executor.parse().map_err(|()| StoreError::Corrupt(format!("executor {executor}")))?;
     let target = |stored| target_of(stored, &tool_name, executor, &args);
     let id = text(1)?;
-    let call = Call {
+    let mut call = Call {
         id: id.parse().map_err(|_| StoreError::Corrupt(format!("call id {id}")))?,
         project: text(2)?,
         run_id: text(3)?,
@@ -258,6 +271,7 @@ pub(crate) fn read_call(row: &Row<'_>) -> Result<(u64, Call), StoreError> {
             traceparent: envelope.traceparent.map(Cow::into_owned),
             background: envelope.background,
             turn: envelope.turn.map(|turn| Box::new(turn.into_owned())),
+            callback_url: envelope.callback_url,
         },
         target: target(state.target),
         alternates: state.alternates.into_iter().map(target).collect(),
@@ -272,10 +286,12 @@ pub(crate) fn read_call(row: &Row<'_>) -> Result<(u64, Call), StoreError> {
         created_ms,
         deadline_ms: number(9)? as u64,
         started_ms,
+        attempt_ms: state.attempt_ms,
         completed_ms,
         outcome,
         version: number(12)? as u64,
     };
+    call.attempt_ms = call.attempt_ms.or_else(|| call.usual_attempt_ms());
     Ok((number(0)? as u64, call))
 }
 
@@ -288,6 +304,7 @@ fn read_fault(text: &str) -> Result<Fault, StoreError> {
         detail: stored.detail,
         retryable: stored.retryable,
         happened,
+        raw: stored.raw,
     })
 }
 

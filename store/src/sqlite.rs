@@ -1,11 +1,13 @@
 //! The SQLite store: opening it, and the `Store` port over one writer and a few readers.
 
 mod changes;
+mod deliveries;
 mod directory;
 mod history;
 mod open;
 mod reader;
 mod utp;
+mod runs;
 mod writer;
 
 use std::path::{Path, PathBuf};
@@ -15,11 +17,13 @@ use async_trait::async_trait;
 use rusqlite::{Connection, OpenFlags};
 use tokio::sync::{Semaphore, oneshot};
 use toolcrib::call::Call;
+use toolcrib::delivery::{Delivery, Try};
 use toolcrib::directory::{AuditEntry, Change, Directory};
-use toolcrib::event::{Event, Record};
+use toolcrib::event::{Event, Kind, Record};
 use toolcrib::id::CallId;
 use toolcrib::store::{
-    CallFilter, Created, EventScope, IdempotencyKey, NewCall, Open, Saved, Store, StoreError,
+    CallFilter, Created, DeliveryFilter, EventScope, IdempotencyKey, NewCall, Open, Run, Saved,
+    Store, StoreError,
 };
 
 use crate::migrate::{check, migrate};
@@ -208,6 +212,56 @@ impl Store for SqliteStore {
 
     async fn newest_event(&self, scope: EventScope) -> Result<u64, StoreError> {
         self.read(move |connection| history::newest_event(connection, &scope)).await
+    }
+
+    async fn run(&self, project: &str, run_id: &str) -> Result<Option<Run>, StoreError> {
+        let (project, run_id) = (project.to_owned(), run_id.to_owned());
+        self.read(move |connection| runs::run(connection, &project, &run_id)).await
+    }
+
+    async fn put_run(&self, run: Run) -> Result<(), StoreError> {
+        let run = Box::new(run);
+        self.write(|reply| Op::PutRun { run, reply }).await
+    }
+
+    async fn newest_record(
+        &self,
+        project: &str,
+        id: &CallId,
+        kind: Kind,
+    ) -> Result<Option<Record>, StoreError> {
+        let (project, id) = (project.to_owned(), id.clone());
+        self.read(move |connection| history::newest_record(connection, &project, &id, kind)).await
+    }
+
+    async fn pending_deliveries(
+        &self,
+        after: Option<(u64, CallId)>,
+        limit: usize,
+    ) -> Result<Vec<Delivery>, StoreError> {
+        self.read(move |connection| deliveries::pending(connection, after.as_ref(), limit)).await
+    }
+
+    async fn deliveries(&self, filter: DeliveryFilter) -> Result<Vec<Delivery>, StoreError> {
+        self.read(move |connection| deliveries::list(connection, &filter)).await
+    }
+
+    async fn delivery(
+        &self,
+        project: &str,
+        id: &CallId,
+    ) -> Result<Option<(Delivery, Vec<Try>)>, StoreError> {
+        let (project, id) = (project.to_owned(), id.clone());
+        self.read(move |connection| deliveries::one(connection, &project, &id)).await
+    }
+
+    async fn save_delivery(
+        &self,
+        delivery: Delivery,
+        tried: Option<Try>,
+    ) -> Result<Saved, StoreError> {
+        let delivery = Box::new(delivery);
+        self.write(|reply| Op::Deliver { delivery, tried, reply }).await
     }
 
     async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<usize, StoreError> {

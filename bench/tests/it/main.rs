@@ -117,3 +117,15 @@ async fn a_server_that_never_comes_is_given_up() {
     let time = Duration::from_millis(10);
     assert!(load::closed_loop(&addr, 1, time, PATH, BODY, None).await.is_err());
 }
+
+#[tokio::test]
+async fn a_sink_counts_the_spans_it_is_sent() {
+    let sink = toolcrib_bench::sink::Sink::start().await.unwrap();
+    let addr = sink.url.strip_prefix("http://").unwrap();
+    for (path, body) in [("/v1/traces", "12345"), ("/v1/metrics", "123"), ("/v1/traces", "1")] {
+        let mut connection = Connection::open(addr).await.unwrap();
+        let answer = connection.round_trip(&http::post(addr, path, body, None)).await.unwrap();
+        assert_eq!(answer.status, 200);
+    }
+    assert_eq!(sink.trace_bytes(), 6);
+}

@@ -9,6 +9,9 @@ use super::{AWAY_GRACE_MS, Arrival, Line, Memory, Message, POLL_LEASE_MS, Reques
 use crate::id::CallId;
 use crate::tool::Effect;
 
+/// Cancellations kept for a client that is away; it finds out about more when it reports.
+const MAX_UNHEARD: usize = 256;
+
 type ClientKey = (String, String);
 type ToolKey = (String, String);
 
@@ -48,6 +51,8 @@ struct Client {
     pinned: VecDeque<CallId>,
     /// By id, so that what comes again comes in the order it was asked for.
     in_hand: BTreeMap<CallId, InHand>,
+    /// Cancellations for its next connection: there was none when they came.
+    unheard: VecDeque<Message>,
     last_turn: u64,
     last_seen_ms: u64,
 }
@@ -98,6 +103,7 @@ impl State {
         client.offers = arrival.offers;
         client.last_seen_ms = now_ms;
         let (window, line) = (arrival.window.max(1), arrival.line);
+        client.unheard.drain(..).for_each(|message| drop(sender.send(message)));
         client.sessions.push(Connection { number, sender, window, line });
         // A poll is not a return from somewhere: what its client has in hand it is working on.
         if line == Line::Open {
@@ -348,10 +354,19 @@ impl State {
         let Some(key) = self.requests.get(id).and_then(|parked| parked.holder.clone()) else {
             return;
         };
-        let Some(client) = self.clients.get(&key) else { return };
+        let Some(client) = self.clients.get_mut(&key) else { return };
         let session = client.in_hand.get(id).and_then(|held| held.session);
-        if let Some(connection) = client.sessions.iter().find(|c| Some(c.number) == session) {
-            let _ = connection.sender.send(Message::Cancel { call_id: id.clone(), attempt });
+        let given_on = client.sessions.iter().find(|c| Some(c.number) == session);
+        let message = Message::Cancel { call_id: id.clone(), attempt };
+        // A client that polls is told in the poll that waits, or in the next one.
+        match given_on.or_else(|| client.sessions.last()) {
+            Some(connection) => drop(connection.sender.send(message)),
+            None => {
+                client.unheard.push_back(message);
+                if client.unheard.len() > MAX_UNHEARD {
+                    client.unheard.pop_front();
+                }
+            }
         }
     }
 

@@ -42,6 +42,7 @@ impl Room {
             traceparent: None,
             command: None,
             deadline_ms: u64::MAX,
+            traceparent: None,
             client_id: pinned.map(str::to_owned),
             taken_by: taken_by.map(str::to_owned),
             again: taken_by.is_some(),

@@ -45,11 +45,13 @@ impl Inner {
         let _one_at_a_time = entry.deciding.lock().await;
         loop {
             let before = entry.call();
-            let step = match lifecycle::step(&before, &event, self.clock.now_ms()) {
+            let now_ms = self.clock.now_ms();
+            let step = match lifecycle::step(&before, &event, now_ms) {
                 Ok(step) => step,
                 Err(refusal) => return self.refused(before, refusal).await,
             };
             let after = Arc::new(step.call);
+            let attempt = self.attempt_over(&before, &after, &step.records);
             let saved = self.store.save(after.clone(), step.records).await;
             if saved.map_err(unavailable)? == Saved::Stale {
                 let stored = self.store.call(project, id).await.map_err(unavailable)?;
@@ -63,7 +65,8 @@ impl Inner {
             if after.status.is_terminal() {
                 self.ended(&after).await;
             }
-            measure::moved(&before, &after);
+            measure::moved(&before, &after, || self.may_name(&after));
+            self.tell_observer(&before, &after, attempt, now_ms);
             self.announce(&after);
             return Ok(Advanced::Done(after));
         }
@@ -139,6 +142,9 @@ impl Inner {
                         source.settled(&call.id, call.attempt);
                     }
                     entry.free_place();
+                    if call.asked.callback_url.is_some() {
+                        self.notices.wake();
+                    }
                 }
             }
         }
@@ -161,6 +167,11 @@ impl Inner {
     /// Wakes whoever waits for news of this call.
     pub(crate) fn announce(&self, call: &Call) {
         self.bus.wake(&Topic::Call(call.id.clone()));
+        self.announce_around(call);
+    }
+
+    /// Wakes whoever follows the run or the project.
+    pub(crate) fn announce_around(&self, call: &Call) {
         if !self.bus.is_followed() {
             return;
         }

@@ -26,7 +26,7 @@ pub(super) enum Ahead {
     /// It is not over.
     UnderWay(UnderWay),
     /// It is over, and this is what follows.
-    Over(Step),
+    Over(Box<Step>),
 }
 
 /// A read that goes on once its ticket is stored.
@@ -49,7 +49,7 @@ impl Inner {
         let Some(source) = self.sources.get(&target.executor).cloned() else { return Ahead::Waits };
         let held = Arc::new(Held(Mutex::new(Some(Vec::new()))));
         let sink = self.held_sink(call, &held);
-        let attempt = super::attempt::attempt(call, false);
+        let attempt = self.attempt(call, false);
         let starting = source.clone();
         let mut attempt = async move { starting.start(attempt, sink).await }.boxed();
         match (&mut attempt).now_or_never() {
@@ -75,11 +75,12 @@ impl Inner {
         let Ok(mut step) = lifecycle::step(call, &event, now_ms) else { return Ahead::Waits };
         let said = held.0.lock().take().unwrap_or_default();
         let kept = said.into_iter().take(self.limits.max_progress_events as usize);
-        let said: Vec<Record> = kept.map(|p| p.record(now_ms, call.attempt)).collect();
+        let said: Vec<Record> =
+            kept.map(|p| p.record(now_ms, call.attempt).about_task(call)).collect();
         step.records.splice(0..0, said);
         // It is one state, the first that is stored.
         step.call.version = call.version;
-        Ahead::Over(step)
+        Ahead::Over(Box::new(step))
     }
 
     fn held_sink(self: &Arc<Self>, call: &Arc<Call>, held: &Arc<Held>) -> ProgressSink {

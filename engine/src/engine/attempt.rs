@@ -15,7 +15,7 @@ impl Inner {
     /// Starts the attempt that is out. Parking happens at once and in order; what is executed in
     /// this process gets its own task, and whatever becomes of that task is reported.
     pub(super) fn start_attempt(self: &Arc<Self>, call: &Arc<Call>, again: bool) {
-        let mut attempt = attempt(call, again);
+        let mut attempt = self.attempt(call, again);
         let (inner, call) = (self.clone(), call.clone());
         self.attempts.spawn(async move {
             let executor = call.target.executor;
@@ -70,7 +70,9 @@ impl Inner {
             return Err(Fault::new(Code::Internal, message).not_happened().retryable(false));
         };
         let card_id = utp::card::id_of(&call.id, utp::card::TOOL_CALL);
-        Ok(Command { route: utp::Route::of(call), binding, card_id })
+        let handed_on = self.handed_on(call).map(|span| span.to_string());
+        let traceparent = handed_on.unwrap_or_else(|| utp::trace::of_call(call));
+        Ok(Command { route: utp::Route::of(call), binding, card_id, traceparent })
     }
 
     fn progress_sink(self: &Arc<Self>, call: &Arc<Call>) -> ProgressSink {
@@ -89,22 +91,24 @@ impl Inner {
     }
 }
 
-/// The attempt that is out.
-pub(super) fn attempt(call: &Call, again: bool) -> Attempt {
-    Attempt {
-        call_id: call.id.clone(),
-        project: call.project.clone(),
-        run_id: call.run_id.clone(),
-        agent: call.asked.agent.clone(),
-        number: call.attempt,
-        tool: call.target.tool.clone(),
-        effect: call.target.effect,
-        args: call.target.args.clone(),
-        deadline_ms: call.deadline_ms,
-        traceparent: call.asked.traceparent.clone(),
-        command: None,
-        client_id: call.asked.client_id.clone(),
-        taken_by: call.taken_by.clone(),
-        again,
+impl Inner {
+    /// The attempt that is out.
+    pub(super) fn attempt(&self, call: &Call, again: bool) -> Attempt {
+        Attempt {
+            call_id: call.id.clone(),
+            project: call.project.clone(),
+            run_id: call.run_id.clone(),
+            agent: call.asked.agent.clone(),
+            number: call.attempt,
+            tool: call.target.tool.clone(),
+            effect: call.target.effect,
+            args: call.target.args.clone(),
+            deadline_ms: call.deadline_ms,
+            traceparent: self.handed_on(call),
+            command: None,
+            client_id: call.asked.client_id.clone(),
+            taken_by: call.taken_by.clone(),
+            again,
+        }
     }
 }

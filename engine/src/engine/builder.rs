@@ -1,6 +1,6 @@
 //! Putting an engine together.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -11,14 +11,18 @@ use tokio_util::task::TaskTracker;
 use super::catalog::{Catalog, Entry};
 use super::gate::Gate;
 use super::live::Live;
-use super::{Engine, Inner, Limits, Policies};
+use super::notices::Notices;
+use super::result::{self, Handle, RESULT_READ};
+use super::{Engine, Inner, Limits, Policies, measure};
 use crate::bus::{Bus, LocalBus};
 use crate::clock::{Clock, SystemClock};
 use crate::desk::Desk;
 use crate::fault::{Code, Error};
 use crate::function::{Functions, Tool};
 use crate::id::Minter;
-use crate::source::Source;
+use crate::notify::{Notifier, Notifying};
+use crate::observe::Observer;
+use crate::source::{Callers, Source};
 use crate::store::{MemoryStore, Store};
 use crate::task;
 use crate::tool::{Executor, check_name};
@@ -35,6 +39,11 @@ pub struct Builder {
     policies: Policies,
     retention_ms: Option<u64>,
     publishes: bool,
+    reads_results: bool,
+    notifier: Option<Arc<dyn Notifier>>,
+    notifying: Notifying,
+    observer: Option<Arc<dyn Observer>>,
+    tool_names: Option<bool>,
 }
 
 impl Builder {
@@ -67,6 +76,15 @@ impl Builder {
         self
     }
 
+    /// The tool `result.read` too: a model reads with it what a digest left out. Its name must not
+    /// be taken by another tool then. Who may call any tool may call this one, unless a rule denies
+    /// it: it gives nothing that a caller could not read by itself. [`Engine::tools`] lists it for
+    /// an agent only where a rule names it.
+    pub fn result_read(mut self) -> Self {
+        self.reads_results = true;
+        self
+    }
+
     /// One more source.
     pub fn source(mut self, source: Arc<dyn Source>) -> Self {
         self.sources.push(source);
@@ -85,6 +103,12 @@ impl Builder {
         self
     }
 
+    /// Who tells callers that their calls have ended; without one, callback URLs are refused.
+    pub fn notifier(mut self, notifier: Arc<dyn Notifier>, notifying: Notifying) -> Self {
+        (self.notifier, self.notifying) = (Some(notifier), notifying);
+        self
+    }
+
     /// How long finished calls are kept; for ever unless said.
     pub fn retention_ms(mut self, retention_ms: u64) -> Self {
         self.retention_ms = Some(retention_ms);
@@ -97,9 +121,22 @@ impl Builder {
         self
     }
 
+    /// Who is told how attempts and calls went; nobody unless said, and then it costs nothing.
+    pub fn observer(mut self, observer: Arc<dyn Observer>) -> Self {
+        self.observer = Some(observer);
+        self
+    }
+
+    /// Whether the metrics name the tools of projects; unless said, while there are no keys.
+    pub fn tool_names_in_metrics(mut self, named: bool) -> Self {
+        self.tool_names = Some(named);
+        self
+    }
+
     /// An engine that takes up what the store has open, and runs its reconcilers.
     pub async fn start(self) -> Result<Engine, Error> {
         let retention_ms = self.retention_ms;
+        measure::ready();
         let engine = self.idle().await?;
         task::spawn_all(&engine, retention_ms);
         Ok(engine)
@@ -110,9 +147,15 @@ impl Builder {
     pub async fn idle(self) -> Result<Engine, Error> {
         let clock = self.clock.unwrap_or_else(|| Arc::new(SystemClock::default()));
         let desk = Arc::new(Desk::new(clock.clone()));
-        let functions: Arc<dyn Source> = Arc::new(Functions::new(self.tools));
+        let own_handle = Handle::default();
+        let mut tools = self.tools;
+        if self.reads_results {
+            tools.push(Arc::new(result::tool(own_handle.clone())));
+        }
+        check_unique(&tools)?;
+        let functions: Arc<dyn Source> = Arc::new(Functions::new(tools));
         let mut sources: HashMap<Executor, Arc<dyn Source>> = HashMap::new();
-        let own = [functions, desk.clone() as Arc<dyn Source>];
+        let own = [functions, desk.clone() as Arc<dyn Source>, Arc::new(Callers)];
         for source in own.into_iter().chain(self.sources) {
             sources.insert(source.executor(), source);
         }
@@ -123,8 +166,7 @@ impl Builder {
             let name = definition.name.clone();
             let entry = Arc::new(Entry::compile(definition)?);
             if shared.insert(name.clone(), entry).is_some() {
-                let message = format!("there are two built-in tools named \"{name}\"");
-                return Err(Error::refused(Code::Conflict, message));
+                return Err(named_twice(&name));
             }
         }
         let minter = Minter::default();
@@ -139,19 +181,45 @@ impl Builder {
             changing: tokio::sync::Mutex::new(()),
             live: Live::default(),
             gate: Arc::new(Gate::default()),
+            notices: Arc::new(Notices::new(self.notifier, self.notifying)),
             minter,
             limits: self.limits,
             policies: self.policies,
             node,
             publishes: self.publishes,
             inbound: parking_lot::Mutex::default(),
+            tool_names: self.tool_names,
+            observer: self.observer,
             draining: AtomicBool::new(false),
             recovered: AtomicBool::new(false),
             stopping: CancellationToken::new(),
             attempts: TaskTracker::new(),
             tasks: TaskTracker::new(),
         });
+        // Set once, by who made it.
+        let _ = own_handle.set(Arc::downgrade(&inner));
         inner.renew_catalog().await?;
         Ok(Engine { inner })
     }
+}
+
+/// Two functions of one name: the second would silently take the place of the first.
+fn check_unique(tools: &[Arc<dyn Tool>]) -> Result<(), Error> {
+    let mut names = HashSet::new();
+    for tool in tools {
+        let name = tool.definition().name;
+        if names.contains(&name) {
+            return Err(named_twice(&name));
+        }
+        names.insert(name);
+    }
+    Ok(())
+}
+
+fn named_twice(name: &str) -> Error {
+    let mut message = format!("there are two built-in tools named \"{name}\"");
+    if name == RESULT_READ {
+        message.push_str("; one is the engine's own: rename yours, or build without result_read()");
+    }
+    Error::refused(Code::Conflict, message)
 }

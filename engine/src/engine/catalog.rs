@@ -4,16 +4,18 @@
 //! registered or first loaded, never when it is called.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use serde_json::json;
 
-use super::{Engine, Inner, unavailable};
+use super::{Engine, Inner, RESULT_READ, unavailable};
 use crate::bus::Topic;
 use crate::caller::{Caller, Trust};
+use crate::dialect::{Format, definition};
 use crate::directory::{AuditEntry, Change, Client, Directory, Key, Others};
 use crate::fault::{Code, Error, Fault};
 use crate::json;
+use crate::names;
 use crate::policy::{self, Decision};
 use crate::retry::TIMEOUT_MS_RANGE;
 use crate::schema::Schema;
@@ -65,6 +67,8 @@ pub struct Catalog {
     offered_by: HashMap<(String, String), Vec<String>>,
     keys: HashMap<String, Key>,
     directory: Directory,
+    /// Tools by the names that models know; made when somebody first asks by such a name.
+    for_models: OnceLock<HashMap<String, Vec<Arc<Entry>>>>,
 }
 
 impl Catalog {
@@ -105,6 +109,37 @@ impl Catalog {
     pub fn find(&self, project: &str, name: &str) -> Option<Arc<Entry>> {
         let own = || self.own.get(&(project.to_owned(), name.to_owned()));
         self.shared.get(name).or_else(own).cloned()
+    }
+
+    /// The tool that a name means: a tool's own name, or the one that models know it by. The
+    /// latter is looked for only among the tools the caller may call, so that nobody learns of
+    /// others; and a name that could be two of them is neither.
+    pub fn named(&self, caller: &Caller, name: &str) -> Option<Arc<Entry>> {
+        self.find(&caller.project, name).or_else(|| {
+            let index = self.for_models.get_or_init(|| self.index());
+            let here = |entry: &Entry| match &entry.definition.project {
+                Some(project) => *project == caller.project,
+                None => true,
+            };
+            let allowed =
+                |entry: &Entry| self.decide(caller, &entry.definition.name) == Decision::Allowed;
+            let mut meant = index.get(name)?.iter().filter(|entry| here(entry) && allowed(entry));
+            let first = meant.next()?;
+            meant.next().is_none().then(|| first.clone())
+        })
+    }
+
+    fn index(&self) -> HashMap<String, Vec<Arc<Entry>>> {
+        let mut index: HashMap<String, Vec<Arc<Entry>>> = HashMap::new();
+        for entry in self.shared.values().chain(self.own.values()) {
+            let name = &entry.definition.name;
+            let (told, apart) = (names::for_model(name), names::told_apart(name));
+            if told != apart {
+                index.entry(apart).or_default().push(entry.clone());
+            }
+            index.entry(told).or_default().push(entry.clone());
+        }
+        index
     }
 
     /// Every tool of a project, by name.
@@ -159,7 +194,24 @@ impl Catalog {
         if caller.trust == Trust::Local || caller.may_administer() {
             return Decision::Allowed;
         }
-        policy::decide(self.directory.rules.iter(), &caller.project, &caller.agent, tool)
+        let rules = self.directory.rules.iter();
+        if tool == RESULT_READ && self.shared.contains_key(tool) {
+            return policy::decide_companion(rules, &caller.project, &caller.agent, tool);
+        }
+        policy::decide(rules, &caller.project, &caller.agent, tool)
+    }
+
+    /// Whether a tool is listed for the caller: what comes along with others is listed only where
+    /// a rule names it, so that a list shows what the operator allowed and nothing else.
+    fn lists(&self, caller: &Caller, tool: &str) -> bool {
+        if self.decide(caller, tool) != Decision::Allowed {
+            return false;
+        }
+        let (rules, agent) = (self.directory.rules.iter(), &caller.agent);
+        tool != RESULT_READ
+            || caller.trust == Trust::Local
+            || caller.may_administer()
+            || policy::decide(rules, &caller.project, agent, tool) == Decision::Allowed
     }
 
     /// Names like this one, among those the caller may call.
@@ -192,16 +244,26 @@ impl Engine {
     pub fn tools(&self, caller: &Caller) -> Vec<Arc<Entry>> {
         let catalog = self.inner.catalog();
         let mut tools = catalog.tools(&caller.project);
-        tools.retain(|e| catalog.decide(caller, &e.definition.name) == Decision::Allowed);
+        tools.retain(|entry| catalog.lists(caller, &entry.definition.name));
         tools
     }
 
     /// One tool, if the caller may call it.
     pub fn tool(&self, caller: &Caller, name: &str) -> Result<Arc<Entry>, Error> {
         let catalog = self.inner.catalog();
-        let allowed = catalog.decide(caller, name) == Decision::Allowed;
-        let found = catalog.find(&caller.project, name).filter(|_| allowed);
+        let allowed =
+            |e: &Arc<Entry>| catalog.decide(caller, &e.definition.name) == Decision::Allowed;
+        let found = catalog.named(caller, name).filter(allowed);
         found.ok_or_else(|| not_found(&catalog, caller, name))
+    }
+
+    /// The tools the caller may call, described for a model in this format: ready to be put into
+    /// a request, under names that model APIs take and that [`Engine::invoke`] understands.
+    pub fn definitions(&self, caller: &Caller, format: Format) -> Vec<json::Json> {
+        let tools = self.tools(caller);
+        let told = names::for_models(tools.iter().map(|entry| entry.definition.name.as_str()));
+        let pairs = tools.iter().zip(&told);
+        pairs.map(|(entry, name)| definition(format, name, &entry.definition)).collect()
     }
 
     /// How long a call of a tool has that says nothing itself.
@@ -365,7 +427,7 @@ pub(super) fn check_client_id(client_id: &str) -> Result<(), Error> {
     Err(Error::refused(Code::ValidationError, message))
 }
 
-fn check_definition(tool: &Definition) -> Result<(), Error> {
+pub(super) fn check_definition(tool: &Definition) -> Result<(), Error> {
     let invalid = |message: String| Error::refused(Code::ValidationError, message);
     check_name(&tool.name).map_err(|error| invalid(error.to_string()))?;
     if !TIMEOUT_MS_RANGE.contains(&tool.timeout_ms) {

@@ -11,6 +11,7 @@ use super::ahead::{Ahead, UnderWay};
 use super::catalog::{Catalog, Entry as Compiled, not_found};
 use super::gate::{Caps, Place, Slot};
 use super::live::{Entry, Full};
+use super::observing::Over;
 use super::{Engine, Inner, measure, unavailable};
 use crate::args;
 use crate::call::{Asked, Call, Hold, Status, Target};
@@ -45,14 +46,21 @@ pub struct Invocation {
     pub traceparent: Option<String>,
     /// The turn it is made in.
     pub turn: Option<Box<crate::utp::Route>>,
+    /// Where to tell that it has ended.
+    pub callback_url: Option<String>,
 }
 
 impl Invocation {
     /// A call of this tool with these arguments, as JSON text.
     pub fn new(tool: impl Into<String>, args: &str) -> Result<Self, NotJson> {
-        Ok(Self {
+        Ok(Self::of(tool, Json::parse(args)?))
+    }
+
+    /// A call of this tool with these arguments.
+    pub fn of(tool: impl Into<String>, args: Json) -> Self {
+        Self {
             tool: tool.into(),
-            args: Json::parse(args)?,
+            args,
             run_id: "run_default".to_owned(),
             call_id: None,
             timeout_ms: None,
@@ -62,7 +70,8 @@ impl Invocation {
             user_id: None,
             traceparent: None,
             turn: None,
-        })
+            callback_url: None,
+        }
     }
 }
 
@@ -77,21 +86,28 @@ pub struct Ticket {
 }
 
 impl Engine {
-    /// Takes a call. When this returns, the call is stored and will reach an outcome.
-    pub async fn invoke(&self, caller: &Caller, asked: Invocation) -> Result<Ticket, Error> {
+    /// Takes a call. The tool is named by its own name or by the one that models know it by
+    /// ([`crate::names`]). When this returns, the call is stored and will reach an outcome.
+    pub async fn invoke(&self, caller: &Caller, mut asked: Invocation) -> Result<Ticket, Error> {
         let inner = &self.inner;
         if inner.draining.load(Ordering::Acquire) {
             let message = "the server is shutting down; nothing was done, a retry is safe";
             return Err(Error::later(Code::Overloaded, message, 1_000));
         }
         let catalog = inner.catalog();
+        let found = catalog.named(caller, &asked.tool);
+        if let Some(tool) = found.as_ref().filter(|tool| tool.definition.name != asked.tool) {
+            asked.tool.clone_from(&tool.definition.name);
+        }
         inner.check_permission(&catalog, caller, &asked.tool).await?;
-        let found = catalog.find(&caller.project, &asked.tool);
         let tool = found.ok_or_else(|| not_found(&catalog, caller, &asked.tool))?;
         check_envelope(&asked, inner.limits.max_args_bytes)?;
         let args = asked.args.value();
         check_args(&tool, &args)?;
         check_client(&catalog, caller, &tool, asked.client_id.as_deref())?;
+        if let Some(url) = &asked.callback_url {
+            asked.callback_url = Some(inner.check_callback(caller, url)?);
+        }
         let key = idempotency_key(caller, &asked, &args);
         let call = inner.draft(&catalog, caller, &tool, asked, &args);
         let accepting = inner.clone().accept(call, key);
@@ -100,28 +116,8 @@ impl Engine {
 }
 
 impl Inner {
-    /// Denied calls are answered with the reason and written down.
-    async fn check_permission(
-        &self,
-        catalog: &Catalog,
-        caller: &Caller,
-        tool: &str,
-    ) -> Result<(), Error> {
-        let Decision::Denied(reason) = catalog.decide(caller, tool) else {
-            measure::allowed();
-            return Ok(());
-        };
-        metrics::counter!("toolcrib_policy_decisions_total", "decision" => "deny").increment(1);
-        let shown: String = tool.chars().take(128).collect();
-        let entry = self.entry(caller, &caller.project, "call.denied", &shown, &reason);
-        self.store.audit(entry).await.map_err(unavailable)?;
-        let message = format!("agent \"{}\" may not call \"{shown}\": {reason}", caller.agent);
-        let detail = json!({ "agent": caller.agent, "tool": shown, "rule": reason });
-        Err(Fault::new(Code::PermissionDenied, message).not_happened().with_detail(detail).into())
-    }
-
     /// The call as it would be, before anything was decided about it.
-    fn draft(
+    pub(super) fn draft(
         &self,
         catalog: &Catalog,
         caller: &Caller,
@@ -153,6 +149,7 @@ impl Inner {
                 traceparent: asked.traceparent,
                 background: definition.background,
                 turn: asked.turn,
+                callback_url: asked.callback_url,
             },
             // A tool service answers a call that it knows from memory: asking again is no use.
             max_retries: match definition.executor {
@@ -169,6 +166,7 @@ impl Inner {
             created_ms: now_ms,
             deadline_ms: now_ms + timeout_ms,
             started_ms: None,
+            attempt_ms: None,
             completed_ms: None,
             outcome: None,
             version: 1,
@@ -227,7 +225,7 @@ impl Inner {
     }
 
     /// Commits the call, already claimed when a place is free, and starts it.
-    async fn accept(
+    pub(super) async fn accept(
         self: Arc<Self>,
         call: Call,
         key: Option<IdempotencyKey>,
@@ -239,9 +237,10 @@ impl Inner {
         };
         let requested = Record::new(Kind::Requested, call.created_ms, 0)
             .with("tool", call.tool_name.as_str())
-            .with("args_bytes", call.target.args.text().len());
+            .with("args_bytes", call.target.args.text().len())
+            .about_task(&call);
         let (place, caps) = self.place(&call);
-        let slot = self.gate.try_enter(&place, &caps);
+        let mut slot = self.gate.try_enter(&place, &caps);
         let (call, mut records, action) = claimed(call, &slot, &self.node, requested);
         let mut call = Arc::new(call);
         // A key may mean that all this has been done: then nothing is done before it is known.
@@ -249,11 +248,15 @@ impl Inner {
             Some(Action::Start) if key.is_none() => self.begin_ahead(&call),
             _ => Ahead::Waits,
         };
-        let follows = match begun {
+        let mut follows = match begun {
             Ahead::Over(step) => {
+                let step = *step;
+                let over = self.attempt_over(&call, &step.call, &step.records);
                 records.extend(step.records);
-                call = Arc::new(step.call);
-                Follows::AfterTheEnd(step.actions)
+                let before = std::mem::replace(&mut call, Arc::new(step.call));
+                // The attempt is over, and its place is free while the commit is waited for.
+                slot = None;
+                Follows::AfterTheEnd { actions: step.actions, before, over }
             }
             Ahead::UnderWay(read) => Follows::GoesOn(read),
             Ahead::Waits => Follows::Begins(action),
@@ -267,15 +270,20 @@ impl Inner {
             return answer;
         }
         measure::accepted(&call);
+        if let Follows::AfterTheEnd { before, over, .. } = &mut follows {
+            self.tell_observer(before, &call, over.take(), self.clock.now_ms());
+        }
         if call.status.is_terminal() {
-            // It never was among the live ones: its room and its place are free again.
-            measure::ended(&call);
+            // It never was among the live ones: its room is free again, and nobody can know of it.
+            measure::ended(&call, || self.may_name(&call));
             self.ended(&call).await;
-            self.announce(&call);
+            if call.asked.callback_url.is_some() {
+                self.notices.wake();
+            }
+            self.announce_around(&call);
             return Ok(Ticket { call, replayed: false, entry: None });
         }
         room.keep();
-        let slot = slot.filter(|_| call.attempt_is_out());
         let entry = Entry::new(call.clone(), slot);
         self.live.insert(entry.clone());
         self.announce(&call);
@@ -283,7 +291,7 @@ impl Inner {
             Follows::Begins(Some(action)) => self.perform(&entry, &call, &[action]),
             Follows::Begins(None) => self.gate.wait(call.id.clone(), place, caps),
             Follows::GoesOn(read) => self.go_on(&call, read),
-            Follows::AfterTheEnd(actions) => self.perform(&entry, &call, &actions),
+            Follows::AfterTheEnd { actions, .. } => self.perform(&entry, &call, &actions),
         }
         Ok(Ticket { call, replayed: false, entry: Some(entry) })
     }
@@ -325,6 +333,11 @@ impl Inner {
     }
 
     pub(super) fn place(&self, call: &Call) -> (Place, Caps) {
+        // What callers run themselves takes nobody's place. No tool has this name.
+        if call.target.executor == Executor::Caller {
+            let (project, tool) = (call.project.clone(), "(caller)".to_owned());
+            return (Place { project, tool, local: false }, Caps::default());
+        }
         let place = Place {
             project: call.project.clone(),
             tool: call.target.tool.clone(),
@@ -341,7 +354,7 @@ enum Follows {
     /// Its first attempt has begun.
     GoesOn(UnderWay),
     /// What follows from its first attempt, which is over.
-    AfterTheEnd(Vec<Action>),
+    AfterTheEnd { actions: Vec<Action>, before: Arc<Call>, over: Option<Over> },
 }
 
 /// The fast path: with a place, the call is claimed in the same commit that creates it.
@@ -387,7 +400,7 @@ fn full(full: Full) -> Error {
     }
 }
 
-fn check_envelope(asked: &Invocation, max_args_bytes: usize) -> Result<(), Error> {
+pub(super) fn check_envelope(asked: &Invocation, max_args_bytes: usize) -> Result<(), Error> {
     let invalid = |message: String| {
         let fault = Fault::new(Code::ValidationError, message).not_happened();
         Err(Error::from(fault))
@@ -411,16 +424,22 @@ fn check_envelope(asked: &Invocation, max_args_bytes: usize) -> Result<(), Error
     ];
     for (field, word) in words {
         let Some(word) = word else { continue };
-        if word.is_empty() || word.len() > 255 || word.chars().any(char::is_control) {
-            let message = format!("{field} must be 1 to 255 bytes without control characters");
-            return invalid(message);
-        }
+        check_word(field, word)?;
+    }
+    Ok(())
+}
+
+/// An id or a label that a caller made up.
+pub(super) fn check_word(field: &str, word: &str) -> Result<(), Error> {
+    if word.is_empty() || word.len() > 255 || word.chars().any(char::is_control) {
+        let message = format!("{field} must be 1 to 255 bytes without control characters");
+        return Err(Fault::new(Code::ValidationError, message).not_happened().into());
     }
     Ok(())
 }
 
 /// The arguments must fit before anything is stored or run.
-fn check_args(tool: &Compiled, args: &Value) -> Result<(), Error> {
+pub(super) fn check_args(tool: &Compiled, args: &Value) -> Result<(), Error> {
     let problems = tool.input.problems(args);
     if problems.is_empty() {
         return Ok(());
@@ -453,7 +472,11 @@ fn check_client(
     Err(fault.with_detail(json!({ "pointer": "/client_id" })).into())
 }
 
-fn idempotency_key(caller: &Caller, asked: &Invocation, args: &Value) -> Option<IdempotencyKey> {
+pub(super) fn idempotency_key(
+    caller: &Caller,
+    asked: &Invocation,
+    args: &Value,
+) -> Option<IdempotencyKey> {
     let key = asked.idempotency_key.clone()?;
     let mut hash = Sha256::new();
     let rest = json!([
@@ -465,6 +488,9 @@ fn idempotency_key(caller: &Caller, asked: &Invocation, args: &Value) -> Option<
         asked.client_id
     ]);
     hash.update(rest.to_string().as_bytes());
+    if let Some(url) = &asked.callback_url {
+        hash.update(Value::from(url.as_str()).to_string().as_bytes());
+    }
     hash.update(canonical(args).as_bytes());
     let fingerprint = hex(&hash.finalize());
     Some(IdempotencyKey { agent: caller.agent.clone(), key, fingerprint })

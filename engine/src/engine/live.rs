@@ -9,7 +9,7 @@ use parking_lot::{Mutex, RwLock};
 use tokio::sync::Notify;
 
 use super::gate::Slot;
-use crate::call::Call;
+use crate::call::{Call, Hold};
 use crate::id::CallId;
 
 /// One call that is being worked on.
@@ -205,6 +205,19 @@ impl Live {
 
     pub(crate) fn len(&self) -> usize {
         self.state.lock().calls.len()
+    }
+
+    /// How many calls are doing what.
+    pub(crate) fn states(&self) -> [(&'static str, usize); 4] {
+        let mut counts = [("running", 0), ("queue", 0), ("parked", 0), ("retry", 0)];
+        let state = self.state.lock();
+        for entry in state.calls.values() {
+            let doing = entry.call().hold.map_or("running", Hold::as_str);
+            for (_, count) in counts.iter_mut().filter(|(name, _)| *name == doing) {
+                *count += 1;
+            }
+        }
+        counts
     }
 
     /// When the oldest open call was made.

@@ -1,23 +1,56 @@
-//! What `/metrics` shows about calls. Counts only; never an id or an argument.
+//! What `/metrics` shows about calls. Counts only; never an id or an argument, and no more than so
+//! many names of tools.
 //!
 //! The counters that every call touches are looked up once and kept; those of failures are looked
 //! up when one happens.
 
-use std::sync::LazyLock;
+use std::collections::HashMap;
+use std::sync::{LazyLock, OnceLock};
 
 use metrics::{Counter, Histogram, counter, histogram};
+use parking_lot::RwLock;
 
-use crate::call::{Call, Status};
+use crate::call::{Call, Metrics, Status};
 use crate::tool::Executor;
 
 struct Usual {
     accepted: Counter,
     succeeded: Counter,
-    latency: Histogram,
-    queue: Histogram,
+    tools: RwLock<HashMap<String, Timing>>,
+    /// Of all tools that are not named, once there is one.
+    other: OnceLock<Timing>,
     /// Attempts that were ok, failed or parked.
     attempts: [Counter; 3],
 }
+
+/// How long the calls of a tool took.
+struct Timing {
+    latency: Histogram,
+    queue: Histogram,
+}
+
+impl Timing {
+    fn of(source: &'static str, tool: &str) -> Self {
+        let name = || tool.to_owned();
+        Self {
+            latency: histogram!(
+                "toolcrib_tool_call_duration_seconds", "source" => source, "tool" => name()
+            ),
+            queue: histogram!(
+                "toolcrib_tool_call_queue_seconds", "source" => source, "tool" => name()
+            ),
+        }
+    }
+
+    fn record(&self, metrics: &Metrics) {
+        let seconds = |ms: u64| ms as f64 / 1_000.0;
+        self.latency.record(seconds(metrics.latency_ms));
+        self.queue.record(seconds(metrics.queue_ms));
+    }
+}
+
+/// Tools of one source that are told apart; each one costs some thirty lines of `/metrics`.
+const MAX_NAMED: usize = 100;
 
 const ATTEMPTS: [&str; 3] = ["ok", "failed", "parked"];
 
@@ -31,8 +64,8 @@ static USUAL: LazyLock<Vec<Usual>> = LazyLock::new(|| {
                 "toolcrib_tool_calls_total",
                 "source" => source, "status" => Status::Succeeded.as_str(), "error_code" => ""
             ),
-            latency: histogram!("toolcrib_tool_call_duration_seconds", "source" => source),
-            queue: histogram!("toolcrib_tool_call_queue_seconds", "source" => source),
+            tools: RwLock::default(),
+            other: OnceLock::new(),
             attempts: ATTEMPTS.map(|outcome| {
                 counter!(
                     "toolcrib_dispatch_attempts_total",
@@ -59,14 +92,21 @@ pub(super) fn accepted(call: &Call) {
     usual(call.target.executor).accepted.increment(1);
 }
 
-pub(super) fn moved(before: &Call, after: &Call) {
+/// Makes the counters of the usual case, so that they are shown before something is counted.
+pub(super) fn ready() {
+    LazyLock::force(&USUAL);
+    LazyLock::force(&ALLOWED);
+}
+
+/// A call moved on. `named` says whether the tool's name may be shown.
+pub(super) fn moved(before: &Call, after: &Call, named: impl FnOnce() -> bool) {
     if !before.status.is_terminal() {
-        ended(after);
+        ended(after, named);
     }
 }
 
 /// The call has ended, if it has.
-pub(super) fn ended(after: &Call) {
+pub(super) fn ended(after: &Call, named: impl FnOnce() -> bool) {
     let Some(outcome) = &after.outcome else { return };
     let usual = usual(after.target.executor);
     match &outcome.error {
@@ -79,9 +119,26 @@ pub(super) fn ended(after: &Call) {
         )
         .increment(1),
     }
-    let seconds = |ms: u64| ms as f64 / 1_000.0;
-    usual.latency.record(seconds(outcome.metrics.latency_ms));
-    usual.queue.record(seconds(outcome.metrics.queue_ms));
+    usual.time(after, &outcome.metrics, named);
+}
+
+impl Usual {
+    fn time(&self, call: &Call, metrics: &Metrics, named: impl FnOnce() -> bool) {
+        let source = call.target.executor.as_str();
+        let other = || self.other.get_or_init(|| Timing::of(source, "other"));
+        if !named() {
+            return other().record(metrics);
+        }
+        if let Some(timing) = self.tools.read().get(&call.tool_name) {
+            return timing.record(metrics);
+        }
+        let mut tools = self.tools.write();
+        if tools.len() >= MAX_NAMED && !tools.contains_key(&call.tool_name) {
+            return other().record(metrics);
+        }
+        let made = || Timing::of(source, &call.tool_name);
+        tools.entry(call.tool_name.clone()).or_insert_with(made).record(metrics);
+    }
 }
 
 pub(super) fn attempted(executor: Executor, ok: bool) {

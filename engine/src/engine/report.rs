@@ -15,6 +15,7 @@ use crate::function::Progress;
 use crate::id::CallId;
 use crate::json::Json;
 use crate::lifecycle::{Event, Refusal};
+use crate::tool::Executor;
 
 /// How an attempt went, as somebody else says.
 #[derive(Debug, Clone)]
@@ -68,6 +69,10 @@ impl Engine {
         progress: Progress,
     ) -> Result<(), Error> {
         let call = self.inner.provided(caller, id, client_id).await?;
+        if progress.percent.is_some_and(|percent| !(0.0..=100.0).contains(&percent)) {
+            let fault = Fault::new(Code::ValidationError, "percent must be from 0 to 100");
+            return Err(fault.with_detail(json!({ "pointer": "/percent" })).into());
+        }
         self.inner.note_progress(id, attempt.unwrap_or(call.attempt), progress).await
     }
 
@@ -90,7 +95,7 @@ impl Engine {
 
 impl Inner {
     /// Decides an event to the end, also when who brought it does not wait for that.
-    async fn decide(
+    pub(super) async fn decide(
         self: &Arc<Self>,
         caller: &Caller,
         id: &CallId,
@@ -109,8 +114,12 @@ impl Inner {
     ) -> Result<Arc<Call>, Error> {
         require_provider(caller)?;
         let call = self.own_call(caller, id).await?;
-        if !call.target.executor.parks() {
-            let message = format!("{} is executed by the server itself", call.target.tool);
+        let elsewhere = match call.target.executor {
+            Executor::Caller => Some("whoever called it"),
+            executor => (!executor.parks()).then_some("the server itself"),
+        };
+        if let Some(who) = elsewhere {
+            let message = format!("{} is executed by {who}", call.target.tool);
             return Err(Error::refused(Code::PermissionDenied, message));
         }
         let catalog = self.catalog();
@@ -175,7 +184,8 @@ impl Inner {
             return Ok(data);
         }
         let what = format!("the result of {} does not fit its output schema", call.target.tool);
-        Err(misfit(&what, &problems))
+        // Whoever looks for the cause needs what was really given.
+        Err(misfit(&what, &problems).with_raw(data))
     }
 
     pub(super) async fn note_progress(
@@ -197,7 +207,7 @@ impl Inner {
         if entry.count_progress() > self.limits.max_progress_events {
             return Ok(());
         }
-        let record = progress.record(self.clock.now_ms(), attempt);
+        let record = progress.record(self.clock.now_ms(), attempt).about_task(&call);
         self.store.append(&call.project, id, vec![record]).await.map_err(unavailable)?;
         self.announce(&call);
         Ok(())
@@ -205,7 +215,7 @@ impl Inner {
 }
 
 /// A refused report as the answer the reporter gets.
-fn settled(advanced: Advanced) -> Result<Arc<Call>, Error> {
+pub(super) fn settled(advanced: Advanced) -> Result<Arc<Call>, Error> {
     let (call, refusal) = match advanced {
         Advanced::Done(call) | Advanced::Repeated(call) => return Ok(call),
         Advanced::Refused(call, refusal) => (call, refusal),

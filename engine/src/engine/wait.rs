@@ -25,6 +25,8 @@ pub struct CallQuery {
     pub run_id: Option<String>,
     pub tool_name: Option<String>,
     pub status: Option<Status>,
+    /// Only background tasks.
+    pub background: bool,
     pub since_ms: Option<u64>,
     /// The last call of the page before.
     pub before: Option<CallId>,
@@ -127,6 +129,7 @@ impl Engine {
             run_id: query.run_id,
             tool_name: query.tool_name,
             status: query.status,
+            background: query.background,
             since_ms: query.since_ms,
             before: query.before,
             // One more than asked tells whether there is another page.

@@ -104,6 +104,7 @@ fn call(executor: Executor, effect: Effect) -> Call {
         created_ms: CREATED,
         deadline_ms: DEADLINE,
         started_ms: None,
+        attempt_ms: None,
         completed_ms: None,
         outcome: None,
         version: 1,
@@ -401,4 +402,21 @@ fn what_a_tool_service_told_is_answered_the_same_when_told_again() {
         assert_eq!(outcome.partial, matches!(told, Told::Partial(_)));
         assert_eq!(step(&ended, &event, NOW + 1), Err(Refusal::Repeated), "{told:?}");
     }
+}
+
+/// What the caller runs itself is under way as soon as it is recorded, and is never run by us.
+#[test]
+fn the_callers_own_call_runs_from_the_first_moment_and_once() {
+    let own = Call { max_retries: 0, ..call(Executor::Caller, Effect::Irreversible) };
+    let claimed = step(&own, &Event::Claim { node: "n1".into() }, NOW).unwrap();
+    assert_eq!((claimed.call.status, claimed.call.hold), (Status::Running, None));
+    assert_eq!(claimed.records[0].kind, Kind::Started);
+    let lost = step(&claimed.call, &Event::Lost { node: "n2".into() }, NOW).unwrap();
+    assert_eq!((lost.call.status, lost.call.attempt), (Status::Running, 1), "it is the caller's");
+    let harmless = failed_with(Fault::unreachable("refused"));
+    let failed = step(&lost.call, &harmless, NOW).unwrap().call;
+    assert_eq!((failed.status, failed.attempt), (Status::Failed, 1));
+    let late = step(&claimed.call, &Event::Deadline, DEADLINE).unwrap().call;
+    assert_eq!(late.status, Status::Timeout);
+    assert!(late.outcome.unwrap().error.unwrap().message.contains("may have taken effect"));
 }

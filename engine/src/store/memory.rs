@@ -11,11 +11,13 @@ use async_trait::async_trait;
 use parking_lot::Mutex;
 
 use super::{
-    CallFilter, Created, EventScope, IdempotencyKey, NewCall, Open, Saved, Store, StoreError,
+    CallFilter, Created, DeliveryFilter, EventScope, IdempotencyKey, NewCall, Open, Run, Saved,
+    Store, StoreError,
 };
 use crate::call::Call;
+use crate::delivery::{Delivery, KEPT_TRIES, Try};
 use crate::directory::{AuditEntry, Change, Directory, Offer, Others};
-use crate::event::{Event, Record};
+use crate::event::{Event, Kind, Record};
 use crate::id::CallId;
 
 #[derive(Default)]
@@ -26,6 +28,8 @@ struct State {
     by_id: HashMap<CallId, u64>,
     events: BTreeMap<u64, Event>,
     keys: HashMap<(String, String, String), (CallId, String)>,
+    runs: BTreeMap<(String, String), Run>,
+    deliveries: BTreeMap<CallId, (Delivery, Vec<Try>)>,
     directory: Directory,
     /// The tools of the projects themselves.
     own: Vec<crate::tool::Definition>,
@@ -45,10 +49,12 @@ impl State {
         call.filter(|call| call.project == project)
     }
 
-    fn record(&mut self, id: &CallId, records: Vec<Record>) {
+    fn record(&mut self, call: &Call, records: Vec<Record>) {
         for record in records {
             self.numbers += 1;
-            let event = Event { number: self.numbers, call_id: id.clone(), record };
+            let (call_id, run_id) = (call.id.clone(), call.run_id.clone());
+            let (number, asked_as) = (self.numbers, call.asked.call_id.clone());
+            let event = Event { number, call_id, run_id, asked_as, record };
             self.events.insert(self.numbers, event);
         }
     }
@@ -61,6 +67,16 @@ impl State {
         }
         let call = self.by_id.get(id).and_then(|place| self.calls.get(place))?;
         Some(Created::Replayed(Box::new(call.clone())))
+    }
+
+    fn purge_runs(&mut self, before_ms: u64, mut left: usize) {
+        let Self { runs, calls, .. } = self;
+        runs.retain(|(project, run_id), run| {
+            let mine = |call: &Call| call.project == *project && call.run_id == *run_id;
+            let goes = left > 0 && run.updated_ms < before_ms && !calls.values().any(mine);
+            left -= usize::from(goes);
+            !goes
+        });
     }
 
     fn in_scope(&self, event: &Event, scope: &EventScope) -> bool {
@@ -91,7 +107,10 @@ impl Store for MemoryStore {
         state.places += 1;
         let place = state.places;
         state.by_id.insert(new.call.id.clone(), place);
-        state.record(&new.call.id, new.records);
+        state.record(&new.call, new.records);
+        if let Some(delivery) = Delivery::of(&new.call) {
+            state.deliveries.insert(new.call.id.clone(), (delivery, Vec::new()));
+        }
         state.calls.insert(place, Arc::unwrap_or_clone(new.call));
         Ok(Created::New)
     }
@@ -112,7 +131,13 @@ impl Store for MemoryStore {
         if !state.calls.get(&place).is_some_and(follows) {
             return Ok(Saved::Stale);
         }
-        state.record(&call.id, records);
+        state.record(&call, records);
+        if let Some(ended_ms) = call.completed_ms
+            && let Some((delivery, _)) = state.deliveries.get_mut(&call.id)
+            && let Some(due) = delivery.made_due(ended_ms)
+        {
+            *delivery = due;
+        }
         state.calls.insert(place, Arc::unwrap_or_clone(call));
         Ok(Saved::Yes)
     }
@@ -124,8 +149,8 @@ impl Store for MemoryStore {
         records: Vec<Record>,
     ) -> Result<(), StoreError> {
         let mut state = self.state.lock();
-        if state.call(project, id).is_some() {
-            state.record(id, records);
+        if let Some(call) = state.call(project, id).cloned() {
+            state.record(&call, records);
         }
         Ok(())
     }
@@ -141,6 +166,7 @@ impl Store for MemoryStore {
                 && filter.run_id.as_ref().is_none_or(|run| *run == call.run_id)
                 && filter.tool_name.as_ref().is_none_or(|tool| *tool == call.tool_name)
                 && filter.status.is_none_or(|status| status == call.status)
+                && (!filter.background || call.asked.background)
                 && filter.since_ms.is_none_or(|since| call.created_ms >= since)
         };
         let older = |call: &Call| filter.before.as_ref().is_none_or(|before| call.id < *before);
@@ -177,6 +203,84 @@ impl Store for MemoryStore {
         Ok(newest.map_or(0, |event| event.number))
     }
 
+    async fn run(&self, project: &str, run_id: &str) -> Result<Option<Run>, StoreError> {
+        let place = (project.to_owned(), run_id.to_owned());
+        Ok(self.state.lock().runs.get(&place).cloned())
+    }
+
+    async fn put_run(&self, run: Run) -> Result<(), StoreError> {
+        let place = (run.project.clone(), run.run_id.clone());
+        self.state.lock().runs.insert(place, run);
+        Ok(())
+    }
+
+    async fn newest_record(
+        &self,
+        project: &str,
+        id: &CallId,
+        kind: Kind,
+    ) -> Result<Option<Record>, StoreError> {
+        let state = self.state.lock();
+        let scope = EventScope::Call { project: project.to_owned(), id: id.clone() };
+        let mut newest_first = state.events.values().rev();
+        let found =
+            newest_first.find(|event| event.record.kind == kind && state.in_scope(event, &scope));
+        Ok(found.map(|event| event.record.clone()))
+    }
+
+    async fn pending_deliveries(
+        &self,
+        after: Option<(u64, CallId)>,
+        limit: usize,
+    ) -> Result<Vec<Delivery>, StoreError> {
+        let state = self.state.lock();
+        let place = |delivery: &Delivery| Some((delivery.due_ms?, delivery.call_id.clone()));
+        let mut pending: Vec<&Delivery> = state.deliveries.values().map(|(one, _)| one).collect();
+        pending.retain(|delivery| place(delivery).is_some_and(|at| Some(at) > after));
+        pending.sort_by_key(|delivery| place(delivery));
+        Ok(pending.into_iter().take(limit).cloned().collect())
+    }
+
+    async fn deliveries(&self, filter: DeliveryFilter) -> Result<Vec<Delivery>, StoreError> {
+        let state = self.state.lock();
+        let fits = |delivery: &&Delivery| {
+            delivery.project == filter.project
+                && filter.status.is_none_or(|status| status == delivery.status)
+                && filter.before.as_ref().is_none_or(|before| delivery.call_id < *before)
+        };
+        let newest_first = state.deliveries.values().rev().map(|(delivery, _)| delivery);
+        Ok(newest_first.filter(fits).take(filter.limit).cloned().collect())
+    }
+
+    async fn delivery(
+        &self,
+        project: &str,
+        id: &CallId,
+    ) -> Result<Option<(Delivery, Vec<Try>)>, StoreError> {
+        let state = self.state.lock();
+        let found = state.deliveries.get(id);
+        Ok(found.filter(|(delivery, _)| delivery.project == project).cloned())
+    }
+
+    async fn save_delivery(
+        &self,
+        delivery: Delivery,
+        tried: Option<Try>,
+    ) -> Result<Saved, StoreError> {
+        let mut state = self.state.lock();
+        let known = state.deliveries.get_mut(&delivery.call_id);
+        let Some((stored, tries)) = known.filter(|(stored, _)| {
+            stored.project == delivery.project && stored.version + 1 == delivery.version
+        }) else {
+            return Ok(Saved::Stale);
+        };
+        *stored = delivery;
+        tries.extend(tried);
+        let over = tries.len().saturating_sub(KEPT_TRIES as usize);
+        tries.drain(..over);
+        Ok(Saved::Yes)
+    }
+
     async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<usize, StoreError> {
         let mut state = self.state.lock();
         let old: Vec<(u64, CallId)> = state
@@ -191,7 +295,9 @@ impl Store for MemoryStore {
             state.by_id.remove(id);
             state.events.retain(|_, event| event.call_id != *id);
             state.keys.retain(|_, (call, _)| call != id);
+            state.deliveries.remove(id);
         }
+        state.purge_runs(ended_before_ms, limit);
         let mut left = limit;
         state.audit.retain(|entry| {
             let goes = entry.at_ms < ended_before_ms && left > 0;

@@ -4,6 +4,7 @@ use sha2::{Digest, Sha256};
 
 use crate::call::Call;
 use crate::tool::hex;
+use crate::trace::Ids;
 
 /// The trace id and span id of a `traceparent`; none when it is not one. Lenient, as UTP is: upper
 /// case is read, version and flags are not looked at.
@@ -35,7 +36,7 @@ pub fn child(parent: &str, seed: &str) -> String {
 /// The trace of a call: the one it was asked in, or one of its own.
 pub fn of_call(call: &Call) -> String {
     let asked = call.asked.traceparent.clone().filter(|text| parse(text).is_some());
-    asked.unwrap_or_else(|| from_seed(call.id.as_str()))
+    asked.unwrap_or_else(|| Ids::of(call).call(true).to_string())
 }
 
 /// The id of a call's trace.

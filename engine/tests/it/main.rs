@@ -3,7 +3,13 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod ahead;
+mod batch;
+mod context;
 mod engine;
+mod examples;
+mod notify;
+mod observing;
+mod results;
 mod simulation;
 mod support;
 mod tidy;

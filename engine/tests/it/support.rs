@@ -6,12 +6,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use async_trait::async_trait;
 use parking_lot::Mutex;
 use toolcrib::Call;
+use toolcrib::delivery::{Delivery, Try};
 use toolcrib::directory::{AuditEntry, Change, Directory};
-use toolcrib::event::{Event, Record};
+use toolcrib::event::{Event, Kind, Record};
 use toolcrib::id::CallId;
 use toolcrib::store::{
-    CallFilter, Created, EventScope, IdempotencyKey, MemoryStore, NewCall, Open, Saved, Store,
-    StoreError,
+    CallFilter, Created, DeliveryFilter, EventScope, IdempotencyKey, MemoryStore, NewCall, Open,
+    Run, Saved, Store, StoreError,
 };
 
 /// Numbers that depend on nothing but the seed.
@@ -129,6 +130,53 @@ impl Store for FlakyStore {
 
     async fn newest_event(&self, scope: EventScope) -> Result<u64, StoreError> {
         self.inner.newest_event(scope).await
+    }
+
+    async fn run(&self, project: &str, run_id: &str) -> Result<Option<Run>, StoreError> {
+        self.inner.run(project, run_id).await
+    }
+
+    async fn put_run(&self, run: Run) -> Result<(), StoreError> {
+        self.trouble()?;
+        self.inner.put_run(run).await
+    }
+
+    async fn newest_record(
+        &self,
+        project: &str,
+        id: &CallId,
+        kind: Kind,
+    ) -> Result<Option<Record>, StoreError> {
+        self.inner.newest_record(project, id, kind).await
+    }
+
+    async fn pending_deliveries(
+        &self,
+        after: Option<(u64, CallId)>,
+        limit: usize,
+    ) -> Result<Vec<Delivery>, StoreError> {
+        self.inner.pending_deliveries(after, limit).await
+    }
+
+    async fn deliveries(&self, filter: DeliveryFilter) -> Result<Vec<Delivery>, StoreError> {
+        self.inner.deliveries(filter).await
+    }
+
+    async fn delivery(
+        &self,
+        project: &str,
+        id: &CallId,
+    ) -> Result<Option<(Delivery, Vec<Try>)>, StoreError> {
+        self.inner.delivery(project, id).await
+    }
+
+    async fn save_delivery(
+        &self,
+        delivery: Delivery,
+        tried: Option<Try>,
+    ) -> Result<Saved, StoreError> {
+        self.trouble()?;
+        self.inner.save_delivery(delivery, tried).await
     }
 
     async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<usize, StoreError> {

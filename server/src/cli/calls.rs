@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::client::Ask;
 use super::failure::Failure;
 use super::input;
-use super::output::{age, duration, now_ms, number, text};
+use super::output::{age, duration, now_ms, number, plain, text};
 use super::{Context, call, watch};
 
 #[derive(Debug, Args)]
@@ -19,6 +19,8 @@ Examples:
   toolcrib calls --run run_42 --limit 200 --json
   toolcrib calls get tc_01K… --wait 30s
   toolcrib calls events tc_01K…
+  toolcrib calls result tc_01K… --pointer /rows --offset 100 --limit 20
+  toolcrib calls result tc_01K… --grep 'error|timeout'
   toolcrib calls cancel tc_01K… --reason 'no longer wanted'")]
 pub struct CallsArgs {
     #[command(subcommand)]
@@ -49,11 +51,34 @@ enum Verb {
         #[arg(long)]
         reason: Option<String>,
     },
+    /// Read the result of a call, or a part of it
+    Result(ResultArgs),
     /// Show what happened to a call; follows one that has not ended
     Events {
         /// The ticket, tc_…
         id: String,
     },
+}
+
+#[derive(Debug, Args)]
+struct ResultArgs {
+    /// The ticket, tc_…
+    id: String,
+    /// Which part, as a JSON pointer: /rows/10
+    #[arg(long, value_name = "POINTER")]
+    pointer: Option<String>,
+    /// The first item, entry, line or match
+    #[arg(long, value_name = "N")]
+    offset: Option<u64>,
+    /// How many of them, up to 1000 [default: 100]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1000))]
+    limit: Option<u64>,
+    /// Only what fits this regular expression
+    #[arg(long, value_name = "REGEX")]
+    grep: Option<String>,
+    /// What did not fit its output schema, as the tool gave it (for operators)
+    #[arg(long)]
+    raw: bool,
 }
 
 #[derive(Debug, Default, PartialEq, Args)]
@@ -89,6 +114,7 @@ pub async fn run(context: &Context, args: CallsArgs) -> Result<(), Failure> {
         Verb::Ls(filters) => list(context, filters).await,
         Verb::Get { id, wait } => get(context, &id, wait).await,
         Verb::Cancel { id, reason } => cancel(context, &id, reason).await,
+        Verb::Result(args) => result(context, args).await,
         Verb::Events { id } => watch::call_events(context, &id).await,
     }
 }
@@ -113,7 +139,7 @@ async fn list(context: &Context, filters: Filters) -> Result<(), Failure> {
     let rows = calls.iter().map(|call| row(call, now)).collect();
     output.table(&heads, rows, "no calls")?;
     if let Some(cursor) = answer["next_cursor"].as_str() {
-        output.note(&format!("there are more: --cursor {}", super::output::plain(cursor)));
+        output.note(&format!("there are more: --cursor {}", plain(cursor)));
     }
     Ok(())
 }
@@ -165,9 +191,85 @@ async fn cancel(context: &Context, id: &str, reason: Option<String>) -> Result<(
     Ok(())
 }
 
+async fn result(context: &Context, args: ResultArgs) -> Result<(), Failure> {
+    let ask = Ask::get(&["v1", "tool_calls", &args.id, "result"])
+        .query("pointer", args.pointer)
+        .query("offset", args.offset)
+        .query("limit", args.limit)
+        .query("grep", args.grep)
+        .query("raw", args.raw.then_some(true));
+    let piece = context.client()?.ask(ask).await?;
+    let output = context.output;
+    if output.json {
+        return output.value(&piece);
+    }
+    match (&piece["matches"], &piece["value"], &piece["beginning"]) {
+        (Value::Array(matches), ..) => {
+            for found in matches {
+                let line = number(found, "line").map(|n| format!(":{n}")).unwrap_or_default();
+                let place = format!("{}{line}", plain(text(found, "pointer")));
+                output.line(&format!("{place}  {}", shown(&found["value"])))?;
+            }
+        }
+        (_, Value::String(lines), _) => output.line(&shown_lines(lines))?,
+        (_, Value::Null, Value::String(beginning)) => {
+            output.line(&format!("{}…", plain(beginning)))?
+        }
+        (_, value, _) => output.value(value)?,
+    }
+    output.note(&rest(&piece));
+    Ok(())
+}
+
+/// A value in one line.
+fn shown(value: &Value) -> String {
+    match value {
+        Value::String(text) => plain(text),
+        other => plain(&other.to_string()),
+    }
+}
+
+fn shown_lines(text: &str) -> String {
+    text.lines().map(plain).collect::<Vec<_>>().join("\n")
+}
+
+/// How much that was, and how to see more.
+fn rest(piece: &Value) -> String {
+    let what = match text(piece, "type") {
+        "array" => "items",
+        "object" => "entries",
+        "text" => "lines",
+        _ => "values",
+    };
+    let count = number(piece, "shown").unwrap_or_default();
+    let mut said = match (number(piece, "matched"), number(piece, "total")) {
+        (Some(matched), _) => format!("{count} of {matched} matches"),
+        (None, Some(total)) => format!("{count} of {total} {what}"),
+        (None, None) => text(piece, "type").to_owned(),
+    };
+    if let Some(next) = piece["next_pointer"].as_str() {
+        said = format!("{said}; one is too long to be shown whole: --pointer {}", plain(next));
+    }
+    match number(piece, "next_offset") {
+        Some(next) => format!("{said}; there are more: --offset {next}"),
+        None => said,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_was_read_says_how_to_see_more() {
+        let page = json!({"type": "array", "total": 500, "shown": 20, "next_offset": 20});
+        assert_eq!(rest(&page), "20 of 500 items; there are more: --offset 20");
+        let found = json!({"type": "text", "total": 9, "shown": 2, "matched": 2});
+        assert_eq!(rest(&found), "2 of 2 matches");
+        let long = json!({"type": "array", "total": 1, "shown": 0, "next_pointer": "/0"});
+        assert!(rest(&long).ends_with("--pointer /0"));
+        assert_eq!(rest(&json!({"type": "number"})), "number");
+    }
 
     #[test]
     fn rows_bear_whatever_a_server_sends() {

@@ -13,14 +13,22 @@ use super::output::{Tone, duration, indented, number, plain, text};
 Examples:
   toolcrib tools
   toolcrib tools weather.query
-  toolcrib tools --json | jq -r '.tools[].name'")]
+  toolcrib tools --json | jq -r '.tools[].name'
+  toolcrib tools --format openai")]
 pub struct ToolsArgs {
     /// The tool to show with its schema; `ls`, or nothing, lists them all
     name: Option<String>,
+    /// All of them as a model API wants them described: openai, openai_responses, anthropic, mcp
+    #[arg(long, value_name = "FORMAT", conflicts_with = "name")]
+    format: Option<String>,
 }
 
 pub async fn run(context: &Context, args: ToolsArgs) -> Result<(), Failure> {
     let client = context.client()?;
+    if let Some(format) = &args.format {
+        let ask = Ask::get(&["v1", "tools"]).query("format", Some(format));
+        return context.output.value(&client.ask(ask).await?["tools"]);
+    }
     match args.name.as_deref() {
         None | Some("ls") => {
             let answer = client.ask(Ask::get(&["v1", "tools"])).await?;

@@ -171,7 +171,9 @@ fn tone(word: &str) -> Tone {
 
 /// Whatever else the event says, short.
 fn facts(event: &Value) -> String {
-    const SAID: [&str; 6] = ["number", "type", "tool_call_id", "at_ms", "attempt", "tool"];
+    // The run and the caller's own id are for programs: a line for people is long enough.
+    const SAID: [&str; 8] =
+        ["number", "type", "tool_call_id", "run_id", "call_id", "at_ms", "attempt", "tool"];
     let Some(members) = event.as_object() else {
         return format!("  {}", plain(&event.to_string()));
     };

@@ -17,9 +17,15 @@ const PREFIX: &str = "TOOLCRIB_";
 const NOT_SETTINGS: [&str; 5] =
     ["TOOLCRIB_SERVER", "TOOLCRIB_KEY", "TOOLCRIB_CONFIG", "TOOLCRIB_LOG", "TOOLCRIB_QUIET"];
 
-/// The last two are what Kubernetes sets by itself beside a service of the name `toolcrib`.
-const NOT_SETTINGS_BEGIN: [&str; 4] =
-    ["TOOLCRIB_TEST_", "TOOLCRIB_BENCH_", "TOOLCRIB_SERVICE_", "TOOLCRIB_PORT"];
+/// Those of webhooks hold signing keys. The last two are what Kubernetes sets by itself beside a
+/// service of the name `toolcrib`.
+const NOT_SETTINGS_BEGIN: [&str; 5] = [
+    "TOOLCRIB_TEST_",
+    "TOOLCRIB_BENCH_",
+    "TOOLCRIB_WEBHOOK_",
+    "TOOLCRIB_SERVICE_",
+    "TOOLCRIB_PORT",
+];
 
 /// Why the configuration cannot be used.
 #[derive(Debug, thiserror::Error)]

@@ -28,12 +28,14 @@ impl Config {
         }
         self.check_policies()?;
         self.check_numbers()?;
+        self.webhooks.validate()?;
         let days = self.retention.finished_calls_days;
         if !(0.0..=36_500.0).contains(&days) {
             let why = "must be from 0 (keep for ever) to 36500";
             return Err(ConfigError::invalid("retention.finished_calls_days", why));
         }
         self.check_nats()?;
+        self.telemetry.validate()?;
         self.check_builtin()
     }
 
@@ -119,6 +121,8 @@ impl Config {
             ("limits.request_header_timeout_ms", limits.request_header_timeout_ms),
             ("ingress.heartbeat_ms", self.ingress.heartbeat_ms),
             ("ingress.dead_after_ms", self.ingress.dead_after_ms),
+            ("telemetry.export_interval_ms", self.telemetry.export_interval_ms),
+            ("telemetry.metrics_interval_ms", self.telemetry.metrics_interval_ms),
             ("builtin.database.timeout_ms", self.builtin.database.timeout_ms),
             ("builtin.weather.timeout_ms", self.builtin.weather.timeout_ms),
         ];
@@ -138,6 +142,9 @@ impl Config {
             ("limits.max_open_calls_per_project", limits.max_open_calls_per_project),
             ("limits.max_tools_per_registration", limits.max_tools_per_registration),
             ("limits.max_tools_per_project", limits.max_tools_per_project),
+            ("limits.max_batch_entries", limits.max_batch_entries),
+            ("limits.max_batch_parallel", limits.max_batch_parallel),
+            ("limits.max_batch_bytes", limits.max_batch_bytes),
             ("limits.max_body_bytes", limits.max_body_bytes),
             ("limits.max_connections", limits.max_connections),
             ("ingress.window", self.ingress.window as usize),
@@ -147,6 +154,15 @@ impl Config {
         for (key, count) in counts {
             if count == 0 {
                 return Err(ConfigError::invalid(key, "must be at least 1"));
+            }
+        }
+        let bounded = [
+            ("limits.max_batch_entries", limits.max_batch_entries, 10_000),
+            ("limits.max_batch_parallel", limits.max_batch_parallel, 256),
+        ];
+        for (key, count, most) in bounded {
+            if count > most {
+                return Err(ConfigError::invalid(key, format!("must be at most {most}")));
             }
         }
         if self.ingress.dead_after_ms <= self.ingress.heartbeat_ms {

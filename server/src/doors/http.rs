@@ -142,6 +142,7 @@ pub async fn answer(mut router: Router, request: Request) -> Response {
         let fresh = format!("req_{}", ulid::Ulid::generate());
         HeaderValue::from_str(&fresh).unwrap_or(HeaderValue::from_static("req"))
     });
+    let trace = question::traceparent(request.headers());
     let answered = std::panic::AssertUnwindSafe(router.call(request)).catch_unwind().await;
     let mut answer = match answered {
         Ok(Ok(answer)) => answer,
@@ -150,6 +151,9 @@ pub async fn answer(mut router: Router, request: Request) -> Response {
     };
     if answer.status().is_server_error() {
         tracing::warn!(request_id = ?id, status = answer.status().as_u16(), "answered");
+    }
+    if let Some(trace) = trace.filter(|_| !answer.status().is_success()) {
+        answer = answer::traced(answer, &trace);
     }
     let headers = answer.headers_mut();
     headers.insert(REQUEST_ID, id);

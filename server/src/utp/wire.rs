@@ -29,7 +29,7 @@ pub fn command(
     attempt: &Attempt,
     command: &Command,
 ) -> Result<(String, HeaderMap, Value), String> {
-    let Command { route, binding, card_id } = command;
+    let Command { route, binding, card_id, traceparent } = command;
     let subject = toolcrib::utp::subject::fill(
         &binding.target_subject,
         version,
@@ -37,10 +37,7 @@ pub fn command(
         &route.channel,
         &route.agent_id,
     )?;
-    let own = || trace::from_seed(attempt.call_id.as_str());
-    let asked = attempt.traceparent.clone().filter(|text| trace::parse(text).is_some());
-    let traceparent = asked.unwrap_or_else(own);
-    let mut headers = headers(version, "ToolCommand", &traceparent);
+    let mut headers = headers(version, "ToolCommand", traceparent);
     headers.insert("CG-Recursion-Depth", route.depth.to_string().as_str());
     if let Some(state) = &route.tracestate {
         headers.insert("tracestate", state.as_str());

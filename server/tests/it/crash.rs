@@ -2,6 +2,7 @@
 //! room on the disk, with its database locked, crowded, and with an operator beside it. What was
 //! acknowledged must be there afterwards, and must have ended exactly once.
 
+mod callbacks;
 mod crowd;
 mod disk;
 mod inflight;

@@ -192,3 +192,73 @@ async fn events_are_numbered_in_order_over_many_calls_at_once() {
     }
     assert!(numbers.is_sorted_by(|a, b| a < b), "{numbers:?}");
 }
+
+/// What every event says, and what each kind says besides.
+const EVERY: [&str; 6] = ["number", "type", "tool_call_id", "run_id", "at_ms", "attempt"];
+const BESIDES: [(&str, &[&str]); 8] = [
+    ("requested", &["tool", "args_bytes"]),
+    ("started", &["tool"]),
+    ("taken", &["by"]),
+    ("retrying", &["tool", "code", "message", "duration_ms", "next_attempt_at_ms"]),
+    ("fallback", &["from", "to", "code", "message", "duration_ms", "args_bytes"]),
+    ("finished", &["tool", "latency_ms", "queue_ms", "result_bytes"]),
+    ("failed", &["tool", "latency_ms", "queue_ms", "code"]),
+    ("canceled", &["tool", "latency_ms", "queue_ms", "by"]),
+];
+
+#[tokio::test]
+async fn every_event_says_whose_it_is_how_long_it_took_and_how_large_it_was() {
+    let server = Server::start().await;
+    let api = server.api();
+    let backoff = json!({ "initial_ms": 1, "factor": 1.0, "max_ms": 1, "jitter": 0.0 });
+    let more = json!({ "effect": "read", "fallback": [{ "tool": "b.tool" }],
+        "policy": { "max_retries": 1, "backoff": backoff } });
+    let tools = json!([crate::support::api::offer_with("a.tool", more), offer("b.tool")]);
+    let mut client = Ws::offering(&api, "c1", tools).await;
+    let mut events = api.follow("/v1/events", None).await;
+    let body = |run: &str| json!({ "run_id": run, "call_id": "call_7", "args": { "n": 1 } });
+    // Fails, is tried again, fails again, and is taken over by another.
+    let first = api.invoke_with("a.tool", body("run_a")).await;
+    for _ in 0..2 {
+        let request = client.take().await;
+        client.fail(&request, json!("not today")).await;
+    }
+    let request = client.take().await;
+    client.succeed(&request, json!({ "ok": true })).await;
+    let failing = api.invoke_with("b.tool", body("run_b")).await;
+    let request = client.take().await;
+    client.fail(&request, json!({ "message": "never", "retryable": false })).await;
+    let canceled = api.invoke_with("b.tool", body("run_c")).await;
+    client.take().await;
+    api.until_status(&canceled, "RUNNING").await;
+    api.post(&format!("/v1/tool_calls/{canceled}/cancel"), json!({})).await.is(200);
+    let late = json!({ "run_id": "run_d", "call_id": "call_7", "args": {}, "timeout_ms": 1 });
+    let late = api.invoke_with("b.tool", late).await;
+    let runs = [(&first, "run_a"), (&failing, "run_b"), (&canceled, "run_c"), (&late, "run_d")];
+    let mut seen = std::collections::BTreeSet::new();
+    while !seen.contains("timeout") {
+        let event = events.event().await;
+        let data = event.data.as_object().unwrap();
+        for name in EVERY {
+            assert!(data.contains_key(name), "{name} in {data:?}");
+        }
+        assert_eq!(data["call_id"], "call_7", "the caller's own id");
+        let (_, run) = runs.iter().find(|(id, _)| data["tool_call_id"] == id.as_str()).unwrap();
+        assert_eq!(data["run_id"], *run);
+        let kind = event.name.trim_start_matches("tool.call.").to_owned();
+        let besides = BESIDES.iter().find(|(name, _)| *name == kind);
+        for name in besides.map_or(&["tool", "latency_ms", "queue_ms"][..], |(_, names)| names) {
+            assert!(data.contains_key(*name), "{name} in {data:?}");
+        }
+        match kind.as_str() {
+            "finished" => assert_eq!(data["result_bytes"], r#"{"ok":true}"#.len()),
+            "requested" if **run != *"run_d" => {
+                assert_eq!(data["args_bytes"], r#"{"n":1}"#.len());
+            }
+            _ => {}
+        }
+        seen.insert(kind);
+    }
+    let all: Vec<&str> = BESIDES.iter().map(|(name, _)| *name).chain(["timeout"]).collect();
+    assert!(all.iter().all(|name| seen.contains(*name)), "{seen:?}");
+}

@@ -1,12 +1,14 @@
 //! The examples and the README's commands, run as they are: Python and the real command line
 //! against a real server.
 
+use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 
 use serde_json::{Value, json};
 
 use crate::support::Server;
+use crate::support::receiver::KEY;
 
 fn example(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../examples/python").join(name)
@@ -74,6 +76,47 @@ async fn the_python_examples_work_as_they_are() {
     assert!(said[0].contains("236.81"), "{said:?}");
     assert!(said[1].contains("Laser distance meter"), "{said:?}");
     assert!(said[2].contains("failed: calculation.eval: VALIDATION_ERROR"), "{said:?}");
+}
+
+/// The lines that a child writes, as they come.
+async fn next_line(lines: &mut tokio::sync::mpsc::UnboundedReceiver<String>) -> String {
+    crate::support::soon("a line of the example", lines.recv()).await.expect("it ended")
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_python_receiver_believes_what_is_signed_and_nothing_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("signing.key");
+    std::fs::write(&file, KEY).unwrap();
+    let server = Server::with(|config| {
+        config.webhooks.signing_key_file = Some(file);
+        config.webhooks.allow_hosts = vec!["127.0.0.1".into()];
+    })
+    .await;
+    let mut command = python(&server, "receiver.py");
+    command.arg("0").env("TOOLCRIB_WEBHOOK_SIGNING_KEY", KEY).stdout(Stdio::piped());
+    let mut child = Running(command.spawn().unwrap());
+    let (said, mut lines) = tokio::sync::mpsc::unbounded_channel();
+    let out = BufReader::new(child.0.stdout.take().unwrap());
+    std::thread::spawn(move || out.lines().map_while(Result::ok).try_for_each(|l| said.send(l)));
+    let first = next_line(&mut lines).await;
+    let url = first.strip_prefix("listening on ").unwrap().to_owned();
+    let forged = reqwest::Client::builder().no_proxy().build().unwrap().post(&url);
+    let now = jiff::Timestamp::now().as_second();
+    let forged = forged.header("webhook-id", "msg_1").header("webhook-timestamp", now);
+    let forged = forged.header("webhook-signature", "v1,AAAA").body("{}").send().await.unwrap();
+    assert_eq!(forged.status(), 401);
+    let body = json!({ "run_id": "r", "call_id": "sum-1", "callback_url": url,
+        "args": { "expression": "6*7" } });
+    let id = server.api().invoke_with("calculation.eval", body).await;
+    let told = next_line(&mut lines).await;
+    assert_eq!(told, r#"task.completed sum-1 {"result": 42, "text": "42"}"#);
+    let path = format!("/v1/tool_calls/{id}/deliveries");
+    crate::support::until("the delivery to be kept", || async {
+        let list = server.api().get(&path).await.is(200);
+        (list["deliveries"][0]["log"][0]["status_code"] == 204).then_some(())
+    })
+    .await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

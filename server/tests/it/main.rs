@@ -5,8 +5,10 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod bad_input;
+mod batches;
 mod builtins;
 mod canceling;
+mod contexts;
 mod crash;
 mod events;
 mod examples;
@@ -15,10 +17,14 @@ mod identity;
 mod ingress;
 mod listing;
 mod policy;
+mod results;
 mod seed;
 mod submitting;
 mod support;
 mod utp;
+mod tasks;
+mod telemetry;
 mod validation;
 mod waiting;
+mod webhooks;
 mod wire_files;

@@ -75,13 +75,14 @@ async fn tools_of_the_server_and_of_clients_are_one_list() {
             ("calculation.eval", "server", 3_000),
             ("database.query", "server", 10_000),
             ("file.read", "client", 5_000),
+            ("result.read", "server", 10_000),
             ("weather.query", "server", 5_000),
         ]
     );
     let registered = browser_and_file();
     assert_eq!(tools[0]["schema"], registered["tools"][0]["schema"], "as it was registered");
     assert_eq!(api.get("/v1/tools/file.read").await.is(200), tools[3]);
-    for (tool, argument) in [(1, "expression"), (2, "sql"), (4, "query")] {
+    for (tool, argument) in [(1, "expression"), (2, "sql"), (5, "query")] {
         assert_eq!(tools[tool]["schema"]["properties"][argument]["type"], "string");
     }
 }

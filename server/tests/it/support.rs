@@ -5,7 +5,9 @@
 
 pub mod api;
 pub mod nats;
+pub mod otlp;
 pub mod process;
+pub mod receiver;
 pub mod sse;
 pub mod weather;
 pub mod ws;
@@ -84,7 +86,13 @@ impl Server {
 
     /// Stops it and starts another on the same data.
     pub async fn restart(self) -> Self {
-        let (dir, config) = (self.dir.clone(), self.config.clone());
+        let config = self.config.clone();
+        self.restart_with(config).await
+    }
+
+    /// The same with other settings.
+    pub async fn restart_with(self, config: Config) -> Self {
+        let dir = self.dir.clone();
         self.engine.shut_down(Duration::from_millis(100)).await;
         drop(self);
         Self::on(dir, config).await

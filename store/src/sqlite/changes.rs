@@ -5,6 +5,7 @@ use toolcrib::id::CallId;
 use toolcrib::store::{Created, IdempotencyKey, Saved};
 
 use super::history::marks;
+use super::runs;
 use super::writer::Desk;
 use crate::row::{CALL_COLUMNS, CallRow, Implied, RecordRow, read_call};
 
@@ -60,6 +61,7 @@ impl Desk {
                 .execute(params![call.project, key.agent, key.key, key.fingerprint, place])?;
         }
         self.record(place, records)?;
+        self.add_extras(call, place)?;
         Ok(Created::New)
     }
 
@@ -93,8 +95,11 @@ impl Desk {
         if saved == 0 {
             return Ok(Saved::Stale);
         }
-        if call.completed_ms.is_some() {
+        if let Some(ended_ms) = call.completed_ms {
             self.ended.push((place, call.id.clone()));
+            if call.asked.callback_url.is_some() {
+                self.make_due(place, ended_ms)?;
+            }
         }
         self.record(place, records)?;
         Ok(Saved::Yes)
@@ -202,6 +207,10 @@ impl Desk {
             }
             for sql in [
                 "DELETE FROM idempotency_keys WHERE place = ?1",
+                "DELETE FROM tries WHERE place = ?1",
+                "DELETE FROM deliveries WHERE place = ?1",
+                "DELETE FROM tasks WHERE (project, call_id) IN \
+                 (SELECT project, id FROM calls WHERE place = ?1)",
                 "DELETE FROM calls WHERE place = ?1",
             ] {
                 self.connection.prepare_cached(sql)?.execute([place])?;
@@ -216,6 +225,7 @@ impl Desk {
                  WHERE at_ms < ?1 ORDER BY number LIMIT ?2)",
             )?
             .execute(params![before_ms, limit as i64])?;
+        runs::purge(&self.connection, before_ms, limit)?;
         // When the newest calls are gone their places come again: the mark must not be ahead.
         self.connection
             .prepare_cached(

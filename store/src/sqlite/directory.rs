@@ -9,7 +9,7 @@ use toolcrib::tool::Definition;
 use toolcrib::utp::Member;
 
 use super::reader::failed;
-use crate::definition::{definition_text, read_definition};
+use crate::row::{definition_text, read_definition};
 
 pub(super) fn version(connection: &Connection) -> Result<u64, StoreError> {
     connection

@@ -2,7 +2,7 @@
 //! that the call's own row implies the event, and there is no row for it.
 
 use rusqlite::{Connection, OptionalExtension, Row, params};
-use toolcrib::event::{Event, Record};
+use toolcrib::event::{Event, Kind, Record};
 use toolcrib::id::CallId;
 use toolcrib::store::{EventScope, StoreError};
 
@@ -11,7 +11,7 @@ use crate::row::{Facts, Implied, read_record};
 
 /// The columns that a history is read from, in this order.
 const COLUMNS: &str = "id, events, tool_name, octet_length(args), created_ms, started_ms, project, \
-     completed_ms, octet_length(result)";
+     run_id, envelope ->> 'call_id', completed_ms, octet_length(result)";
 
 /// One number in a call's list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -38,6 +38,8 @@ pub(super) fn marks(list: &str) -> impl Iterator<Item = Mark> {
 /// What a call's row says about its events.
 struct History {
     id: CallId,
+    run_id: String,
+    asked_as: Option<String>,
     list: String,
     tool_name: String,
     args_bytes: usize,
@@ -53,14 +55,26 @@ impl History {
         let id: String = row.get(0).map_err(unreadable)?;
         Ok(Self {
             id: id.parse().map_err(|_| StoreError::Corrupt(format!("call id {id}")))?,
+            run_id: row.get(7).map_err(unreadable)?,
+            asked_as: row.get(8).map_err(unreadable)?,
             list: row.get(1).map_err(unreadable)?,
             tool_name: row.get(2).map_err(unreadable)?,
             args_bytes: row.get::<_, i64>(3).map_err(unreadable)? as usize,
             created_ms: row.get::<_, i64>(4).map_err(unreadable)? as u64,
             started_ms: row.get::<_, Option<i64>>(5).map_err(unreadable)?.map(|ms| ms as u64),
-            completed_ms: row.get::<_, Option<i64>>(7).map_err(unreadable)?.map(|ms| ms as u64),
-            result_bytes: row.get::<_, Option<i64>>(8).map_err(unreadable)?.map(|n| n as usize),
+            completed_ms: row.get::<_, Option<i64>>(9).map_err(unreadable)?.map(|ms| ms as u64),
+            result_bytes: row.get::<_, Option<i64>>(10).map_err(unreadable)?.map(|n| n as usize),
         })
+    }
+
+    fn event(&self, mark: Mark, record: Record) -> Event {
+        Event {
+            number: mark.number,
+            call_id: self.id.clone(),
+            run_id: self.run_id.clone(),
+            asked_as: self.asked_as.clone(),
+            record,
+        }
     }
 
     fn implied(&self, mark: Mark) -> Option<Record> {
@@ -117,8 +131,7 @@ fn of_calls(
             Some(record) => Some(record),
             None => row(connection, mark.number)?,
         };
-        let (number, call_id) = (mark.number, call.id.clone());
-        events.extend(record.map(|record| Event { number, call_id, record }));
+        events.extend(record.map(|record| call.event(mark, record)));
     }
     Ok(events)
 }
@@ -126,6 +139,30 @@ fn of_calls(
 fn row(connection: &Connection, number: u64) -> Result<Option<Record>, StoreError> {
     let sql = "SELECT kind, at_ms, attempt, data FROM events WHERE number = ?1";
     Ok(collect(connection, sql, params![number as i64], read_record)?.pop())
+}
+
+/// The newest record of a kind in a call's history, looked for from the end.
+pub(super) fn newest_record(
+    connection: &Connection,
+    project: &str,
+    id: &CallId,
+    kind: Kind,
+) -> Result<Option<Record>, StoreError> {
+    let sql = format!("SELECT {COLUMNS} FROM calls WHERE project = ?1 AND id = ?2");
+    let found = collect(connection, &sql, params![project, id.as_str()], History::read)?.pop();
+    let Some(call) = found else { return Ok(None) };
+    let mut newest_first: Vec<Mark> = marks(&call.list).collect();
+    newest_first.sort_by_key(|mark| std::cmp::Reverse(mark.number));
+    for mark in newest_first {
+        let record = match call.implied(mark) {
+            Some(record) => Some(record),
+            None => row(connection, mark.number)?,
+        };
+        if record.as_ref().is_some_and(|record| record.kind == kind) {
+            return Ok(record);
+        }
+    }
+    Ok(None)
 }
 
 /// Two sorted halves: the events that have rows, and those that new calls imply. Calls come in the
@@ -138,7 +175,8 @@ fn of_project(
 ) -> Result<Vec<Event>, StoreError> {
     let (sql_after, sql_limit) =
         (i64::try_from(after).unwrap_or(i64::MAX), i64::try_from(limit).unwrap_or(i64::MAX));
-    let sql = "SELECT e.kind, e.at_ms, e.attempt, e.data, e.number, c.id \
+    let sql = "SELECT e.kind, e.at_ms, e.attempt, e.data, e.number, c.id, c.run_id, \
+               c.envelope ->> 'call_id' \
                FROM events e CROSS JOIN calls c ON c.place = e.place \
                WHERE e.number > ?2 AND c.project = ?1 ORDER BY e.number LIMIT ?3";
     let bound = params![project, sql_after, sql_limit];
@@ -148,6 +186,8 @@ fn of_project(
         Ok(Event {
             number: row.get::<_, i64>(4).map_err(unreadable)? as u64,
             call_id: id.parse().map_err(|_| StoreError::Corrupt(format!("call id {id}")))?,
+            run_id: row.get(6).map_err(unreadable)?,
+            asked_as: row.get(7).map_err(unreadable)?,
             record: read_record(row)?,
         })
     })?;
@@ -182,9 +222,7 @@ fn implied_in(
             continue;
         }
         for mark in marks(&call.list).filter(|mark| mark.number > after) {
-            let (number, call_id) = (mark.number, call.id.clone());
-            let record = call.implied(mark);
-            found.extend(record.map(|record| Event { number, call_id, record }));
+            found.extend(call.implied(mark).map(|record| call.event(mark, record)));
         }
     }
     Ok(found)

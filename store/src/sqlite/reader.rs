@@ -104,6 +104,9 @@ pub(super) fn calls(
     if matches!(filter.status, Some(Status::Pending | Status::Running)) {
         return open_page(connection, filter, open);
     }
+    if filter.background {
+        return task_page(connection, filter);
+    }
     let not_ok = filter.status.is_some_and(|status| status != Status::Succeeded);
     let index = match (&filter.run_id, &filter.tool_name) {
         (Some(_), _) => "calls_by_run",
@@ -146,6 +149,26 @@ pub(super) fn calls(
     collect(connection, &sql, &bound, read)
 }
 
+/// Background tasks are found in their own table; all else is checked row by row.
+fn task_page(connection: &Connection, filter: &CallFilter) -> Result<Vec<Call>, StoreError> {
+    let sql = format!(
+        "SELECT {CALL_COLUMNS} FROM \
+         (SELECT call_id, place AS at FROM tasks WHERE project = ?1 AND call_id < ?2) \
+         CROSS JOIN calls ON place = at \
+         WHERE (?3 IS NULL OR run_id = ?3) AND (?4 IS NULL OR tool_name = ?4) \
+         AND (?5 IS NULL OR status = ?5) AND created_ms >= ?6 \
+         ORDER BY call_id DESC LIMIT ?7"
+    );
+    // Every id sorts before this.
+    let before = filter.before.as_ref().map_or("u", CallId::as_str);
+    let since_ms = i64::try_from(filter.since_ms.unwrap_or(0)).unwrap_or(i64::MAX);
+    let limit = i64::try_from(filter.limit).unwrap_or(i64::MAX);
+    let status = filter.status.map(Status::as_str);
+    let bound =
+        params![filter.project, before, filter.run_id, filter.tool_name, status, since_ms, limit];
+    collect(connection, &sql, bound, read)
+}
+
 /// Open calls are few, and their places are known.
 fn open_page(
     connection: &Connection,
@@ -158,6 +181,7 @@ fn open_page(
             && filter.run_id.as_ref().is_none_or(|run_id| *run_id == call.run_id)
             && filter.tool_name.as_ref().is_none_or(|tool| *tool == call.tool_name)
             && filter.since_ms.is_none_or(|since_ms| call.created_ms >= since_ms)
+            && (!filter.background || call.asked.background)
             && filter.before.as_ref().is_none_or(|before| call.id < *before)
     };
     let mut page = Vec::new();

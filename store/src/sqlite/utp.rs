@@ -16,7 +16,7 @@ use toolcrib::utp::{Card, DeadLetter, InboxItem, Letter, Turn, Waiting};
 
 use super::SqliteStore;
 use super::reader::failed;
-use crate::definition::read_definition;
+use crate::row::read_definition;
 
 /// A value as the text of a `body`.
 fn body<T: Serialize>(value: &T) -> rusqlite::Result<String> {

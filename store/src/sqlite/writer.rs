@@ -18,14 +18,15 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use rusqlite::{Connection, OptionalExtension};
 use tokio::sync::oneshot;
+use toolcrib::delivery::{Delivery, Try};
 use toolcrib::directory::{AuditEntry, Change};
 use toolcrib::id::CallId;
-use toolcrib::store::{Created, IdempotencyKey, Saved, StoreError};
+use toolcrib::store::{Created, IdempotencyKey, Run, Saved, StoreError};
 
-use super::directory;
 use super::history::newest_number;
 use super::open::OpenCalls;
 use super::reader::failed;
+use super::{directory, runs};
 use crate::row::{CallRow, RecordRow};
 
 /// How long another process may hold the database before we give up on a group.
@@ -90,6 +91,15 @@ pub(super) enum Op {
     Audit {
         entry: AuditEntry,
         reply: Reply<()>,
+    },
+    PutRun {
+        run: Box<Run>,
+        reply: Reply<()>,
+    },
+    Deliver {
+        delivery: Box<Delivery>,
+        tried: Option<Try>,
+        reply: Reply<Saved>,
     },
     Check {
         reply: Reply<()>,
@@ -403,6 +413,16 @@ impl Desk {
                 Ok(()) => Ok(Told::Done(reply)),
                 Err(error) => Err(Box::new((Op::Audit { entry, reply }, error))),
             },
+            Op::PutRun { run, reply } => match runs::put(&self.connection, &run) {
+                Ok(()) => Ok(Told::Done(reply)),
+                Err(error) => Err(Box::new((Op::PutRun { run, reply }, error))),
+            },
+            Op::Deliver { delivery, tried, reply } => {
+                match self.save_delivery(&delivery, tried.as_ref()) {
+                    Ok(saved) => Ok(Told::Saved(reply, saved)),
+                    Err(error) => Err(Box::new((Op::Deliver { delivery, tried, reply }, error))),
+                }
+            }
             // A check that writes nothing would find a full disk in order.
             Op::Check { reply } => match self.check() {
                 Ok(()) => Ok(Told::Done(reply)),
@@ -431,11 +451,14 @@ impl Desk {
 fn refuse(op: Op, why: &str) {
     let told = match op {
         Op::Create { reply, .. } => Told::Created(reply, Created::New),
-        Op::Save { reply, .. } | Op::Change { reply, .. } => Told::Saved(reply, Saved::Stale),
-        Op::Append { reply, .. } | Op::Audit { reply, .. } | Op::Check { reply } => {
-            Told::Done(reply)
+        Op::Save { reply, .. } | Op::Change { reply, .. } | Op::Deliver { reply, .. } => {
+            Told::Saved(reply, Saved::Stale)
         }
         Op::Work { reply, .. } => Told::Done(reply),
+        Op::Append { reply, .. }
+        | Op::Audit { reply, .. }
+        | Op::PutRun { reply, .. }
+        | Op::Check { reply } => Told::Done(reply),
         Op::Purge { reply, .. } => Told::Count(reply, 0),
     };
     told.refuse(why);

@@ -4,12 +4,14 @@
 //! in the list below is dead code, which the lints refuse.
 
 pub mod calls;
+pub mod deliveries;
 pub mod directory;
 pub mod events;
 pub mod idempotency;
 pub mod lists;
 pub mod purge;
 pub mod utp;
+pub mod runs;
 
 /// Every behaviour, as tests of the store that this expression opens.
 macro_rules! conformance {
@@ -24,6 +26,7 @@ macro_rules! conformance {
                     a_call_of_another_project_is_none
                     every_status_and_hold_is_read_back
                     a_fault_is_read_back_with_all_it_says
+                    what_a_tool_gave_and_was_refused_is_kept_with_its_fault
                     an_alternate_in_the_targets_place_is_read_back
                     an_alternate_of_the_same_name_keeps_its_own_arguments
                     saving_the_next_version_replaces_the_call
@@ -75,6 +78,26 @@ macro_rules! conformance {
                     event_numbers_never_come_again
                     old_audit_entries_go_too
                     a_purge_of_all_times_takes_every_ended_call
+                }
+                runs {
+                    a_run_that_nobody_set_is_none
+                    a_run_is_read_back_as_it_was_put
+                    putting_again_replaces
+                    runs_of_other_projects_are_independent
+                    a_run_goes_with_the_last_of_its_calls
+                    runs_go_in_steps
+                }
+                deliveries {
+                    a_delivery_is_stored_with_its_call_and_due_with_its_end
+                    a_call_without_a_url_has_no_delivery
+                    a_replayed_call_brings_no_second_delivery
+                    what_is_pending_comes_in_the_order_it_is_due_and_in_pages
+                    saving_the_next_version_replaces_the_delivery_and_keeps_the_try
+                    of_many_tries_the_last_are_kept
+                    deliveries_are_listed_by_project_status_and_page
+                    deliveries_and_tasks_go_with_their_call
+                    background_tasks_are_listed_among_the_calls
+                    the_newest_record_of_a_kind_is_found
                 }
                 directory {
                     an_empty_directory_has_version_0

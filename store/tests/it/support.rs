@@ -86,6 +86,7 @@ pub fn call_at(created_ms: u64) -> Call {
         created_ms,
         deadline_ms: created_ms + 30_000,
         started_ms: None,
+        attempt_ms: None,
         completed_ms: None,
         outcome: None,
         version: 1,
@@ -119,6 +120,7 @@ pub fn running(call: &Call) -> Call {
         target_attempts: call.target_attempts + 1,
         node: Some("node-1".into()),
         started_ms: Some(call.created_ms + 5),
+        attempt_ms: Some(call.created_ms + 5),
         version: call.version + 1,
         ..call.clone()
     }

@@ -67,10 +67,11 @@ impl Server {
         Self::start_with(kind, dir, &[]).await
     }
 
-    async fn start_with(
+    /// The same with settings, as environment variables.
+    pub async fn start_with(
         kind: Kind,
         dir: &Path,
-        environment: &[(&str, &str)],
+        settings: &[(&str, &str)],
     ) -> anyhow::Result<(Self, Duration)> {
         let addr = format!("127.0.0.1:{}", process::free_port()?);
         let mut command = this_program()?;
@@ -84,7 +85,7 @@ impl Server {
                 command.args(["bench-floor", "--listen", &addr, "--dir"]).arg(dir);
             }
         }
-        command.envs(environment.iter().copied());
+        command.envs(settings.iter().copied());
         let log = dir.with_extension("log");
         let errors =
             File::create(&log).with_context(|| format!("cannot write {}", log.display()))?;
@@ -182,11 +183,12 @@ pub async fn start_utp(dir: &Path, url: &str) -> anyhow::Result<(Server, Filling
     Ok((server, Filling { child }))
 }
 
-/// This binary, without settings of ours from the environment.
+/// This binary, without settings of ours and of OpenTelemetry from the environment.
 fn this_program() -> anyhow::Result<Command> {
     let mut command = Command::new(std::env::current_exe().context("where is this program?")?);
     for (name, _) in std::env::vars_os() {
-        if name.to_string_lossy().starts_with("TOOLCRIB_") {
+        let text = name.to_string_lossy();
+        if text.starts_with("TOOLCRIB_") || text.starts_with("OTEL_") {
             command.env_remove(name);
         }
     }
@@ -195,6 +197,16 @@ fn this_program() -> anyhow::Result<Command> {
 
 /// The call that is measured.
 pub const CALL_BODY: &str = r#"{"run_id":"run_bench","args":{}}"#;
+
+/// So many of it at once, as a model asks for them.
+pub fn batch_body(entries: usize) -> String {
+    let name = toolcrib::names::for_model(toolcrib_bench::floor::TOOL);
+    let function = serde_json::json!({ "name": name, "arguments": "{}" });
+    let entry = serde_json::json!({ "id": "call_0", "type": "function", "function": function });
+    let entries = vec![entry; entries];
+    serde_json::json!({ "run_id": "run_bench", "mode": "parallel", "tool_calls": entries })
+        .to_string()
+}
 
 pub fn call_path() -> String {
     format!("/v1/tools/{}/invoke?wait_ms=10000", toolcrib_bench::floor::TOOL)

@@ -1,7 +1,7 @@
 //! What is measured, and the limits it is held to.
 
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -9,8 +9,10 @@ use toolcrib_bench::load;
 use toolcrib_bench::machine::Machine;
 use toolcrib_bench::report::{Limit, Measure, Report};
 use toolcrib_bench::sample::Sample;
+use toolcrib_bench::sink::Sink;
 
-use super::child::{CALL_BODY, Filling, Kind, Scratch, Server, call_path};
+use super::child::{CALL_BODY, Filling, Kind, Scratch, Server, batch_body, call_path};
+use super::digest;
 use crate::cli::client::{Ask, Client};
 use crate::cli::output::{Output, now_ms};
 
@@ -18,6 +20,8 @@ pub(super) const CALLERS: usize = 64;
 const BURST: usize = 100;
 /// Pages fetched for each filter.
 const PAGES: usize = 200;
+/// How long the first export may take.
+const EXPORT_LIMIT: Duration = Duration::from_secs(15);
 /// How long a server is left alone before its memory counts as idle.
 const REST: Duration = Duration::from_secs(1);
 
@@ -44,7 +48,7 @@ impl Plan {
     /// Steps on the progress bar.
     fn steps(&self) -> u64 {
         let filled = if self.stored.is_some() { 3 } else { 0 };
-        (3 + self.starts + 8 * self.rounds + filled) as u64
+        (5 + self.starts + 14 * self.rounds + filled) as u64
     }
 }
 
@@ -91,9 +95,12 @@ impl<'a> Bench<'a> {
         self.throughput(&product, &floor).await?;
         self.latency(&product, &floor).await?;
         self.burst(&product, &floor).await?;
+        self.batch(&product).await?;
         let after = product.resident_mib()?;
         self.push(Measure::alone("memory after the load", "MiB", after, Limit::None));
         drop((product, floor));
+        self.tracing().await?;
+        self.digest()?;
         self.utp().await?;
         match self.plan.stored {
             Some(count) => self.stored(count).await,
@@ -187,6 +194,64 @@ impl<'a> Bench<'a> {
         let name = format!("{BURST} calls at once, until all results");
         let (ours, base) = (median(ours), median(base));
         self.push(Measure::against_floor(name, "ms", ours, base, Limit::AtMost(2.0)));
+        Ok(())
+    }
+
+    /// Many calls in one batch against one call alone, both by the product.
+    async fn batch(&mut self, product: &Server) -> anyhow::Result<()> {
+        let (body, time) = (batch_body(BURST), self.plan.round);
+        let (mut many, mut one) = (Vec::new(), Vec::new());
+        for _ in 0..self.plan.rounds {
+            one.push(self.calls("the product", product, 1).await?.p50_us as f64 / 1e3);
+            self.step(&format!("batches of {BURST}"));
+            let path = "/v1/tool_calls?wait_ms=10000";
+            let sample = load::batches(&product.addr, BURST, time, path, &body, None).await?;
+            let bad = sample.errors;
+            ensure!(bad == 0 && sample.count > 0, "{bad} batches had calls that failed");
+            many.push(sample.p50_us as f64 / 1e3);
+        }
+        let name = format!("batch of {BURST} in parallel, against one call alone");
+        let (many, one) = (median(many), median(one));
+        self.push(Measure::against_floor(name, "ms", many, one, Limit::AtMost(4.0)));
+        Ok(())
+    }
+
+    /// What exporting traces costs, against the same server without it. The two take turns more
+    /// often than product and floor do, because what is looked for is small.
+    async fn tracing(&mut self) -> anyhow::Result<()> {
+        self.step("start with tracing and without");
+        let sink = Sink::start().await?;
+        let settings = [
+            ("TOOLCRIB_TELEMETRY__OTLP_ENDPOINT", sink.url.as_str()),
+            ("TOOLCRIB_TELEMETRY__SAMPLE_RATIO", "0.1"),
+        ];
+        let dirs = (self.scratch.dir("traced")?, self.scratch.dir("plain")?);
+        let (traced, _) = Server::start_with(Kind::Product, &dirs.0, &settings).await?;
+        let (plain, _) = Server::start(Kind::Product, &dirs.1).await?;
+        let (mut with, mut without) = (Vec::new(), Vec::new());
+        for _ in 0..2 * self.plan.rounds {
+            with.push(self.calls("with tracing", &traced, CALLERS).await?.calls_per_s);
+            without.push(self.calls("without", &plain, CALLERS).await?.calls_per_s);
+        }
+        // A batch is sent after five seconds at the latest; a figure without any would be a lie.
+        let since = Instant::now();
+        while sink.trace_bytes() == 0 {
+            ensure!(since.elapsed() < EXPORT_LIMIT, "the traced server exported nothing");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        let (with, without) = (median(with), median(without));
+        let name = format!("traces of 10 %, {CALLERS} at once, against none");
+        self.push(Measure::against_floor(name, "calls/s", with, without, Limit::AtLeast(0.95)));
+        Ok(())
+    }
+    /// What a long result costs before a model sees it.
+    fn digest(&mut self) -> anyhow::Result<()> {
+        self.step("digests of 10 MB");
+        let costs = digest::measure()?;
+        let limit = Limit::AtMost(150.0);
+        self.push(Measure::alone("digest of a 10 MB JSON result", "ms", costs.ms, limit));
+        let name = "memory with its digest, of its size";
+        self.push(Measure::alone(name, "x", costs.times_its_size, Limit::AtMost(3.0)));
         Ok(())
     }
 

@@ -5,12 +5,13 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::Serialize;
 use toolcrib::fault::{Code, Error, Fault};
+use toolcrib::trace::TraceParent;
 use utoipa::ToSchema;
 
 use super::wire::FaultBody;
 
 /// A refused request (RFC 9457), with the fault as on a call.
-#[derive(Debug, Serialize, ToSchema)]
+#[derive(Debug, Clone, Serialize, ToSchema)]
 pub struct Problem {
     /// Where the code is explained.
     #[serde(rename = "type")]
@@ -25,6 +26,9 @@ pub struct Problem {
     code: String,
     /// One line: what to do about this code.
     hint: String,
+    /// The trace that the request was part of, if it said so.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    trace_id: Option<String>,
     error: FaultBody,
 }
 
@@ -48,9 +52,11 @@ pub(super) fn problem_as(
         detail: fault.message.clone(),
         code: code.as_str().to_owned(),
         hint: code.help().to_owned(),
+        trace_id: None,
         error: FaultBody::from(fault),
     };
-    let mut answer = (status, Json(body)).into_response();
+    let mut answer = (status, Json(&body)).into_response();
+    answer.extensions_mut().insert(body);
     let headers = answer.headers_mut();
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
     if let Some(ms) = retry_after_ms {
@@ -58,6 +64,16 @@ pub(super) fn problem_as(
     }
     if code == Code::Unauthenticated {
         headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+    }
+    answer
+}
+
+/// The same refusal with the trace that the request was part of.
+pub(super) fn traced(mut answer: Response, trace: &TraceParent) -> Response {
+    if let Some(mut body) = answer.extensions_mut().remove::<Problem>() {
+        body.trace_id = Some(trace.trace_id_text());
+        answer.headers_mut().remove(header::CONTENT_LENGTH);
+        *answer.body_mut() = Json(body).into_response().into_body();
     }
     answer
 }

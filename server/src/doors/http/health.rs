@@ -36,6 +36,7 @@ async fn livez() -> &'static str {
 
 /// How much to say.
 #[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 struct Verbose {
     /// Given at all: one line per part.
     verbose: Option<String>,
@@ -81,7 +82,9 @@ async fn metrics(State(door): State<Door>) -> Response {
         return problem(&fault, None);
     };
     let engine = &door.engine;
-    metrics::gauge!("toolcrib_tool_calls_open").set(engine.open_calls() as f64);
+    for (state, count) in engine.open_calls_by_state() {
+        metrics::gauge!("toolcrib_tool_calls_open", "state" => state).set(count as f64);
+    }
     metrics::gauge!("toolcrib_tool_calls_waiting").set(engine.waiting_calls() as f64);
     metrics::gauge!("toolcrib_clients_connected").set(engine.client_connections() as f64);
     let age_ms = engine.oldest_open_call_age_ms();

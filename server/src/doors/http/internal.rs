@@ -4,7 +4,7 @@ mod ingress;
 mod register;
 mod submit;
 
-use axum::routing::get;
+use axum::routing::{delete, get};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
@@ -19,6 +19,8 @@ pub(super) fn routes() -> OpenApiRouter<Door> {
         .routes(routes!(submit::progress))
         .routes(routes!(ingress::poll::poll))
         .routes(routes!(ingress::sse::sse))
+        // A tool may have any name, also that of the path beside its own.
+        .route("/internal/tools/register", delete(register::withdraw_register))
         // A WebSocket is not something OpenAPI can describe; docs/protocol/ingress.md does.
         .route("/internal/ingress/ws", get(ingress::ws::ws))
 }

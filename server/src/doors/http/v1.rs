@@ -4,7 +4,12 @@ mod admin;
 mod agents;
 mod calls;
 mod cards;
+mod batch;
+mod contexts;
+mod deliveries;
 mod events;
+mod results;
+mod tasks;
 mod tools;
 
 use utoipa_axum::router::OpenApiRouter;
@@ -17,12 +22,24 @@ pub(super) fn routes() -> OpenApiRouter<Door> {
         .routes(routes!(tools::list))
         .routes(routes!(tools::show))
         .routes(routes!(tools::invoke))
-        .routes(routes!(calls::list))
+        .routes(routes!(calls::list, batch::run))
         .routes(routes!(calls::show))
         .routes(routes!(calls::cancel))
+        .routes(routes!(results::read))
+        .routes(routes!(deliveries::list))
+        .routes(routes!(deliveries::of_call))
+        .routes(routes!(deliveries::repeat))
+        .routes(routes!(tasks::list))
+        .routes(routes!(tasks::show))
+        .routes(routes!(tasks::cancel))
+        .routes(routes!(tasks::events))
         .routes(routes!(events::of_call))
         .routes(routes!(events::of_run))
         .routes(routes!(events::of_project))
+        .routes(routes!(contexts::show))
+        .routes(routes!(contexts::set_tools))
+        .routes(routes!(contexts::record_calls))
+        .routes(routes!(contexts::record_results))
         .routes(routes!(admin::list_keys, admin::create_key))
         .routes(routes!(admin::revoke_key))
         .routes(routes!(admin::list_rules, admin::put_rule, admin::drop_rule))

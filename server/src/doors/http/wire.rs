@@ -3,12 +3,17 @@
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use toolcrib::call::{Call, Hold, Outcome};
+use toolcrib::Engine;
+use toolcrib::call::{Call, Hold, Metrics, Outcome};
 use toolcrib::engine::CatalogEntry;
 use toolcrib::event::Event;
 use toolcrib::fault::{Code, Fault};
 use toolcrib::json::Json;
+use toolcrib::tool::Definition;
+use toolcrib::trace::TraceParent;
 use utoipa::ToSchema;
+
+use crate::task::{MAX_DATA_BYTES, TaskEnd};
 
 /// How a call or a request went wrong.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
@@ -48,7 +53,7 @@ pub(super) struct ToolBody {
     #[serde(rename = "async")]
     background: bool,
     description: String,
-    /// Who executes it: `builtin`, `client`, `utp`, `mcp` or `http`.
+    /// Who executes it: `builtin`, `client`, `utp`, `mcp`, `http`, or `caller`: you.
     executor: String,
     /// `read`, `idempotent` or `irreversible`.
     effect: String,
@@ -64,7 +69,18 @@ pub(super) struct ToolBody {
 
 impl From<&CatalogEntry> for ToolBody {
     fn from(entry: &CatalogEntry) -> Self {
-        let tool = &entry.definition;
+        Self::new(&entry.definition, entry.version.clone())
+    }
+}
+
+impl From<&Definition> for ToolBody {
+    fn from(tool: &Definition) -> Self {
+        Self::new(tool, tool.version())
+    }
+}
+
+impl ToolBody {
+    fn new(tool: &Definition, version: String) -> Self {
         Self {
             name: tool.name.clone(),
             source: tool.executor.source().to_owned(),
@@ -77,7 +93,7 @@ impl From<&CatalogEntry> for ToolBody {
             risk: tool.risk.as_str().to_owned(),
             output_schema: tool.output_schema.clone(),
             metadata: tool.metadata.clone(),
-            version: entry.version.clone(),
+            version,
         }
     }
 }
@@ -111,7 +127,7 @@ pub(super) struct CallBody<'a> {
     hold: Option<HoldBody>,
     /// The attempt under way, or the last one.
     attempt: u32,
-    /// `builtin`, `client`, `utp`, `mcp` or `http`.
+    /// `builtin`, `client`, `utp`, `mcp`, `http`, or `caller`: whoever called it ran it itself.
     executor: &'static str,
     effect: &'static str,
     /// The tool that really ran: another than `tool_name` after a fallback.
@@ -119,6 +135,9 @@ pub(super) struct CallBody<'a> {
     agent: &'a str,
     #[serde(skip_serializing_if = "Option::is_none")]
     call_id: Option<&'a str>,
+    /// Of an async tool: the ticket once more, as a task's.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    task_id: Option<&'a str>,
     /// The client it is pinned to.
     #[serde(skip_serializing_if = "Option::is_none")]
     client_id: Option<&'a str>,
@@ -130,6 +149,9 @@ pub(super) struct CallBody<'a> {
     /// It worked, but not all of it; left out otherwise.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     partial: bool,
+    /// The trace it belongs to: the caller's, or its own where spans are exported.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    trace_id: Option<String>,
     outcome: Option<OutcomeBody>,
 }
 
@@ -167,13 +189,15 @@ impl From<&Outcome> for OutcomeBody {
             ok: outcome.ok,
             data: outcome.data.clone(),
             error: outcome.error.as_ref().map(FaultBody::from),
-            metrics: MetricsBody {
-                latency_ms: outcome.metrics.latency_ms,
-                retries: outcome.metrics.retries,
-                queue_ms: outcome.metrics.queue_ms,
-                attempts: outcome.metrics.attempts,
-            },
+            metrics: outcome.metrics.into(),
         }
+    }
+}
+
+impl From<Metrics> for MetricsBody {
+    fn from(metrics: Metrics) -> Self {
+        let Metrics { latency_ms, queue_ms, attempts, retries } = metrics;
+        Self { latency_ms, retries, queue_ms, attempts }
     }
 }
 
@@ -208,12 +232,26 @@ impl<'a> From<&'a Call> for CallBody<'a> {
             ran_tool: &call.target.tool,
             agent: &call.asked.agent,
             call_id: call.asked.call_id.as_deref(),
+            task_id: call.asked.background.then_some(call.id.as_str()),
             client_id: call.asked.client_id.as_deref(),
             user_id: call.asked.user_id.as_deref(),
             taken_by: call.taken_by.as_deref(),
             partial: outcome.is_some_and(|outcome| outcome.partial),
+            trace_id: None,
             outcome: outcome.map(OutcomeBody::from),
         }
+    }
+}
+
+impl<'a> CallBody<'a> {
+    /// The call as it is shown, with its trace.
+    pub(super) fn of(engine: &Engine, call: &'a Call) -> Self {
+        Self::traced(call, engine.trace_of(call))
+    }
+
+    /// The same with a trace that is known already.
+    pub(super) fn traced(call: &'a Call, trace: Option<TraceParent>) -> Self {
+        Self { trace_id: trace.map(|trace| trace.trace_id_text()), ..Self::from(call) }
     }
 }
 
@@ -223,9 +261,49 @@ pub(super) fn event_text(event: &Event) -> String {
     body.insert("number".into(), event.number.into());
     body.insert("type".into(), event.record.kind.as_str().into());
     body.insert("tool_call_id".into(), event.call_id.to_string().into());
+    body.insert("run_id".into(), event.run_id.clone().into());
+    if let Some(asked_as) = &event.asked_as {
+        body.insert("call_id".into(), asked_as.clone().into());
+    }
     body.insert("at_ms".into(), event.record.at_ms.into());
     body.insert("attempt".into(), event.record.attempt.into());
     body.extend(event.record.data.clone());
+    Value::Object(body).to_string()
+}
+
+/// The end of a task as the data of an SSE message.
+#[derive(Serialize)]
+struct TaskEndEvent<'a> {
+    number: u64,
+    #[serde(rename = "type")]
+    kind: &'a str,
+    at_ms: u64,
+    #[serde(flatten)]
+    end: TaskEnd<'a>,
+}
+
+/// An event of a task as the data of an SSE message: each names its task in every way it is known
+/// by, and the last one has the outcome.
+pub(super) fn task_event_text(event: &Event, name: &str, call: &Call) -> String {
+    let (number, at_ms) = (event.number, event.record.at_ms);
+    if event.record.kind.is_terminal() {
+        let end = TaskEnd::of(call, MAX_DATA_BYTES);
+        let body = TaskEndEvent { number, kind: name, at_ms, end };
+        return serde_json::to_string(&body).unwrap_or_default();
+    }
+    let mut body = Map::new();
+    body.insert("number".into(), number.into());
+    body.insert("type".into(), name.into());
+    body.insert("at_ms".into(), at_ms.into());
+    body.insert("task_id".into(), call.id.as_str().into());
+    body.insert("tool_call_id".into(), call.id.as_str().into());
+    body.insert("call_id".into(), call.asked.call_id.as_deref().into());
+    body.insert("run_id".into(), call.run_id.as_str().into());
+    body.insert("tool_name".into(), call.tool_name.as_str().into());
+    let said = ["percent", "message", "data"].into_iter();
+    body.extend(said.filter_map(|name| {
+        event.record.data.get(name).map(|value| (name.to_owned(), value.clone()))
+    }));
     Value::Object(body).to_string()
 }
 

@@ -15,10 +15,10 @@ use std::time::{Duration, Instant};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use toolcrib::{Code, Effect, Fault, FnTool, Risk};
+use toolcrib::{Code, Effect, Fault, FnTool, Risk, ToolContext};
 
 use super::{Unusable, WeatherSettings};
-use openmeteo::{Found, OpenMeteo};
+use openmeteo::{Asking, Found, OpenMeteo};
 use place::Wanted;
 
 const DESCRIPTION: &str = "Tells the current weather at a place named in plain words, for example \
@@ -85,22 +85,23 @@ pub fn tool(settings: WeatherSettings) -> Result<FnTool, Unusable> {
     // A little less than the call has, so that the answer says who did not answer.
     let budget = Duration::from_millis((timeout_ms - timeout_ms / 10).max(1));
     let service = Arc::new(OpenMeteo::new(&settings.geocoding_url, &settings.forecast_url)?);
-    let function = move |args: Args| {
+    let function = move |args: Args, context: ToolContext| {
         let service = Arc::clone(&service);
-        async move { query(&service, &args.query, Instant::now() + budget).await }
+        let (deadline, traceparent) = (Instant::now() + budget, context.traceparent);
+        async move { query(&service, &args.query, &Asking { deadline, traceparent }).await }
     };
-    Ok(FnTool::new("weather.query", DESCRIPTION, function)
+    Ok(FnTool::with_context("weather.query", DESCRIPTION, function)
         .effect(Effect::Read)
         .risk(Risk::Low)
         .timeout_ms(timeout_ms))
 }
 
-async fn query(service: &OpenMeteo, query: &str, deadline: Instant) -> Result<Answer, Fault> {
+async fn query(service: &OpenMeteo, query: &str, asking: &Asking) -> Result<Answer, Fault> {
     let wanted = place::wanted(query).ok_or_else(|| {
         refused("no place is named in the query: name one, for example \"weather in Beijing\"")
     })?;
-    let found = find(service, &wanted, deadline).await?;
-    let mut answer = service.current(found, deadline).await?;
+    let found = find(service, &wanted, asking).await?;
+    let mut answer = service.current(found, asking).await?;
     if wanted.another_time {
         answer.note = Some("this is the weather now: other times cannot be asked for".into());
     }
@@ -108,8 +109,8 @@ async fn query(service: &OpenMeteo, query: &str, deadline: Instant) -> Result<An
 }
 
 /// Finds the place: first under its whole name, then under a part of it.
-async fn find(service: &OpenMeteo, wanted: &Wanted, deadline: Instant) -> Result<Found, Fault> {
-    let mut whole = service.search(&wanted.name, 1, deadline).await?.into_iter().next();
+async fn find(service: &OpenMeteo, wanted: &Wanted, asking: &Asking) -> Result<Found, Fault> {
+    let mut whole = service.search(&wanted.name, 1, asking).await?.into_iter().next();
     let part = wanted.part();
     let fits = |found: &Found| match &part {
         Some(part) if part.sure => found.is_in(&part.within),
@@ -119,7 +120,7 @@ async fn find(service: &OpenMeteo, wanted: &Wanted, deadline: Instant) -> Result
         return Ok(found);
     }
     if let Some(part) = &part {
-        let mut places = service.search(&part.name, 10, deadline).await?;
+        let mut places = service.search(&part.name, 10, asking).await?;
         if let Some(n) = places.iter().position(|found| found.is_in(&part.within)) {
             return Ok(places.swap_remove(n));
         }

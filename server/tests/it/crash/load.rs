@@ -87,7 +87,11 @@ async fn killed_under_load_it_loses_nothing_it_acknowledged() {
     providers.disconnect().await;
     executed_as_often_as_allowed(&ended, &providers.executed());
     let metrics = server.http.get(server.url("/metrics")).send().await.unwrap();
-    assert!(metrics.text().await.unwrap().contains("toolcrib_tool_calls_open 0\n"));
+    let metrics = metrics.text().await.unwrap();
+    for state in ["running", "queue", "parked", "retry"] {
+        let line = format!("toolcrib_tool_calls_open{{state=\"{state}\"}} 0\n");
+        assert!(metrics.contains(&line), "{metrics}");
+    }
     assert!(server.stop().await.success());
     let stored = check(&server.data_dir());
     assert_eq!(stored.open, 0);

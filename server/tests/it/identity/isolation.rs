@@ -15,7 +15,13 @@ async fn names(api: &Api) -> Vec<String> {
 
 /// Everything that one could do to a call of another project: as if there were none.
 async fn cannot_touch(stranger: &Api, id: &str) {
-    for path in [format!("/v1/tool_calls/{id}"), format!("/v1/tool_calls/{id}/events")] {
+    for path in [
+        format!("/v1/tool_calls/{id}"),
+        format!("/v1/tool_calls/{id}/events"),
+        format!("/v1/tool_calls/{id}/deliveries"),
+        format!("/v1/tasks/{id}"),
+        format!("/v1/tasks/{id}/events"),
+    ] {
         let error = stranger.get(&path).await.refused(404, "NOT_FOUND");
         assert_eq!(message(&error), format!("there is no call \"{id}\""));
     }
@@ -23,6 +29,8 @@ async fn cannot_touch(stranger: &Api, id: &str) {
     stranger.get(&wait).await.refused(404, "NOT_FOUND");
     for (what, body) in [
         (format!("/v1/tool_calls/{id}/cancel"), json!({})),
+        (format!("/v1/tool_calls/{id}/deliveries/repeat"), json!({})),
+        (format!("/v1/tasks/{id}/cancel"), json!({})),
         (format!("/internal/tool_calls/{id}/submit"), json!({ "status": "SUCCEEDED" })),
         (format!("/internal/tool_calls/{id}/ack"), json!({ "client_id": "c1" })),
         (format!("/internal/tool_calls/{id}/progress"), json!({ "percent": 1 })),

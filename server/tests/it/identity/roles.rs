@@ -18,15 +18,29 @@ enum Row {
 
 use Row::{Keyed, Open};
 
-const TABLE: [(&str, &str, Row); 54] = [
+const TABLE: [(&str, &str, Row); 67] = [
     ("get", "/v1/tools", Keyed([200, 200, 200, 200])),
     ("get", "/v1/tools/{name}", Keyed([200, 404, 200, 404])),
     ("post", "/v1/tools/{name}/invoke", Keyed([202, 403, 202, 404])),
     ("get", "/v1/tool_calls", Keyed([200, 200, 200, 200])),
+    ("post", "/v1/tool_calls", Keyed([202, 403, 202, 200])),
     ("get", "/v1/tool_calls/{tool_call_id}", Keyed([200, 200, 200, 404])),
+    ("get", "/v1/tool_calls/{tool_call_id}/result", Keyed([200, 200, 200, 404])),
     ("post", "/v1/tool_calls/{tool_call_id}/cancel", Keyed([200, 403, 200, 404])),
     ("get", "/v1/tool_calls/{tool_call_id}/events", Keyed([200, 200, 200, 404])),
+    ("get", "/v1/tool_calls/{tool_call_id}/deliveries", Keyed([200, 403, 200, 404])),
+    ("post", "/v1/tool_calls/{tool_call_id}/deliveries/repeat", Keyed([202, 403, 202, 404])),
+    ("get", "/v1/deliveries", Keyed([200, 403, 200, 200])),
+    ("get", "/v1/tasks", Keyed([200, 200, 200, 200])),
+    ("get", "/v1/tasks/{task_id}", Keyed([200, 200, 200, 404])),
+    ("post", "/v1/tasks/{task_id}/cancel", Keyed([200, 403, 200, 404])),
+    ("get", "/v1/tasks/{task_id}/events", Keyed([200, 200, 200, 404])),
     ("get", "/v1/runs/{run_id}/events", Keyed([200, 200, 200, 200])),
+    ("get", "/v1/runs/{run_id}/context", Keyed([200, 200, 200, 200])),
+    ("put", "/v1/runs/{run_id}/context/tool_definitions", Keyed([200, 403, 200, 200])),
+    ("post", "/v1/runs/{run_id}/context/tool_calls", Keyed([201, 403, 201, 201])),
+    // Only who recorded a call finds it by its id.
+    ("post", "/v1/runs/{run_id}/context/tool_results", Keyed([404, 403, 200, 404])),
     ("get", "/v1/events", Keyed([200, 200, 200, 200])),
     ("get", "/v1/keys", Keyed([403, 403, 200, 200])),
     ("post", "/v1/keys", Keyed([403, 403, 201, 201])),
@@ -75,6 +89,11 @@ const TABLE: [(&str, &str, Row); 54] = [
     ("get", "/metrics", Open),
 ];
 
+/// A call that whoever posts it runs with their own hands.
+fn own_call(call_id: &str) -> Value {
+    json!({ "tool_calls": [{ "call_id": call_id, "name": "my.tool" }] })
+}
+
 struct World {
     server: Server,
     provider: Api,
@@ -106,8 +125,19 @@ impl World {
         if path.contains("{tool_name}") {
             self.admin.post("/projects/p/tools", project_tool()).await.is(201);
         }
-        if path.contains("{tool_call_id}") {
+        filled = filled.replace("{task_id}", "{tool_call_id}");
+        if path.ends_with("/repeat") {
+            let url = "https://hooks.example/x";
+            let body = json!({ "run_id": "run_1", "callback_url": url });
+            let id = self.admin.invoke_with("a.tool", body).await;
+            self.admin.post(&format!("/v1/tasks/{id}/cancel"), json!({})).await.is(200);
+            filled = filled.replace("{tool_call_id}", &id);
+        }
+        if filled.contains("{tool_call_id}") {
             let id = self.admin.invoke("a.tool", json!({})).await;
+            if path.ends_with("/result") {
+                self.provider.succeed(&id, json!({})).await;
+            }
             filled = filled.replace("{tool_call_id}", &id);
         }
         if path.contains("/keys/{id}") {
@@ -139,6 +169,15 @@ impl World {
                 "turn_epoch": 1,
                 "calls": [{ "tool_call_id": "c", "tool_name": "a.tool", "arguments": {} }],
             }),
+            "/v1/runs/{run_id}/context/tool_definitions" => json!({ "crib_tools": [] }),
+            "/v1/runs/{run_id}/context/tool_calls" => own_call("own"),
+            "/v1/runs/{run_id}/context/tool_results" => {
+                self.admin.post("/v1/runs/run_1/context/tool_calls", own_call("his")).await.is(201);
+                json!({ "tool_results": [{ "call_id": "his" }] })
+            }
+            "/v1/tool_calls" => {
+                json!({ "run_id": "run_1", "tool_calls": [{ "name": "a.tool" }], "wait_ms": 0 })
+            }
             "/v1/keys" => json!({ "agent": "made" }),
             "/v1/rules" => json!({ "agent": "eve", "pattern": "y.*", "verdict": "deny" }),
             "/internal/tools/register" => json!({ "client_id": "fresh", "tools": [] }),
@@ -182,7 +221,12 @@ fn project_tool() -> Value {
 }
 
 async fn world() -> (World, Vec<(&'static str, Api)>) {
-    let server = Server::start().await;
+    let server = Server::with(|config| {
+        let file = config.data_dir.with_file_name("signing.key");
+        std::fs::write(&file, crate::support::receiver::KEY).unwrap();
+        config.webhooks.signing_key_file = Some(file);
+    })
+    .await;
     let admin = server.keyed("p", "boss", "admin", &[]).await;
     let agent = server.keyed("p", "ada", "agent", &["*"]).await;
     let provider = server.keyed("p", "tools", "provider", &[]).await;

@@ -148,3 +148,39 @@ async fn what_cannot_be_polled() {
     let error = api.get(&format!("{POLL}&ack=never")).await.refused(422, "VALIDATION_ERROR");
     assert!(message(&error).contains("explicit"), "{error}");
 }
+
+#[tokio::test]
+async fn a_polling_client_hears_of_cancellations() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("a.tool")])).await;
+    let cancel = async |id: &str| {
+        let canceled = api.post(&format!("/v1/tool_calls/{id}/cancel"), json!({})).await;
+        assert_eq!(canceled.is(200)["status"], "CANCELED");
+    };
+    // While no poll waits: in the next one.
+    let first = api.invoke("a.tool", json!({})).await;
+    api.poll("c1").await;
+    cancel(&first).await;
+    let heard = api.get(POLL).await.is(200);
+    assert_eq!(heard["cancels"], json!([{ "tool_call_id": first, "attempt": 1 }]));
+    assert_eq!(api.get(POLL).await.is(200), json!({ "requests": [] }), "not a second time");
+    // While a poll waits: in that one, at once.
+    let second = api.invoke("a.tool", json!({})).await;
+    api.poll("c1").await;
+    let polling = {
+        let api = api.clone();
+        tokio::spawn(async move { api.get(&format!("{POLL}&wait_ms=60000")).await.is(200) })
+    };
+    crate::support::until("the poll", || async {
+        (server.engine.client_connections() == 1).then_some(())
+    })
+    .await;
+    cancel(&second).await;
+    let heard = polling.await.unwrap();
+    assert_eq!(heard["cancels"], json!([{ "tool_call_id": second, "attempt": 1 }]));
+    // What was canceled before anybody had it is nobody's to hear of.
+    let third = api.invoke("a.tool", json!({})).await;
+    cancel(&third).await;
+    assert_eq!(api.get(POLL).await.is(200), json!({ "requests": [] }));
+}

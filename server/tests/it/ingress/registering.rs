@@ -77,6 +77,16 @@ async fn tools_are_taken_back_one_by_one_or_by_replacing() {
 }
 
 #[tokio::test]
+async fn a_tool_may_be_called_register() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("register")])).await;
+    assert_eq!(client_tools(&api).await, ["register"]);
+    assert_eq!(api.delete("/internal/tools/register?client_id=c1").await.status, 204);
+    assert!(client_tools(&api).await.is_empty());
+}
+
+#[tokio::test]
 async fn another_schema_under_the_same_name_is_a_conflict() {
     let server = Server::start().await;
     let api = server.api();

@@ -85,6 +85,12 @@ impl Server {
         self
     }
 
+    /// Any other environment variable.
+    pub fn variable(mut self, name: &str, value: &str) -> Self {
+        self.environment.push((name.to_owned(), value.to_owned()));
+        self
+    }
+
     /// A program that ends by becoming the server: `sh -c '…; exec "$0" "$@"'`.
     pub fn through(mut self, wrapper: &[&str]) -> Self {
         self.wrapper = wrapper.iter().map(ToString::to_string).collect();
@@ -111,7 +117,8 @@ impl Server {
         let mut command = Command::new(words.next().unwrap());
         command.args(words).args(arguments).arg("--data-dir").arg(self.data_dir());
         command.current_dir(self.directory.path());
-        for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("TOOLCRIB_")) {
+        let ours = |name: &str| name.starts_with("TOOLCRIB_") || name.starts_with("OTEL_");
+        for (name, _) in std::env::vars().filter(|(name, _)| ours(name)) {
             command.env_remove(name);
         }
         command.envs(self.environment.iter().map(|(name, value)| (name, value)));
@@ -352,6 +359,15 @@ pub fn check(data_dir: &Path) -> Stored {
         "SELECT key FROM idempotency_keys WHERE place NOT IN (SELECT place FROM calls)",
     );
     nothing_is(&database, "SELECT id FROM calls GROUP BY id HAVING count(*) > 1");
+    for table in ["tasks", "deliveries", "tries"] {
+        let query = "WHERE place NOT IN (SELECT place FROM calls)";
+        nothing_is(&database, &format!("SELECT place FROM {table} {query}"));
+    }
+    nothing_is(
+        &database,
+        "SELECT call_id FROM deliveries JOIN calls USING (place) \
+         WHERE (deliveries.status = 'waiting') <> (completed_ms IS NULL)",
+    );
     check_events(&database)
 }
 

@@ -9,7 +9,13 @@ use serde_json::{Value, json};
 
 /// Starts it and gives its address.
 pub async fn stand_in() -> String {
+    stand_in_with(|app| app).await
+}
+
+/// The same with something around it.
+pub async fn stand_in_with(around: impl FnOnce(Router) -> Router) -> String {
     let app = Router::new().route("/v1/search", get(search)).route("/v1/forecast", get(forecast));
+    let app = around(app);
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     tokio::spawn(async move { axum::serve(listener, app).await });

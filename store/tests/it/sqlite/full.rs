@@ -98,7 +98,9 @@ async fn survives_a_full_disk(store: &SqliteStore) {
     }
     assert!(!taken.is_empty() && refused.len() == 5, "{} {}", taken.len(), refused.len());
     let mut done = ended(&waiting, Status::Succeeded, NOW + 9);
-    done.outcome.as_mut().unwrap().data = Some(large().target.args);
+    // Larger than what was refused, so that it does not fit into what is left.
+    let result = json(&format!("\"{}\"", "y".repeat(60_000)));
+    done.outcome.as_mut().unwrap().data = Some(result);
     assert!(is_unavailable(&saving(store, &done, vec![requested()]).await));
     // Nothing of it happened, and everything can be read.
     for call in &taken {

@@ -3,11 +3,11 @@
 use std::path::Path;
 
 use rusqlite::Connection;
-use toolcrib::store::Store;
+use toolcrib::store::{CallFilter, Store};
 use toolcrib_store::{OpenError, SCHEMA_VERSION, SqliteStore};
 
 use super::{fresh, number, raw};
-use crate::support::{beside, call, database_in, found, ids_of, put};
+use crate::support::{beside, call, database_in, found, ids, ids_of, put};
 
 const INIT: &str = include_str!("../../../migrations/sqlite/0001_init.sql");
 
@@ -147,6 +147,34 @@ async fn a_migration_that_was_killed_half_way_is_made_again() {
             assert_eq!(store.integrity().await.unwrap(), "ok");
         }
     }
+}
+
+/// A database as the first version left it, with a background task in it.
+#[tokio::test]
+async fn a_database_of_the_first_version_is_brought_up_to_date() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = database_in(&directory);
+    let newer = tempfile::tempdir().unwrap();
+    let store = SqliteStore::open_briefly(&database_in(&newer)).unwrap();
+    let (plain, mut task) = (call(), call());
+    task.asked.background = true;
+    put(&store, &plain).await;
+    put(&store, &task).await;
+    drop(store);
+    let old = raw(&path);
+    old.execute_batch(INIT).unwrap();
+    old.execute("ATTACH ?1 AS newer", [database_in(&newer).to_str().unwrap()]).unwrap();
+    old.execute_batch(
+        "INSERT INTO calls SELECT * FROM newer.calls; DETACH newer; \
+         PRAGMA user_version = 1; PRAGMA application_id = 0x54435242;",
+    )
+    .unwrap();
+    drop(old);
+    let store = SqliteStore::open(&path).unwrap();
+    assert_eq!(number(&raw(&path), "PRAGMA user_version"), SCHEMA_VERSION);
+    assert_eq!(ids_of(&store, "p").await.len(), 2);
+    let tasks = CallFilter { project: "p".into(), background: true, ..CallFilter::default() };
+    assert_eq!(ids(&store, CallFilter { limit: 10, ..tasks }).await, [task.id]);
 }
 
 /// The store makes a new database and the machine stops: its log ends after any of its pages.

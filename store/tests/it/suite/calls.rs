@@ -38,6 +38,7 @@ fn full_call() -> Call {
                 context_box_id: Some("box".into()),
                 depth: 2,
             })),
+            callback_url: Some("https://hooks.example/a".into()),
         },
         target: Target {
             tool: "weather.query".into(),
@@ -58,6 +59,7 @@ fn full_call() -> Call {
         taken_by: Some("laptop".into()),
         node: Some("node-1".into()),
         started_ms: Some(NOW + 3),
+        attempt_ms: Some(NOW + 700),
         ..call()
     }
 }
@@ -161,6 +163,20 @@ pub async fn a_fault_is_read_back_with_all_it_says(store: &dyn Store) {
             assert_eq!(read(store, &waiting).await, failed);
         }
     }
+}
+
+pub async fn what_a_tool_gave_and_was_refused_is_kept_with_its_fault(store: &dyn Store) {
+    let raw = r#"{ "price": 1.10, "deep": [[["🦀", null]]] }"#;
+    let waiting = call();
+    put(store, &waiting).await;
+    let mut failed = ended(&waiting, Status::Failed, NOW + 9);
+    let fault = Fault::new(Code::ValidationError, "does not fit").with_raw(json(raw));
+    failed.outcome.as_mut().unwrap().error = Some(fault);
+    save(store, &failed).await;
+    let stored = read(store, &waiting).await;
+    assert_eq!(stored, failed);
+    let kept = stored.outcome.unwrap().error.unwrap().raw.unwrap();
+    assert_eq!(kept.text(), raw, "as it was given");
 }
 
 /// As `lifecycle` does it: the alternate leaves the list and its attempts are counted anew.

@@ -45,7 +45,8 @@ pub async fn numbers_rise_over_everything_in_the_order_of_commits(store: &dyn St
 }
 
 pub async fn every_kind_is_read_back_with_its_facts(store: &dyn Store) {
-    let asked = call();
+    let mut asked = call_of("p", "r-77", "a");
+    asked.asked.call_id = Some("call \"7\"".into());
     let records: Vec<Record> = (1..)
         .zip(Kind::ALL)
         .map(|(n, kind)| {
@@ -57,7 +58,13 @@ pub async fn every_kind_is_read_back_with_its_facts(store: &dyn Store) {
         .collect();
     creating(store, &asked, records.clone(), None).await.unwrap();
     let told = history(store, of_call(&asked)).await;
-    assert!(told.iter().all(|event| event.call_id == asked.id));
+    assert_eq!(told, history(store, of_run("p", "r-77")).await);
+    assert_eq!(told, history(store, of_project("p")).await);
+    let whose = |event: &Event| {
+        (event.call_id.clone(), event.run_id.clone(), event.asked_as.clone())
+            == (asked.id.clone(), asked.run_id.clone(), asked.asked.call_id.clone())
+    };
+    assert!(told.iter().all(whose), "{told:?}");
     assert_eq!(told.into_iter().map(|event| event.record).collect::<Vec<_>>(), records);
 }
 

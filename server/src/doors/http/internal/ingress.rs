@@ -11,7 +11,7 @@ use toolcrib::desk::{Message, Request};
 
 /// A request as a client sees it.
 fn request_body(engine: &Engine, request: &Request) -> Value {
-    json!({
+    let mut body = json!({
         "type": "tool_request",
         "tool_call_id": request.call_id,
         "run_id": request.run_id,
@@ -22,7 +22,11 @@ fn request_body(engine: &Engine, request: &Request) -> Value {
         "timeout_ms": request.deadline_ms.saturating_sub(engine.now_ms()),
         "deadline_at_ms": request.deadline_ms,
         "redelivered": request.redelivered,
-    })
+    });
+    if let Some(traceparent) = &request.traceparent {
+        body["traceparent"] = traceparent.to_string().into();
+    }
+    body
 }
 
 /// A message as a client sees it.

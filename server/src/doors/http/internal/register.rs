@@ -129,6 +129,7 @@ pub(super) async fn register(
 
 /// Which client.
 #[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 pub(super) struct WhichClient {
     client_id: String,
 }
@@ -145,4 +146,13 @@ pub(super) async fn withdraw(
 ) -> Result<StatusCode, Refused> {
     door.engine.withdraw(&caller, &which.client_id, &name).await?;
     Ok(StatusCode::NO_CONTENT)
+}
+
+/// The same for a tool whose name is `register`.
+pub(super) async fn withdraw_register(
+    state: State<Door>,
+    who: Who,
+    which: Asked<WhichClient>,
+) -> Result<StatusCode, Refused> {
+    withdraw(state, who, NamePath("register".to_owned()), which).await
 }

@@ -7,7 +7,7 @@ use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use toolcrib::engine::CallQuery;
 use toolcrib::fault::{Code, Error};
-use toolcrib::{Call, Status};
+use toolcrib::{Call, CallId, Status};
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::Door;
@@ -30,11 +30,11 @@ pub(super) async fn show(
         None | Some(0) => door.engine.call(&caller, &id).await?,
         Some(wait_ms) => door.engine.wait(&caller, &id, wait_ms).await?,
     };
-    Ok(shown(&call))
+    Ok(shown(&door, &call))
 }
 
-fn shown(call: &Call) -> Response {
-    let mut answer = Json(CallBody::from(call)).into_response();
+fn shown(door: &Door, call: &Call) -> Response {
+    let mut answer = Json(CallBody::of(&door.engine, call)).into_response();
     if !call.status.is_terminal() {
         // A hint for who polls without wait_ms.
         answer.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
@@ -44,6 +44,7 @@ fn shown(call: &Call) -> Response {
 
 /// Which calls to list.
 #[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 pub(super) struct Listing {
     /// Only of this run.
     run_id: Option<String>,
@@ -77,7 +78,7 @@ pub(super) async fn list(
 ) -> Result<Response, Refused> {
     let page = door.engine.calls(&caller, query(listing)?).await?;
     let list = CallList {
-        tool_calls: page.calls.iter().map(CallBody::from).collect(),
+        tool_calls: page.calls.iter().map(|call| CallBody::of(&door.engine, call)).collect(),
         next_cursor: page.before.map(|id| id.to_string()),
     };
     Ok(Json(list).into_response())
@@ -98,25 +99,36 @@ fn query(listing: Listing) -> Result<CallQuery, Error> {
             invalid("since must be Unix seconds or milliseconds, or an RFC 3339 time".into())
         })?),
     };
-    let before = match listing.cursor.as_deref() {
-        None | Some("") => None,
-        Some(text) => {
-            let unknown = |_| invalid("cursor is not one that was given out".into());
-            Some(text.parse().map_err(unknown)?)
-        }
-    };
-    let limit = listing.limit.unwrap_or(50);
-    if !(1..=200).contains(&limit) {
-        return Err(invalid("limit must be from 1 to 200".into()));
-    }
+    let (before, limit) = page_of(listing.cursor.as_deref(), listing.limit)?;
     Ok(CallQuery {
         run_id: listing.run_id,
         tool_name: listing.tool_name,
         status,
+        background: false,
         since_ms,
         before,
-        limit: limit as usize,
+        limit,
     })
+}
+
+/// Where a page begins, and how long it is.
+pub(super) fn page_of(
+    cursor: Option<&str>,
+    limit: Option<u64>,
+) -> Result<(Option<CallId>, usize), Error> {
+    let invalid = |message: &str| Error::refused(Code::ValidationError, message);
+    let before = match cursor {
+        None | Some("") => None,
+        Some(text) => {
+            let unknown = |_| invalid("cursor is not one that was given out");
+            Some(text.parse().map_err(unknown)?)
+        }
+    };
+    let limit = limit.unwrap_or(50);
+    if !(1..=200).contains(&limit) {
+        return Err(invalid("limit must be from 1 to 200"));
+    }
+    Ok((before, limit as usize))
 }
 
 /// Unix milliseconds of a time as people and programs write it.
@@ -136,6 +148,13 @@ pub(super) struct CancelBody {
     reason: Option<String>,
 }
 
+impl CancelBody {
+    /// As much of the reason as is kept.
+    pub(super) fn reason(self) -> Option<String> {
+        self.reason.map(|reason| reason.chars().take(500).collect())
+    }
+}
+
 /// Cancels a call: whoever executes it is told. Canceling twice is the same as once.
 #[utoipa::path(post, path = "/v1/tool_calls/{tool_call_id}/cancel", tag = "agents",
     params(("tool_call_id" = String, Path, description = "The ticket")),
@@ -148,7 +167,6 @@ pub(super) async fn cancel(
     CallPath(id): CallPath,
     Body(body): Body<CancelBody>,
 ) -> Result<Response, Refused> {
-    let reason = body.reason.map(|reason| reason.chars().take(500).collect());
-    let call = door.engine.cancel(&caller, &id, reason).await?;
-    Ok(Json(CallBody::from(call.as_ref())).into_response())
+    let call = door.engine.cancel(&caller, &id, body.reason()).await?;
+    Ok(Json(CallBody::of(&door.engine, &call)).into_response())
 }

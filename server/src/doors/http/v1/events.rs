@@ -13,19 +13,20 @@ use serde::Deserialize;
 use toolcrib::engine::EventQuery;
 use toolcrib::event::Event;
 use toolcrib::fault::{Code, Error};
-use toolcrib::{Caller, Engine};
+use toolcrib::{CallId, Caller, Engine};
 use utoipa::IntoParams;
 
 use super::super::Door;
 use super::super::answer::{Problem, Refused};
 use super::super::question::{Asked, CallPath, NamePath, Who};
-use super::super::wire::event_text;
+use super::super::wire::{event_text, task_event_text};
 use crate::auth::Standing;
+use crate::task::event_name;
 
 /// How many events are read from the store at once.
 const PAGE: usize = 200;
 
-type Messages = Sse<
+pub(super) type Messages = Sse<
     axum::response::sse::KeepAliveStream<
         std::pin::Pin<Box<dyn Stream<Item = Result<Message, Infallible>> + Send>>,
     >,
@@ -33,6 +34,7 @@ type Messages = Sse<
 
 /// Where to go on.
 #[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 pub(super) struct From {
     /// Only events after this number; the header `Last-Event-ID` wins.
     after: Option<u64>,
@@ -89,7 +91,7 @@ pub(super) async fn of_project(
     Ok(follow(door.engine, caller, &headers, EventQuery::Project, after))
 }
 
-fn after(headers: &HeaderMap, from: &From) -> Result<Option<u64>, Refused> {
+pub(super) fn after(headers: &HeaderMap, from: &From) -> Result<Option<u64>, Refused> {
     let Some(header) = headers.get("last-event-id") else { return Ok(from.after) };
     let number = header.to_str().ok().and_then(|text| text.trim().parse().ok());
     let message = "Last-Event-ID must be the number of an event";
@@ -114,14 +116,39 @@ fn follow(
 ) -> Messages {
     let standing = Standing::new(&caller, headers);
     let following = Following { engine, caller, standing, query, after, page: VecDeque::new() };
-    let messages = stream::unfold(following, async |mut following| {
+    sent(stream::unfold(following, async |mut following| {
         let event = following.next().await?;
-        let message = Message::default()
-            .id(event.number.to_string())
-            .event(event.record.kind.as_str())
-            .data(event_text(&event));
+        let message = message(&event, event.record.kind.as_str(), event_text(&event));
         Some((Ok(message), following))
-    });
+    }))
+}
+
+/// The same for one call as a task: fewer events, by the names that tasks have.
+pub(super) fn follow_task(
+    engine: Engine,
+    caller: Caller,
+    headers: &HeaderMap,
+    id: CallId,
+    after: u64,
+) -> Messages {
+    let (standing, query) = (Standing::new(&caller, headers), EventQuery::Call(id));
+    let following = Following { engine, caller, standing, query, after, page: VecDeque::new() };
+    sent(stream::unfold(following, async |mut following| {
+        loop {
+            let event = following.next().await?;
+            let Some(name) = event_name(event.record.kind) else { continue };
+            let call = following.engine.call(&following.caller, &event.call_id).await.ok()?;
+            let message = message(&event, name, task_event_text(&event, name, &call));
+            return Some((Ok(message), following));
+        }
+    }))
+}
+
+fn message(event: &Event, name: &str, text: String) -> Message {
+    Message::default().id(event.number.to_string()).event(name).data(text)
+}
+
+fn sent(messages: impl Stream<Item = Result<Message, Infallible>> + Send + 'static) -> Messages {
     let messages: std::pin::Pin<Box<dyn Stream<Item = _> + Send>> = Box::pin(messages);
     Sse::new(messages).keep_alive(KeepAlive::new().interval(Duration::from_secs(15)))
 }

@@ -2,16 +2,17 @@
 
 use axum::Json;
 use axum::extract::State;
-use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use toolcrib::Invocation;
+use toolcrib::dialect::Format;
 use toolcrib::fault::{Code, Error};
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::Door;
 use super::super::answer::{Problem, Refused};
-use super::super::question::{Asked, Body, NamePath, Who};
+use super::super::question::{Asked, Body, Carried, NamePath, TRACEPARENT, Who};
 use super::super::wire::{CallBody, ToolBody, timeout_ms};
 
 /// The tools the caller may call.
@@ -20,12 +21,41 @@ pub(super) struct ToolList {
     tools: Vec<ToolBody>,
 }
 
+/// The same tools, described for a model.
+#[derive(Serialize)]
+struct Definitions {
+    tools: Vec<toolcrib::Json>,
+}
+
+/// How to describe the tools.
+#[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(super) struct Listing {
+    /// `openai`, `openai_responses`, `anthropic` or `mcp`: as that API wants tools described, to be
+    /// put into a request as they are, under names that it takes.
+    format: Option<String>,
+}
+
 /// Lists the tools the caller may call, by name.
-#[utoipa::path(get, path = "/v1/tools", tag = "agents",
-    responses((status = 200, body = ToolList), (status = 401, body = Problem)))]
-pub(super) async fn list(State(door): State<Door>, Who(caller): Who) -> Json<ToolList> {
-    let tools = door.engine.tools(&caller);
-    Json(ToolList { tools: tools.iter().map(|entry| ToolBody::from(entry.as_ref())).collect() })
+#[utoipa::path(get, path = "/v1/tools", tag = "agents", params(Listing),
+    responses((status = 200, body = ToolList), (status = 401, body = Problem),
+        (status = 422, body = Problem)))]
+pub(super) async fn list(
+    State(door): State<Door>,
+    Who(caller): Who,
+    Asked(listing): Asked<Listing>,
+) -> Result<Response, Refused> {
+    let Some(format) = listing.format else {
+        let tools = door.engine.tools(&caller);
+        let tools = tools.iter().map(|entry| ToolBody::from(entry.as_ref())).collect();
+        return Ok(Json(ToolList { tools }).into_response());
+    };
+    let format = format.parse::<Format>().map_err(|()| {
+        let known: Vec<&str> = Format::ALL.iter().map(|format| format.as_str()).collect();
+        let message = format!("format must be one of {}", known.join(", "));
+        Error::refused(Code::ValidationError, message)
+    })?;
+    Ok(Json(Definitions { tools: door.engine.definitions(&caller, format) }).into_response())
 }
 
 /// Shows one tool.
@@ -64,6 +94,8 @@ pub(super) struct InvokeBody {
     client_id: Option<String>,
     /// A label for people; it decides nothing.
     user_id: Option<String>,
+    /// Told with a signed POST (Standard Webhooks) when the call has ended.
+    callback_url: Option<String>,
     /// Wait this long for the outcome. Also as a query parameter.
     wait_ms: Option<u64>,
 }
@@ -75,10 +107,14 @@ pub(super) struct TicketBody {
     /// `pending`.
     status: &'static str,
     message: &'static str,
+    /// Of an async tool: the same id, to follow at `/v1/tasks/{task_id}`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    task_id: Option<String>,
 }
 
 /// How long to wait.
 #[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 pub(super) struct Wait {
     /// Wait this long for the outcome, then answer with the call as it is.
     pub(super) wait_ms: Option<u64>,
@@ -90,7 +126,9 @@ pub(super) struct Wait {
     params(
         ("name" = String, Path, description = "The tool's name"),
         Wait,
-        ("Idempotency-Key" = Option<String>, Header, description = "Same key, same ticket")
+        ("Idempotency-Key" = Option<String>, Header, description = "Same key, same ticket"),
+        ("traceparent" = Option<String>, Header, description = "W3C trace context: the span that \
+            the call is part of")
     ),
     request_body = InvokeBody,
     responses(
@@ -105,7 +143,7 @@ pub(super) async fn invoke(
     Who(caller): Who,
     NamePath(name): NamePath,
     Asked(wait): Asked<Wait>,
-    headers: HeaderMap,
+    carried: Carried,
     Body(body): Body<InvokeBody>,
 ) -> Result<Response, Refused> {
     let wait_ms = wait.wait_ms.or(body.wait_ms);
@@ -116,50 +154,41 @@ pub(super) async fn invoke(
         call_id: body.call_id,
         timeout_ms: body.timeout_ms,
         retry: body.retry,
-        idempotency_key: idempotency_key(&headers, body.idempotency_key)?,
+        idempotency_key: carried.idempotency_key(body.idempotency_key)?,
         client_id: body.client_id,
         user_id: body.user_id,
-        traceparent: None,
+        traceparent: carried.traceparent,
         turn: None,
+        callback_url: body.callback_url,
     };
     // Boxed, because this handler's future is moved several times on its way into the router.
     let ticket = Box::pin(door.engine.invoke(&caller, invocation)).await?;
     let id = ticket.call.id.clone();
+    let trace = door.engine.trace_of(&ticket.call);
     let mut answer = match wait_ms {
         None | Some(0) => {
             let body = TicketBody {
                 tool_call_id: id.to_string(),
                 status: "pending",
                 message: "tool call created, use tool_call_id to poll result",
+                task_id: ticket.call.asked.background.then(|| id.to_string()),
             };
             (StatusCode::ACCEPTED, Json(body)).into_response()
         }
         Some(wait_ms) => {
             let call = Box::pin(door.engine.outcome(&caller, &ticket, wait_ms)).await?;
-            (StatusCode::ACCEPTED, Json(CallBody::from(call.as_ref()))).into_response()
+            (StatusCode::ACCEPTED, Json(CallBody::traced(&call, trace))).into_response()
         }
     };
     let headers = answer.headers_mut();
     if let Ok(place) = HeaderValue::from_str(&format!("/v1/tool_calls/{id}")) {
         headers.insert(header::LOCATION, place);
     }
+    if let Some(trace) = trace.and_then(|trace| HeaderValue::from_str(&trace.to_string()).ok()) {
+        headers.insert(TRACEPARENT, trace);
+    }
     if ticket.replayed {
         headers.insert("idempotent-replayed", HeaderValue::from_static("true"));
     }
     Ok(answer)
-}
-
-/// The key from the header or the body; where both are given they must be the same.
-fn idempotency_key(headers: &HeaderMap, body: Option<String>) -> Result<Option<String>, Refused> {
-    let Some(header) = headers.get("idempotency-key") else { return Ok(body) };
-    let invalid = |message: &str| Error::refused(Code::BadRequest, message);
-    let key = header.to_str().map_err(|_| invalid("Idempotency-Key must be visible ASCII"))?;
-    if key.is_empty() || key.len() > 255 {
-        return Err(invalid("Idempotency-Key must be 1 to 255 characters").into());
-    }
-    if body.as_ref().is_some_and(|body| body != key) {
-        let message = "Idempotency-Key and idempotency_key are different";
-        return Err(invalid(message).into());
-    }
-    Ok(Some(key.to_owned()))
 }

@@ -10,6 +10,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use tokio::sync::OnceCell;
 use toolcrib::Fault;
+use toolcrib::trace::TraceParent;
 
 use super::super::Unusable;
 use super::place::{self, plain};
@@ -24,6 +25,13 @@ pub struct OpenMeteo {
     geocoding: Url,
     forecast: Url,
     client: OnceCell<Client>,
+}
+
+/// What goes with every question of one call.
+pub struct Asking {
+    pub deadline: Instant,
+    /// Sent along, so that whoever answers can be part of the call's trace.
+    pub traceparent: Option<TraceParent>,
 }
 
 /// A place that was found.
@@ -108,16 +116,16 @@ impl OpenMeteo {
         &self,
         name: &str,
         count: u32,
-        deadline: Instant,
+        asking: &Asking,
     ) -> Result<Vec<Found>, Fault> {
         let count = count.to_string();
         let query = [("name", name), ("count", &count), ("language", "en"), ("format", "json")];
         let url = address(&self.geocoding, "v1/search", &query);
-        self.get::<Search>(url, deadline).await.map(|search| search.results)
+        self.get::<Search>(url, asking).await.map(|search| search.results)
     }
 
     /// The weather at a place.
-    pub async fn current(&self, found: Found, deadline: Instant) -> Result<Answer, Fault> {
+    pub async fn current(&self, found: Found, asking: &Asking) -> Result<Answer, Fault> {
         let (latitude, longitude) = (found.latitude.to_string(), found.longitude.to_string());
         let query = [
             ("latitude", latitude.as_str()),
@@ -127,7 +135,7 @@ impl OpenMeteo {
         ];
         let url = address(&self.forecast, "v1/forecast", &query);
         let host = host(&url);
-        let Forecast { timezone, current_units, current } = self.get(url, deadline).await?;
+        let Forecast { timezone, current_units, current } = self.get(url, asking).await?;
         let is_day = current.is_day != Some(0);
         let Some(weather) = conditions::words(current.weather_code, is_day) else {
             let code = current.weather_code;
@@ -176,15 +184,19 @@ impl OpenMeteo {
         self.client.get_or_try_init(make).await
     }
 
-    async fn get<T: DeserializeOwned>(&self, url: Url, deadline: Instant) -> Result<T, Fault> {
+    async fn get<T: DeserializeOwned>(&self, url: Url, asking: &Asking) -> Result<T, Fault> {
         let host = host(&url);
         let client = self.client().await?;
-        let left = deadline.saturating_duration_since(Instant::now());
+        let left = asking.deadline.saturating_duration_since(Instant::now());
         let failed = |error: reqwest::Error| {
             let why = if error.is_timeout() { "no answer in time".into() } else { whole(error) };
             Fault::unreachable(format!("{host} cannot be reached: {why}"))
         };
-        let mut response = client.get(url).timeout(left).send().await.map_err(failed)?;
+        let mut request = client.get(url).timeout(left);
+        if let Some(traceparent) = &asking.traceparent {
+            request = request.header("traceparent", traceparent.to_string());
+        }
+        let mut response = request.send().await.map_err(failed)?;
         let status = response.status();
         let mut body = Vec::new();
         while let Some(chunk) = response.chunk().await.map_err(failed)? {

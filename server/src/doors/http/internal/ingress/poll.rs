@@ -19,6 +19,7 @@ use crate::auth::Standing;
 
 /// How to poll.
 #[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 pub(in super::super) struct Polling {
     client_id: String,
     /// Wait this long for work; 0 unless said.
@@ -37,6 +38,16 @@ pub(in super::super) struct PolledBody {
     /// `tool_request` objects, as on the WebSocket.
     #[schema(value_type = Vec<Object>)]
     requests: Vec<Value>,
+    /// What nobody wants any more, of what this client has: stop it. Left out when there is none.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    cancels: Vec<CanceledBody>,
+}
+
+/// A request that was canceled, or whose time is over.
+#[derive(Serialize, ToSchema)]
+pub(in super::super) struct CanceledBody {
+    tool_call_id: String,
+    attempt: u32,
 }
 
 /// Asks for work, and waits for it.
@@ -74,9 +85,15 @@ pub(in super::super) async fn poll(
         messages.push(message);
     }
     Standing::new(&caller, &headers).check(engine)?;
-    let mut requests = Vec::new();
+    let (mut requests, mut cancels) = (Vec::new(), Vec::new());
     for message in messages {
-        let Message::Request(request) = message else { continue };
+        let request = match message {
+            Message::Request(request) => request,
+            Message::Cancel { call_id, attempt } => {
+                cancels.push(CanceledBody { tool_call_id: call_id.to_string(), attempt });
+                continue;
+            }
+        };
         if explicit {
             session.lend(&request.call_id);
         } else {
@@ -87,11 +104,11 @@ pub(in super::super) async fn poll(
                 // It ended meanwhile: there is nothing to hand over.
                 Err(error) if error.code() == Code::Conflict => continue,
                 // The rest goes back in line when the session is dropped.
-                Err(error) if requests.is_empty() => return Err(error.into()),
+                Err(error) if requests.is_empty() && cancels.is_empty() => return Err(error.into()),
                 Err(_) => break,
             }
         }
         requests.push(request_body(engine, &request));
     }
-    Ok(Json(PolledBody { requests }))
+    Ok(Json(PolledBody { requests, cancels }))
 }

@@ -1,4 +1,4 @@
-//! How a tool's definition becomes text and back; read by every later version of this program.
+//! A tool's definition as it is stored.
 
 use serde::{Deserialize, Serialize};
 use toolcrib::json::Json;
@@ -7,7 +7,7 @@ use toolcrib::store::StoreError;
 use toolcrib::tool::{Alternate, Definition, Effect, Executor, Risk};
 use toolcrib::utp::Binding;
 
-use crate::row::{decode, encode, is_false};
+use super::{decode, encode, is_false};
 
 #[derive(Serialize, Deserialize)]
 struct StoredDefinition {

@@ -1,0 +1,64 @@
+//! An agent's turn without a server: describe the tools to a model, run all that it asks for, and
+//! give the answers back in its own form.
+//!
+//! `cargo run -p toolcrib --example batch`
+
+use std::fmt::Write;
+
+use toolcrib::batch::Mode;
+use toolcrib::dialect::Format;
+use toolcrib::{Batch, Caller, Effect, Engine, FnTool, Json};
+
+#[derive(serde::Deserialize, schemars::JsonSchema)]
+struct City {
+    /// Where.
+    city: String,
+}
+
+/// What a model would answer to "What is the weather in Oslo and Rome? Note it down."
+const TOOL_CALLS: [&str; 4] = [
+    r#"{"id":"call_0","type":"function","function":
+        {"name":"weather__now","arguments":"{\"city\":\"Oslo\"}"}}"#,
+    r#"{"id":"call_1","type":"function","function":
+        {"name":"weather__now","arguments":"{\"city\":\"Rome\"}"}}"#,
+    r#"{"id":"call_2","type":"function","function":
+        {"name":"weather__now","arguments":"{\"city\": Paris}"}}"#,
+    r#"{"id":"call_3","type":"function","function":
+        {"name":"notes__write","arguments":"{\"city\":\"Oslo\"}"}}"#,
+];
+
+/// The turn; answers with what there is to show.
+pub async fn turn() -> Result<String, Box<dyn std::error::Error>> {
+    let weather = FnTool::new("weather.now", "The weather in a city", |args: City| async move {
+        let degrees = if args.city == "Oslo" { 4 } else { 17 };
+        Ok::<_, String>(format!("{degrees} °C in {}", args.city))
+    });
+    let notes = FnTool::new("notes.write", "Writes a note about a city", |args: City| async move {
+        Ok::<_, String>(format!("noted {}", args.city))
+    });
+    let engine = Engine::builder().tool(weather.effect(Effect::Read)).tool(notes).start().await?;
+    let caller = Caller::local("default");
+
+    let mut shown = String::from("tools for the model:\n");
+    for tool in engine.definitions(&caller, Format::OpenAi) {
+        writeln!(shown, "  {}", tool.value()["function"]["name"])?;
+    }
+
+    let entries = TOOL_CALLS.iter().map(|call| Json::parse(call)).collect::<Result<_, _>>()?;
+    let batch = Batch { mode: Mode::Parallel, ..Batch::new("run_1", entries) };
+    let answer = engine.batch(&caller, batch).await?;
+
+    writeln!(shown, "messages for the model:")?;
+    for message in &answer.messages {
+        writeln!(shown, "  {}", message.text())?;
+    }
+    let well = answer.results.iter().filter(|settled| settled.ok() == Some(true)).count();
+    writeln!(shown, "{well} of {} went well", answer.results.len())?;
+    Ok(shown)
+}
+
+#[tokio::main(flavor = "current_thread")]
+async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    print!("{}", turn().await?);
+    Ok(())
+}

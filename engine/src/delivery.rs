@@ -1,0 +1,366 @@
+//! Telling a caller that its call has ended: what is delivered where, and what an answer to it
+//! means. Pure.
+//!
+//! A call that was asked with a callback URL has one delivery. It waits until the call has ended
+//! (the commit that ends the call makes it due), and is then tried until the receiver has taken
+//! it, does not want it any more, or the schedule is over. The rules are those of Standard
+//! Webhooks: 2xx is success, 410 is the end, everything else is tried again.
+
+use std::str::FromStr;
+
+use crate::call::Call;
+use crate::id::CallId;
+use crate::retry::chance;
+
+/// How many tries of one delivery are kept; the oldest go first.
+pub const KEPT_TRIES: u32 = 100;
+
+/// The longest that a receiver may put a retry off.
+const MAX_PUT_OFF_MS: u64 = 86_400_000;
+
+/// Where a delivery stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum DeliveryStatus {
+    /// The call has not ended.
+    Waiting,
+    /// It is to be tried, for the first time or again.
+    Pending,
+    /// The receiver answered 2xx.
+    Delivered,
+    /// The receiver answered 410: it wants no more of it.
+    Gone,
+    /// Every retry of the schedule failed.
+    Exhausted,
+}
+
+impl DeliveryStatus {
+    /// Every status.
+    pub const ALL: [Self; 5] =
+        [Self::Waiting, Self::Pending, Self::Delivered, Self::Gone, Self::Exhausted];
+
+    /// As stored and as written on the wire.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Waiting => "waiting",
+            Self::Pending => "pending",
+            Self::Delivered => "delivered",
+            Self::Gone => "gone",
+            Self::Exhausted => "exhausted",
+        }
+    }
+}
+
+impl FromStr for DeliveryStatus {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, ()> {
+        Self::ALL.into_iter().find(|status| status.as_str() == text).ok_or(())
+    }
+}
+
+/// What is to be delivered to the URL that was given with a call.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Delivery {
+    pub project: String,
+    /// The call it tells of. A call has one delivery at most.
+    pub call_id: CallId,
+    pub url: String,
+    pub status: DeliveryStatus,
+    /// When it is tried next; set exactly while pending.
+    pub due_ms: Option<u64>,
+    /// How often it was tried.
+    pub tries: u32,
+    /// How many of the last tries failed, since it became due or was asked for again: the place
+    /// in the schedule.
+    pub failures: u32,
+    /// Why the last try failed.
+    pub last_error: Option<String>,
+    /// Counts the saved states, from 1.
+    pub version: u64,
+}
+
+/// One try, as it is kept.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Try {
+    /// From 1.
+    pub number: u32,
+    pub at_ms: u64,
+    pub duration_ms: u64,
+    /// What the receiver answered with, if it did.
+    pub status_code: Option<u16>,
+    /// Why it does not count as delivered.
+    pub error: Option<String>,
+}
+
+/// What came of one try.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Answer {
+    /// The receiver's HTTP status, or why there is none.
+    pub result: Result<u16, String>,
+    /// How long the receiver asks to be left alone.
+    pub retry_after_ms: Option<u64>,
+}
+
+impl Answer {
+    /// Whether the receiver is overloaded, so that others for it should wait too.
+    pub fn asks_for_quiet(&self) -> bool {
+        matches!(self.result, Ok(429 | 502 | 503 | 504))
+    }
+
+    fn error(&self) -> Option<String> {
+        match &self.result {
+            Ok(200..=299) => None,
+            Ok(410) => Some("answered 410: it wants no more of this".to_owned()),
+            Ok(code @ 300..=399) => {
+                Some(format!("answered {code}: redirects are not followed, give the final URL"))
+            }
+            Ok(code) => Some(format!("answered {code}")),
+            Err(why) => Some(why.clone()),
+        }
+    }
+}
+
+/// When to try again.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Schedule {
+    /// The wait after the first failure, after the second, and so on; then no more.
+    pub retry_ms: Vec<u64>,
+    /// How much longer a wait may be by chance, from 0 to 1 of its length.
+    pub jitter: f64,
+}
+
+impl Default for Schedule {
+    /// That of the specification: ten tries over some three days.
+    fn default() -> Self {
+        const HOUR_MS: u64 = 3_600_000;
+        let hours = [2, 5, 10, 14, 20, 24].map(|hours| hours * HOUR_MS);
+        let retry_ms = [5_000, 300_000, 1_800_000].into_iter().chain(hours).collect();
+        Self { retry_ms, jitter: 0.2 }
+    }
+}
+
+impl Schedule {
+    fn wait_ms(&self, failures: u32, seed: &str) -> Option<u64> {
+        let wait_ms = *self.retry_ms.get(failures.checked_sub(1)? as usize)?;
+        let more = wait_ms as f64 * self.jitter * chance(seed, failures);
+        Some(wait_ms + more.round() as u64)
+    }
+}
+
+impl Delivery {
+    /// The delivery that a new call asks for, if it does.
+    pub fn of(call: &Call) -> Option<Self> {
+        let url = call.asked.callback_url.clone()?;
+        let status = match call.completed_ms {
+            Some(_) => DeliveryStatus::Pending,
+            None => DeliveryStatus::Waiting,
+        };
+        Some(Self {
+            project: call.project.clone(),
+            call_id: call.id.clone(),
+            url,
+            status,
+            due_ms: call.completed_ms,
+            tries: 0,
+            failures: 0,
+            last_error: None,
+            version: 1,
+        })
+    }
+
+    /// The id of the message: the same in every try, so that a receiver knows it again.
+    pub fn message_id(&self) -> String {
+        let body = self.call_id.as_str().trim_start_matches(CallId::PREFIX);
+        format!("msg_{body}")
+    }
+
+    /// Whom it goes to: scheme, host and port of the URL.
+    pub fn receiver(&self) -> &str {
+        let begin = self.url.find("://").map_or(0, |at| at + 3);
+        let end = self.url[begin..].find(['/', '?', '#']).map_or(self.url.len(), |at| begin + at);
+        &self.url[..end]
+    }
+
+    /// The next state after the call has ended.
+    pub fn made_due(&self, at_ms: u64) -> Option<Self> {
+        let waits = self.status == DeliveryStatus::Waiting;
+        waits.then(|| Self {
+            status: DeliveryStatus::Pending,
+            due_ms: Some(at_ms),
+            version: self.version + 1,
+            ..self.clone()
+        })
+    }
+
+    /// The next state after a try, with what is kept of the try.
+    pub fn tried(
+        &self,
+        answer: &Answer,
+        (at_ms, now_ms): (u64, u64),
+        schedule: &Schedule,
+    ) -> (Self, Try) {
+        let (mut next, tried) = self.noted(answer, (at_ms, now_ms));
+        next.due_ms = None;
+        match (&answer.result, &tried.error) {
+            (_, None) => {
+                next.status = DeliveryStatus::Delivered;
+                next.failures = 0;
+            }
+            (Ok(410), _) => next.status = DeliveryStatus::Gone,
+            _ => match schedule.wait_ms(next.failures, self.call_id.as_str()) {
+                Some(wait_ms) => {
+                    let put_off_ms = answer.retry_after_ms.unwrap_or(0).min(MAX_PUT_OFF_MS);
+                    next.due_ms = Some(now_ms + wait_ms.max(put_off_ms));
+                }
+                None => next.status = DeliveryStatus::Exhausted,
+            },
+        }
+        (next, tried)
+    }
+
+    /// The same for a try that began before somebody asked for another: it is written down, and
+    /// the other one is still to come.
+    pub fn noted(&self, answer: &Answer, (at_ms, now_ms): (u64, u64)) -> (Self, Try) {
+        let tried = Try {
+            number: self.tries + 1,
+            at_ms,
+            duration_ms: now_ms.saturating_sub(at_ms),
+            status_code: answer.result.as_ref().ok().copied(),
+            error: answer.error(),
+        };
+        let next = Self {
+            tries: tried.number,
+            failures: self.failures + u32::from(tried.error.is_some()),
+            last_error: tried.error.clone(),
+            version: self.version + 1,
+            ..self.clone()
+        };
+        (next, tried)
+    }
+
+    /// The next state after somebody asked for it again; none while the call has not ended.
+    pub fn asked_again(&self, now_ms: u64) -> Option<Self> {
+        let ended = self.status != DeliveryStatus::Waiting;
+        ended.then(|| Self {
+            status: DeliveryStatus::Pending,
+            due_ms: Some(now_ms),
+            failures: 0,
+            version: self.version + 1,
+            ..self.clone()
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pending() -> Delivery {
+        Delivery {
+            project: "p".into(),
+            call_id: "tc_01ARZ3NDEKTSV4RRFFQ69G5FAV".parse().unwrap(),
+            url: "https://hooks.example:8443/a?b=/c".into(),
+            status: DeliveryStatus::Pending,
+            due_ms: Some(1_000),
+            tries: 0,
+            failures: 0,
+            last_error: None,
+            version: 2,
+        }
+    }
+
+    fn answered(code: u16) -> Answer {
+        Answer { result: Ok(code), retry_after_ms: None }
+    }
+
+    #[test]
+    fn every_answer_has_its_meaning() {
+        use DeliveryStatus::{Delivered, Gone, Pending};
+        let schedule = Schedule::default();
+        let codes = [
+            (200, Delivered),
+            (204, Delivered),
+            (299, Delivered),
+            (301, Pending),
+            (307, Pending),
+            (400, Pending),
+            (404, Pending),
+            (410, Gone),
+            (429, Pending),
+            (500, Pending),
+            (503, Pending),
+        ];
+        for (code, expected) in codes {
+            let (next, tried) = pending().tried(&answered(code), (1_000, 1_020), &schedule);
+            assert_eq!(next.status, expected, "{code}");
+            assert_eq!(next.due_ms.is_some(), expected == Pending, "{code}");
+            assert_eq!(tried.error.is_none(), expected == Delivered, "{code}");
+            assert_eq!((tried.number, tried.duration_ms), (1, 20));
+            assert_eq!((next.tries, next.version), (1, 3));
+        }
+        let silent = Answer { result: Err("timed out".into()), retry_after_ms: None };
+        let (next, tried) = pending().tried(&silent, (1_000, 1_020), &schedule);
+        assert_eq!((next.status, tried.status_code), (Pending, None));
+        assert_eq!(next.last_error.as_deref(), Some("timed out"));
+    }
+
+    #[test]
+    fn the_schedule_is_gone_through_once() {
+        let schedule = Schedule { jitter: 0.0, ..Schedule::default() };
+        let (mut delivery, mut now_ms, mut waits) = (pending(), 1_000, Vec::new());
+        while delivery.status == DeliveryStatus::Pending {
+            delivery = delivery.tried(&answered(500), (now_ms, now_ms), &schedule).0;
+            waits.extend(delivery.due_ms.map(|due_ms| (due_ms - now_ms) / 1_000));
+            now_ms = delivery.due_ms.unwrap_or(now_ms);
+        }
+        let hours = |hours: u64| hours * 3_600;
+        let expected = [5, 300, 1_800, hours(2), hours(5), hours(10), hours(14), hours(20)];
+        assert_eq!(waits, expected.into_iter().chain([hours(24)]).collect::<Vec<_>>());
+        assert_eq!((delivery.status, delivery.tries), (DeliveryStatus::Exhausted, 10));
+        let again = delivery.asked_again(now_ms).unwrap();
+        assert_eq!((again.status, again.due_ms), (DeliveryStatus::Pending, Some(now_ms)));
+        let (next, tried) = again.tried(&answered(500), (now_ms, now_ms), &schedule);
+        assert_eq!(next.due_ms, Some(now_ms + 5_000), "from the beginning of the schedule");
+        assert_eq!(tried.number, 11);
+    }
+
+    #[test]
+    fn waits_spread_and_a_receiver_may_put_them_off() {
+        let schedule = Schedule::default();
+        let dues: std::collections::HashSet<u64> = (0..100)
+            .map(|n| {
+                let call_id = format!("tc_{n}").parse().unwrap();
+                let delivery = Delivery { call_id, ..pending() };
+                delivery.tried(&answered(500), (0, 0), &schedule).0.due_ms.unwrap()
+            })
+            .collect();
+        assert!(dues.len() > 50, "{dues:?}");
+        assert!(dues.iter().all(|due_ms| (5_000..=6_000).contains(due_ms)));
+        let later = Answer { retry_after_ms: Some(120_000), ..answered(503) };
+        assert_eq!(pending().tried(&later, (0, 0), &schedule).0.due_ms, Some(120_000));
+        let never = Answer { retry_after_ms: Some(u64::MAX), ..answered(503) };
+        assert_eq!(pending().tried(&never, (0, 0), &schedule).0.due_ms, Some(MAX_PUT_OFF_MS));
+        let soon = Answer { retry_after_ms: Some(1), ..answered(429) };
+        assert!(pending().tried(&soon, (0, 0), &schedule).0.due_ms >= Some(5_000));
+    }
+
+    #[test]
+    fn names() {
+        let delivery = pending();
+        assert_eq!(delivery.message_id(), "msg_01ARZ3NDEKTSV4RRFFQ69G5FAV");
+        assert_eq!(delivery.receiver(), "https://hooks.example:8443");
+        let bare = Delivery { url: "http://a.example?x".into(), ..delivery };
+        assert_eq!(bare.receiver(), "http://a.example");
+        for status in DeliveryStatus::ALL {
+            assert_eq!(status.as_str().parse(), Ok(status));
+        }
+    }
+
+    #[test]
+    fn only_what_waits_becomes_due() {
+        let waiting = Delivery { status: DeliveryStatus::Waiting, due_ms: None, ..pending() };
+        assert_eq!(waiting.asked_again(5), None);
+        assert_eq!(waiting.made_due(5).unwrap().due_ms, Some(5));
+        assert_eq!(pending().made_due(5), None);
+    }
+}

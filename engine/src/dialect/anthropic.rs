@@ -1,0 +1,34 @@
+//! Anthropic's form: the block `{type: "tool_use", id, name, input: {…}}`, and the answer as the
+//! block `tool_result`, which goes into the next message of the user.
+
+use serde::Serialize;
+
+use super::fields::Fields;
+use super::{Answer, Entry, Form, misfit, written};
+use crate::fault::Fault;
+use crate::json::Json;
+
+pub(super) fn read(fields: &Fields) -> Result<Entry, Fault> {
+    let (id, name) = (fields.text("id")?, fields.needed("name")?);
+    let input = fields.raw("input").cloned().unwrap_or_else(Json::empty_object);
+    if !input.text().starts_with('{') {
+        return Err(misfit("/input", "input must be an object"));
+    }
+    Ok(Entry::new(Form::Anthropic, id, name, input))
+}
+
+#[derive(Serialize)]
+struct Block<'a> {
+    #[serde(rename = "type")]
+    kind: &'static str,
+    tool_use_id: &'a str,
+    content: &'a str,
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    is_error: bool,
+}
+
+pub(super) fn message(id: &str, answer: &Answer<'_>) -> Json {
+    let is_error = answer.ok == Some(false);
+    let (kind, content) = ("tool_result", answer.content);
+    written(&Block { kind, tool_use_id: id, content, is_error })
+}

@@ -1,0 +1,145 @@
+//! Tools as model APIs want them described: ready to be put into a request.
+
+use std::str::FromStr;
+
+use serde::Serialize;
+use serde_json::Value;
+
+use super::written;
+use crate::json::Json;
+use crate::tool::{Definition, Effect};
+
+/// Whose way of describing a tool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Format {
+    /// OpenAI's chat completions: `tools` of a request.
+    OpenAi,
+    /// OpenAI's Responses: `tools` of a request.
+    OpenAiResponses,
+    /// Anthropic's messages: `tools` of a request.
+    Anthropic,
+    /// The Model Context Protocol: `tools` of an answer to `tools/list`.
+    Mcp,
+}
+
+impl Format {
+    /// Every format.
+    pub const ALL: [Self; 4] = [Self::OpenAi, Self::OpenAiResponses, Self::Anthropic, Self::Mcp];
+
+    /// As written on the wire.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::OpenAi => "openai",
+            Self::OpenAiResponses => "openai_responses",
+            Self::Anthropic => "anthropic",
+            Self::Mcp => "mcp",
+        }
+    }
+}
+
+impl FromStr for Format {
+    type Err = ();
+
+    fn from_str(text: &str) -> Result<Self, ()> {
+        Self::ALL.into_iter().find(|format| format.as_str() == text).ok_or(())
+    }
+}
+
+#[derive(Serialize)]
+struct Function<'a> {
+    name: &'a str,
+    description: &'a str,
+    parameters: Json,
+}
+
+#[derive(Serialize)]
+struct OpenAi<'a> {
+    #[serde(rename = "type")]
+    kind: &'static str,
+    function: Function<'a>,
+}
+
+#[derive(Serialize)]
+struct Responses<'a> {
+    #[serde(rename = "type")]
+    kind: &'static str,
+    name: &'a str,
+    description: &'a str,
+    parameters: Json,
+    /// Said, because that API takes silence for strict, which most schemas are not written for.
+    strict: bool,
+}
+
+#[derive(Serialize)]
+struct Anthropic<'a> {
+    name: &'a str,
+    description: &'a str,
+    input_schema: Json,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Mcp<'a> {
+    name: &'a str,
+    /// The name that people know.
+    title: &'a str,
+    description: &'a str,
+    input_schema: Json,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    output_schema: Option<&'a Json>,
+    annotations: Annotations,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Annotations {
+    read_only_hint: bool,
+    destructive_hint: bool,
+    idempotent_hint: bool,
+}
+
+/// A tool as this format describes it, under this name.
+pub fn definition(format: Format, name: &str, tool: &Definition) -> Json {
+    let (description, parameters) = (tool.description.as_str(), object_schema(&tool.input_schema));
+    match format {
+        Format::OpenAi => {
+            let function = Function { name, description, parameters };
+            written(&OpenAi { kind: "function", function })
+        }
+        Format::OpenAiResponses => {
+            let (kind, strict) = ("function", false);
+            written(&Responses { kind, name, description, parameters, strict })
+        }
+        Format::Anthropic => written(&Anthropic { name, description, input_schema: parameters }),
+        Format::Mcp => written(&Mcp {
+            name,
+            title: &tool.name,
+            description,
+            input_schema: parameters,
+            output_schema: tool.output_schema.as_ref().filter(|schema| is_of_object(schema)),
+            annotations: Annotations {
+                read_only_hint: tool.effect == Effect::Read,
+                destructive_hint: tool.effect != Effect::Read,
+                idempotent_hint: tool.effect != Effect::Irreversible,
+            },
+        }),
+    }
+}
+
+/// The schema as it is; with `"type": "object"` where it says nothing about the type, which the
+/// APIs insist on, and which arguments from a model always are.
+fn object_schema(schema: &Json) -> Json {
+    match schema.value() {
+        Value::Object(map) if map.contains_key("type") => schema.clone(),
+        Value::Object(mut map) => {
+            map.insert("type".into(), "object".into());
+            Json::of_value(&Value::Object(map))
+        }
+        _ => Json::of_value(&serde_json::json!({ "type": "object" })),
+    }
+}
+
+/// The protocol has structured results only for objects.
+fn is_of_object(schema: &Json) -> bool {
+    schema.value().get("type").is_some_and(|kind| kind == "object")
+}

@@ -1,0 +1,32 @@
+//! OpenAI's chat form: `{id, type: "function", function: {name, arguments: "<json text>"}}`, and
+//! the answer as a message of the role `tool`.
+
+use serde::Serialize;
+
+use super::fields::Fields;
+use super::{Answer, Entry, Form, arguments, written};
+use crate::fault::Fault;
+use crate::json::Json;
+
+pub(super) fn read(fields: &Fields) -> Result<Entry, Fault> {
+    let function = fields.object("function", "/function")?;
+    let name = function.needed("name")?;
+    let args = arguments::read(function.raw("arguments"), "/function/arguments")?;
+    Ok(Entry::new(Form::OpenAi, fields.text("id")?, name, args))
+}
+
+/// The tool's name, where it can be read.
+pub(super) fn name_hint(fields: &Fields) -> Option<String> {
+    fields.object("function", "/function").ok()?.hint("name")
+}
+
+#[derive(Serialize)]
+struct Message<'a> {
+    role: &'static str,
+    tool_call_id: &'a str,
+    content: &'a str,
+}
+
+pub(super) fn message(id: &str, answer: &Answer<'_>) -> Json {
+    written(&Message { role: "tool", tool_call_id: id, content: answer.content })
+}

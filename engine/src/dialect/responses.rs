@@ -1,0 +1,27 @@
+//! OpenAI's Responses form: the item `{type: "function_call", id, call_id, name, arguments}`, and
+//! the answer as the item `function_call_output`. The item's `id` is not the call's.
+
+use serde::Serialize;
+
+use super::fields::Fields;
+use super::{Answer, Entry, Form, arguments, written};
+use crate::fault::Fault;
+use crate::json::Json;
+
+pub(super) fn read(fields: &Fields) -> Result<Entry, Fault> {
+    let (id, name) = (fields.text("call_id")?, fields.needed("name")?);
+    let args = arguments::read(fields.raw("arguments"), "/arguments")?;
+    Ok(Entry::new(Form::Responses, id, name, args))
+}
+
+#[derive(Serialize)]
+struct Item<'a> {
+    #[serde(rename = "type")]
+    kind: &'static str,
+    call_id: &'a str,
+    output: &'a str,
+}
+
+pub(super) fn message(id: &str, answer: &Answer<'_>) -> Json {
+    written(&Item { kind: "function_call_output", call_id: id, output: answer.content })
+}

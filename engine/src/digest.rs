@@ -1,0 +1,234 @@
+//! Digests: what a model is given of a result that is too long for its context. Pure.
+//!
+//! A digest is never longer than its budget, and always says what was left out and how to get it:
+//! the whole result is kept, and the tool `result.read` reads any part of it.
+//!
+//! | result | digest |
+//! |---|---|
+//! | text | its head, its tail, the most relevant lines between them |
+//! | a table | its columns, how many rows, some of them |
+//! | other JSON | its shape, counts, the first items of each long array |
+//!
+//! A result that is an object around one long text or one table is digested as that. The document
+//! is gone through once and not taken apart, so a digest of a result of any size needs little
+//! memory beside it.
+
+mod json;
+mod shape;
+mod skeleton;
+mod table;
+mod text;
+
+#[cfg(test)]
+mod tests;
+
+use std::borrow::Cow;
+
+use crate::id::CallId;
+use crate::json::Json;
+use crate::json::cursor::unquoted;
+use crate::piece::escaped;
+use crate::tokens;
+use skeleton::{Map, Node, skeleton};
+use table::Table;
+
+/// From this budget on, a digest always says how much there is, of what call, and how to read the
+/// rest. With less it says as much of that as fits, and is still never longer than the budget.
+pub const MIN_BUDGET: usize = 64;
+
+/// What is longer than so many bytes for each token of the budget is taken to be over it. Text has
+/// about four.
+const BYTES_PER_TOKEN: usize = 24;
+
+/// So many values of a document are looked at, whatever the budget.
+const MOST_VALUES: usize = 100_000;
+
+/// How many degrees of detail there are.
+const RUNGS: u32 = 24;
+
+/// Where a result comes from, and what it was wanted for.
+#[derive(Debug, Clone, Copy)]
+pub struct Source<'a> {
+    pub call_id: &'a CallId,
+    pub tool: &'a str,
+    /// What was asked (a question, the call's arguments): words that make a part relevant.
+    pub hint: Option<&'a str>,
+}
+
+/// What a model is given instead of a long result.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Digest {
+    pub text: String,
+    /// How many tokens the text is; never more than the budget.
+    pub tokens: usize,
+    /// How many bytes the result is.
+    pub whole_bytes: usize,
+}
+
+/// A digest of a result that is over the budget; none where the result fits as it is.
+pub fn digest(data: &Json, budget_tokens: usize, source: &Source<'_>) -> Option<Digest> {
+    let whole = data.text();
+    if !tokens::exceeds(whole, budget_tokens) {
+        return None;
+    }
+    let root = skeleton(whole, budget_tokens.saturating_mul(4).min(MOST_VALUES));
+    let what = What::of(&root);
+    let note = what.note(whole.len(), budget_tokens, source);
+    let mut room = budget_tokens.saturating_sub(tokens::count(&note) + 1);
+    let mut text = note.clone();
+    // Where two parts meet they can fall into other tokens than each alone.
+    for _ in 0..4 {
+        let body = what.body(&root, source, room);
+        let both = format!("{note}\n{body}");
+        if !body.is_empty() && !tokens::exceeds(&both, budget_tokens) {
+            text = both;
+            break;
+        }
+        room = room.saturating_sub(4);
+    }
+    Some(Digest { tokens: tokens::count(&text), text, whole_bytes: whole.len() })
+}
+
+/// What a result mainly is, and where in it.
+enum What<'n, 'a> {
+    Text { pointer: String, text: Cow<'a, str>, lines: usize },
+    Table { pointer: String, table: Table<'n, 'a> },
+    Json,
+}
+
+impl<'n, 'a> What<'n, 'a> {
+    /// Goes down to where most of the document is.
+    fn of(root: &'n Node<'a>) -> Self {
+        let (mut node, mut beside, mut pointer): (_, Option<&Map<'a>>, _) =
+            (root, None, String::new());
+        loop {
+            match node {
+                Node::Text(written) => {
+                    let text = unquoted(written);
+                    let lines = text::line_count(&text);
+                    return Self::Text { pointer, text, lines };
+                }
+                Node::List(list) => {
+                    // Beside a table that is nearly everything, nothing else needs its own items.
+                    let nearly_all = list.bytes > root.bytes() / 10 * 9;
+                    let table = nearly_all.then(|| Table::of(list, beside)).flatten();
+                    return table.map_or(Self::Json, |table| Self::Table { pointer, table });
+                }
+                Node::Map(map) => {
+                    let heaviest = map.entries.iter().max_by_key(|(_, value)| value.bytes());
+                    let most = heaviest.filter(|(_, value)| value.bytes() > map.bytes / 10 * 7);
+                    let Some((key, value)) = most else { return Self::Json };
+                    pointer = format!("{pointer}/{}", escaped(&unquoted(key)));
+                    (node, beside) = (value, Some(map));
+                }
+                Node::Plain(_) => return Self::Json,
+            }
+        }
+    }
+
+    /// What was left out and how to get it, in the longest words that fit.
+    fn note(&self, bytes: usize, budget: usize, source: &Source<'_>) -> String {
+        let Source { call_id, tool, .. } = source;
+        let (what, part) = match self {
+            Self::Text { pointer, lines, .. } => {
+                (format!("{lines} lines of text"), example(pointer, 100))
+            }
+            Self::Table { pointer, table } => {
+                (format!("a table of {} rows", table.count), example(pointer, 20))
+            }
+            Self::Json => ("JSON".to_owned(), r#","pointer":"/…""#.to_owned()),
+        };
+        let call = format!(r#"result.read {{"tool_call_id":"{call_id}""#);
+        let forms = [
+            format!(
+                "[digest of {tool}: {what}, {bytes} bytes; parts are left out, the whole is kept. \
+                 Read any part: {call}{part}}}, or search it with \"grep\"]"
+            ),
+            format!("[digest: {what}, {bytes} bytes; parts left out. Read them: {call}{part}}}]"),
+            format!("[{bytes} bytes, parts left out. Read them: {call}}}]"),
+            format!("[left out: result.read {call_id}]"),
+            "[left out]".to_owned(),
+            "…".to_owned(),
+        ];
+        // Of a small budget the note takes a part at most, while there is a shorter one.
+        let fits = |form: &String| {
+            let tokens = tokens::count(form);
+            tokens <= budget && (tokens <= budget * 2 / 3 || tokens <= MIN_BUDGET / 2)
+        };
+        forms.into_iter().find(fits).unwrap_or_default()
+    }
+
+    fn body(&self, root: &Node<'a>, source: &Source<'_>, room: usize) -> String {
+        match self {
+            Self::Text { pointer, text, .. } => {
+                let around = if pointer.is_empty() { String::new() } else { frame(root, room / 5) };
+                let rest = room.saturating_sub(tokens::count(&around));
+                around + &text::render(text, source.hint, rest)
+            }
+            Self::Table { pointer, table } => {
+                let around = if pointer.is_empty() { String::new() } else { frame(root, room / 5) };
+                let rest = room.saturating_sub(tokens::count(&around));
+                around + &table.render(pointer, rest)
+            }
+            Self::Json => json::render(root, room),
+        }
+    }
+}
+
+/// How to name a part of it to `result.read`.
+fn example(pointer: &str, limit: usize) -> String {
+    let pointer = match pointer {
+        "" => String::new(),
+        pointer => format!(r#","pointer":{}"#, serde_json::Value::from(pointer)),
+    };
+    format!(r#"{pointer},"offset":0,"limit":{limit}"#)
+}
+
+/// The object around what is mainly shown, in one line.
+fn frame(root: &Node<'_>, room: usize) -> String {
+    let around = json::around(root, room.saturating_sub(1));
+    if around.is_empty() { around } else { around + "\n" }
+}
+
+/// The most detailed of several renderings that fits; of the least detailed one, as much as fits.
+fn ladder(room: usize, render: impl Fn(u32) -> String) -> String {
+    let fits = |text: &str| {
+        text.len() <= room.saturating_mul(BYTES_PER_TOKEN) && !tokens::exceeds(text, room)
+    };
+    let (mut low, mut high) = (0, RUNGS);
+    let mut best = None;
+    while low < high {
+        let middle = low.midpoint(high);
+        let text = render(middle);
+        if fits(&text) {
+            best = Some(text);
+            high = middle;
+        } else {
+            low = middle + 1;
+        }
+    }
+    best.unwrap_or_else(|| cut(&render(RUNGS), room))
+}
+
+/// A number made smaller with each degree of detail that is given up.
+fn scaled(number: usize, factor: f64, rung: u32, least: usize) -> usize {
+    ((number as f64 * factor.powf(f64::from(rung))) as usize).max(least)
+}
+
+/// As much of a text as fits, with a mark that it was cut.
+fn cut(text: &str, room: usize) -> String {
+    if !tokens::exceeds(text, room) {
+        return text.to_owned();
+    }
+    let mut begin = tokens::first(text, room.saturating_sub(1));
+    loop {
+        let marked = format!("{begin}…");
+        if !tokens::exceeds(&marked, room) {
+            return marked;
+        }
+        if begin.is_empty() {
+            return String::new();
+        }
+        begin = &begin[..begin.floor_char_boundary(begin.len() - 1)];
+    }
+}

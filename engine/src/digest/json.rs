@@ -1,0 +1,170 @@
+//! JSON in a digest: its shape, its counts, the first items of each long array, long texts cut.
+
+use std::fmt::Write;
+
+use super::shape::shape;
+use super::skeleton::{List, Map, Node};
+use super::{BYTES_PER_TOKEN, ladder, scaled};
+use crate::json::cursor::unquoted;
+
+/// How much is shown.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Detail {
+    /// Items of an array, at the top; deeper down fewer.
+    items: usize,
+    least_items: usize,
+    /// Entries of an object.
+    keys: usize,
+    /// Bytes of a text.
+    text: usize,
+    /// How deep.
+    depth: usize,
+    /// More than this cannot be within the budget.
+    most_bytes: usize,
+}
+
+impl Detail {
+    /// From everything that the budget could hold (0) down to the least.
+    pub(super) fn rung(rung: u32, room: usize) -> Self {
+        Self {
+            items: scaled(room / 4, 0.7, rung, 0),
+            least_items: match rung {
+                0..14 => 3,
+                14..18 => 2,
+                18..23 => 1,
+                _ => 0,
+            },
+            keys: scaled(512, 0.7, rung, 4),
+            text: scaled(4_096, 0.6, rung, 16),
+            depth: 10_usize.saturating_sub(rung as usize / 4).max(2),
+            most_bytes: room.saturating_mul(BYTES_PER_TOKEN),
+        }
+    }
+
+    fn items_at(&self, depth: usize) -> usize {
+        (self.items >> (2 * depth).min(60)).max(self.least_items)
+    }
+}
+
+/// The shape and the data, in at most this many tokens.
+pub(super) fn render(root: &Node<'_>, room: usize) -> String {
+    let shape = format!("shape: {}", shape(root, room / 3));
+    let rest = room.saturating_sub(crate::tokens::count(&shape) + 3);
+    let data = ladder(rest, |rung| {
+        let mut text = "data: ".to_owned();
+        write(&mut text, root, &Detail::rung(rung, rest), 0);
+        text
+    });
+    format!("{shape}\n{data}")
+}
+
+/// A value as JSON, with `…` and counts where something is left out.
+pub(super) fn write(out: &mut String, node: &Node<'_>, detail: &Detail, depth: usize) {
+    // What is much too long is not written to its end only to be thrown away.
+    if out.len() > detail.most_bytes {
+        return;
+    }
+    match node {
+        Node::Plain(text) => write_plain(out, text, detail),
+        Node::Text(text) => write_text(out, text, detail),
+        Node::List(list) => write_list(out, list, detail, depth),
+        Node::Map(map) => write_map(out, map, detail, depth),
+    }
+}
+
+fn write_plain(out: &mut String, text: &str, detail: &Detail) {
+    // A number may have any number of digits.
+    let most = detail.text.max(40);
+    match text.get(..most).filter(|_| text.len() > most) {
+        Some(begin) => {
+            let _ = write!(out, "{begin}… {} more digits", text.len() - most);
+        }
+        None => out.push_str(text),
+    }
+}
+
+fn write_text(out: &mut String, text: &str, detail: &Detail) {
+    if text.len() <= detail.text + 16 {
+        out.push_str(text);
+        return;
+    }
+    // Cut between what is written, so that no escape is cut in two.
+    let begin = text.get(..text.floor_char_boundary(detail.text)).unwrap_or_default();
+    let begin =
+        begin.rfind('\\').filter(|at| at + 6 > begin.len()).map_or(begin, |at| &begin[..at]);
+    let _ = write!(out, "{begin}…\" +{} bytes", text.len() - begin.len() - 1);
+}
+
+fn write_list(out: &mut String, list: &List<'_>, detail: &Detail, depth: usize) {
+    if depth >= detail.depth && list.count > 0 {
+        let _ = write!(out, "[{} items]", list.count);
+        return;
+    }
+    let shown = list.head.len().min(detail.items_at(depth));
+    out.push('[');
+    for (n, item) in list.head[..shown].iter().enumerate() {
+        if n > 0 {
+            out.push(',');
+        }
+        write(out, item, detail, depth + 1);
+    }
+    if list.count > shown {
+        let comma = if shown > 0 { "," } else { "" };
+        let more = if shown > 0 { " more" } else { " items" };
+        let _ = write!(out, "{comma}… {}{more}", list.count - shown);
+    }
+    out.push(']');
+}
+
+fn write_map(out: &mut String, map: &Map<'_>, detail: &Detail, depth: usize) {
+    if depth >= detail.depth && map.count > 0 {
+        let _ = write!(out, "{{{} keys}}", map.count);
+        return;
+    }
+    let shown = map.entries.len().min(detail.keys);
+    out.push('{');
+    for (n, (key, value)) in map.entries[..shown].iter().enumerate() {
+        if n > 0 {
+            out.push(',');
+        }
+        write_text(out, key, detail);
+        out.push(':');
+        write(out, value, detail, depth + 1);
+    }
+    if map.count > shown {
+        let comma = if shown > 0 { "," } else { "" };
+        let more = if shown > 0 { " more keys" } else { " keys" };
+        let _ = write!(out, "{comma}… {}{more}", map.count - shown);
+    }
+    out.push('}');
+}
+
+/// A key as it is shown outside of JSON.
+pub(super) fn key_text(key: &str) -> String {
+    let plain = unquoted(key);
+    let simple =
+        !plain.is_empty() && plain.chars().all(|c| c.is_alphanumeric() || "_-.".contains(c));
+    let text: &str = if simple { &plain } else { key };
+    match text.char_indices().nth(60) {
+        Some((at, _)) => format!("{}…", &text[..at]),
+        None => text.to_owned(),
+    }
+}
+
+/// An object around something that is shown by itself: its other entries, and only the size of
+/// what is long.
+pub(super) fn around(root: &Node<'_>, room: usize) -> String {
+    let detail = |rung: u32| Detail {
+        items: 3,
+        least_items: 0,
+        keys: scaled(64, 0.8, rung, 3),
+        text: scaled(400, 0.75, rung, 12),
+        depth: 4_usize.saturating_sub(rung as usize / 4).max(1),
+        most_bytes: room.saturating_mul(BYTES_PER_TOKEN),
+    };
+    ladder(room, |rung| {
+        let mut text = "around it: ".to_owned();
+        write(&mut text, root, &detail(rung), 0);
+        text
+    })
+}

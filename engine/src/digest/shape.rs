@@ -1,0 +1,176 @@
+//! The shape of a document: which keys, which types, how many items. Of an array, what its items
+//! that were looked at have in common, and what only some of them have.
+
+use std::fmt::Write;
+
+use super::json::key_text;
+use super::skeleton::{List, Map, Node};
+
+/// The type of a value, or of several values at one place.
+#[derive(Default, Clone)]
+pub(super) struct Shape<'a> {
+    /// Names of plain types, in the order they were met.
+    plain: Vec<&'static str>,
+    list: Option<ListShape<'a>>,
+    map: Option<MapShape<'a>>,
+}
+
+#[derive(Clone)]
+struct ListShape<'a> {
+    least: usize,
+    most: usize,
+    item: Option<Box<Shape<'a>>>,
+}
+
+#[derive(Clone)]
+struct MapShape<'a> {
+    /// Objects that were put together.
+    seen: usize,
+    entries: Vec<(&'a str, usize, Shape<'a>)>,
+    /// The most keys that one of them has beyond those looked at.
+    more: usize,
+}
+
+/// More keys than this are not all told: then the keys are data, not shape.
+const MANY_KEYS: usize = 48;
+
+/// The shape in words of at most about so many tokens.
+pub(super) fn shape(node: &Node<'_>, room: usize) -> String {
+    let shape = Shape::of(node);
+    let written = |rung: u32| {
+        let mut text = String::new();
+        let depth = 8_usize.saturating_sub(rung as usize / 2);
+        let keys = super::scaled(MANY_KEYS, 0.85, rung, 3);
+        shape.write(&mut text, depth, keys);
+        text
+    };
+    super::ladder(room, written)
+}
+
+/// The plain type of what is written so.
+pub(super) fn plain_type(text: &str) -> &'static str {
+    match text.as_bytes().first() {
+        Some(b't' | b'f') => "boolean",
+        Some(b'n') => "null",
+        Some(b'"') => "string",
+        _ => "number",
+    }
+}
+
+impl<'a> Shape<'a> {
+    pub(super) fn of(node: &Node<'a>) -> Self {
+        let mut shape = Self::default();
+        shape.add(node);
+        shape
+    }
+
+    pub(super) fn add(&mut self, node: &Node<'a>) {
+        match node {
+            Node::Plain(text) | Node::Text(text) => {
+                let name = plain_type(text);
+                if !self.plain.contains(&name) {
+                    self.plain.push(name);
+                }
+            }
+            Node::List(list) => self.add_list(list),
+            Node::Map(map) => self.add_map(map),
+        }
+    }
+
+    fn add_list(&mut self, list: &List<'a>) {
+        let (least, most) = (list.count, list.count);
+        let shape = self.list.get_or_insert(ListShape { least, most, item: None });
+        shape.least = shape.least.min(list.count);
+        shape.most = shape.most.max(list.count);
+        for (_, item) in list.seen() {
+            shape.item.get_or_insert_default().add(item);
+        }
+    }
+
+    fn add_map(&mut self, map: &Map<'a>) {
+        let shape =
+            self.map.get_or_insert_with(|| MapShape { seen: 0, entries: Vec::new(), more: 0 });
+        // One that was not looked into says nothing about what it has.
+        if shape.seen > 0 && map.entries.len() < map.count {
+            return;
+        }
+        shape.seen += 1;
+        shape.more = shape.more.max(map.count - map.entries.len());
+        for (key, value) in &map.entries {
+            let known = shape.entries.iter().position(|(known, ..)| known == key);
+            match known {
+                Some(place) => {
+                    let (_, times, known) = &mut shape.entries[place];
+                    *times += 1;
+                    known.add(value);
+                }
+                // What has ever new keys is data; looking for each among all would take long.
+                None if shape.entries.len() >= 4 * MANY_KEYS => shape.more += 1,
+                None => shape.entries.push((key, 1, Shape::of(value))),
+            }
+        }
+    }
+
+    pub(super) fn write(&self, out: &mut String, depth: usize, keys: usize) {
+        let mut before = false;
+        let mut or = |out: &mut String| {
+            if before {
+                out.push('|');
+            }
+            before = true;
+        };
+        for name in &self.plain {
+            or(out);
+            out.push_str(name);
+        }
+        if let Some(list) = &self.list {
+            or(out);
+            list.write(out, depth, keys);
+        }
+        if let Some(map) = &self.map {
+            or(out);
+            map.write(out, depth, keys);
+        }
+    }
+}
+
+impl ListShape<'_> {
+    fn write(&self, out: &mut String, depth: usize, keys: usize) {
+        let _ = match (self.least, self.most) {
+            (least, most) if least == most => write!(out, "[{most}"),
+            (least, most) => write!(out, "[{least}–{most}"),
+        };
+        if let Some(item) = self.item.as_ref().filter(|_| depth > 0) {
+            out.push_str(" × ");
+            item.write(out, depth - 1, keys);
+        }
+        out.push(']');
+    }
+}
+
+impl MapShape<'_> {
+    fn write(&self, out: &mut String, depth: usize, keys: usize) {
+        let all = self.entries.len() + self.more;
+        if depth == 0 {
+            let _ = write!(out, "{{{all} keys}}");
+            return;
+        }
+        out.push('{');
+        for (n, (key, times, shape)) in self.entries.iter().take(keys).enumerate() {
+            if n > 0 {
+                out.push_str(", ");
+            }
+            out.push_str(&key_text(key));
+            // Not every one of them has it.
+            if *times < self.seen {
+                out.push('?');
+            }
+            out.push_str(": ");
+            shape.write(out, depth - 1, keys);
+        }
+        if all > keys.min(self.entries.len()) {
+            let _ = write!(out, ", … {} more keys", all - keys.min(self.entries.len()));
+        }
+        out.push('}');
+    }
+}

@@ -1,0 +1,195 @@
+//! Tables in a digest: columns, how many rows there are, some of them.
+//!
+//! A table is a long array of objects with the same keys, or of arrays of the same length whose
+//! columns are named beside it, as `database.query` answers.
+
+use std::fmt::Write;
+
+use super::json::{self, Detail, key_text};
+use super::shape::Shape;
+use super::skeleton::{List, Map, Node};
+use super::{ladder, scaled};
+use crate::json::cursor::unquoted;
+
+/// Fewer rows are as well shown as JSON.
+const LEAST_ROWS: usize = 4;
+
+pub(super) struct Table<'n, 'a> {
+    pub(super) count: usize,
+    columns: Vec<(String, Shape<'a>)>,
+    /// Rows that were looked at, with their places, each in the order of the columns.
+    rows: Vec<(usize, Vec<&'n Node<'a>>)>,
+}
+
+impl<'n, 'a> Table<'n, 'a> {
+    /// The array as a table, if it is one. `beside` is the object it is a member of.
+    pub(super) fn of(list: &'n List<'a>, beside: Option<&Map<'a>>) -> Option<Self> {
+        if list.count < LEAST_ROWS || list.head.len() < 2 {
+            return None;
+        }
+        let (names, rows) = match list.head.first()? {
+            Node::Map(first) => objects(list, first)?,
+            Node::List(first) => arrays(list, first, beside)?,
+            _ => return None,
+        };
+        let shape = |column: usize| {
+            let mut shape = Shape::default();
+            rows.iter().filter_map(|(_, row)| row.get(column)).for_each(|cell| shape.add(cell));
+            shape
+        };
+        let columns = names.into_iter().enumerate().map(|(n, name)| (name, shape(n))).collect();
+        Some(Self { count: list.count, columns, rows })
+    }
+
+    /// Columns and rows, in at most this many tokens.
+    pub(super) fn render(&self, pointer: &str, room: usize) -> String {
+        ladder(room, |rung| self.written(pointer, rung, room))
+    }
+
+    fn written(&self, pointer: &str, rung: u32, room: usize) -> String {
+        let place = if pointer.is_empty() { String::new() } else { format!(" {pointer}") };
+        let (rows, columns) = (self.count, self.columns.len());
+        let mut text = format!("table{place}: {rows} rows, {columns} columns\ncolumns: ");
+        let names = scaled(256, 0.8, rung, 4);
+        for (n, (name, shape)) in self.columns.iter().take(names).enumerate() {
+            if n > 0 {
+                text.push_str(", ");
+            }
+            let _ = write!(text, "{name} ");
+            shape.write(&mut text, 1, 6);
+        }
+        if columns > names {
+            let _ = write!(text, ", … {} more", columns - names);
+        }
+        let detail = Detail::rung(rung + 6, room);
+        let mut after = 0;
+        for place in self.sample(scaled(room / 3, 0.7, rung, 0)) {
+            let (row, cells) = &self.rows[place];
+            if *row > after {
+                let _ = write!(text, "\n… {} rows", row - after);
+            }
+            after = row + 1;
+            let _ = write!(text, "\n{row}: [");
+            for (n, cell) in cells.iter().take(names).enumerate() {
+                if n > 0 {
+                    text.push(',');
+                }
+                json::write(&mut text, cell, &detail, 1);
+            }
+            text.push_str(if cells.len() > names { ",…]" } else { "]" });
+        }
+        if after < self.count {
+            let _ = write!(text, "\n… {} rows", self.count - after);
+        }
+        text
+    }
+
+    /// Which of the rows that were looked at: mostly the first, some of the others, the last.
+    fn sample(&self, most: usize) -> Vec<usize> {
+        let seen = self.rows.len();
+        // The array's first items come first; those further away stand behind the first gap.
+        let near = self.rows.iter().enumerate().take_while(|(n, (row, _))| n == row).count();
+        let last = seen.checked_sub(1).filter(|_| most > 1);
+        let first = near.min(most - most / 3 - usize::from(last.is_some() && most > 0));
+        let far = seen.saturating_sub(near + 1);
+        let some = far.min(most.saturating_sub(first + 1));
+        let mut places: Vec<usize> = (0..first).collect();
+        places.extend((0..some).map(|n| near + n * far / some.max(1)));
+        places.extend(last);
+        places.sort_unstable();
+        places.dedup();
+        places
+    }
+}
+
+type Rows<'n, 'a> = Vec<(usize, Vec<&'n Node<'a>>)>;
+
+/// Objects that all have the keys of the first.
+fn objects<'n, 'a>(list: &'n List<'a>, first: &Map<'a>) -> Option<(Vec<String>, Rows<'n, 'a>)> {
+    let keys: Vec<&str> = first.entries.iter().map(|(key, _)| *key).collect();
+    if keys.is_empty() || keys.len() != first.count {
+        return None;
+    }
+    let row = |node: &'n Node<'a>| {
+        let Node::Map(map) = node else { return None };
+        if map.count != keys.len() || map.entries.len() != map.count {
+            return None;
+        }
+        let cell = |(n, key): (usize, &&str)| {
+            // Nearly always they are in the same order.
+            let there = map.entries.get(n).filter(|(found, _)| found == key);
+            let there = there.or_else(|| map.entries.iter().find(|(found, _)| found == key));
+            there.map(|(_, value)| value)
+        };
+        keys.iter().enumerate().map(cell).collect::<Option<Vec<_>>>()
+    };
+    let rows = rows(list, row)?;
+    Some((keys.into_iter().map(key_text).collect(), rows))
+}
+
+/// Arrays that are all as long as the first, with their columns named beside them.
+fn arrays<'n, 'a>(
+    list: &'n List<'a>,
+    first: &List<'a>,
+    beside: Option<&Map<'a>>,
+) -> Option<(Vec<String>, Rows<'n, 'a>)> {
+    let width = first.count;
+    if width == 0 {
+        return None;
+    }
+    let row = |node: &'n Node<'a>| match node {
+        Node::List(row) if row.count == width && row.head.len() == width => {
+            Some(row.head.iter().collect())
+        }
+        _ => None,
+    };
+    let rows = rows(list, row)?;
+    let named = beside.and_then(|map| {
+        let columns =
+            map.entries.iter().find(|(key, _)| matches!(*key, "\"columns\"" | "\"fields\""));
+        match columns? {
+            (_, Node::List(names)) if names.head.len() == width => {
+                names.head.iter().map(column_name).collect::<Option<Vec<_>>>()
+            }
+            _ => None,
+        }
+    });
+    let numbered = || (0..width).map(|n| n.to_string()).collect();
+    Some((named.unwrap_or_else(numbered), rows))
+}
+
+fn column_name(node: &Node<'_>) -> Option<String> {
+    match node {
+        Node::Text(name) => Some(key_text(name)),
+        Node::Map(column) => {
+            let name = column.entries.iter().find(|(key, _)| unquoted(key) == "name")?;
+            match &name.1 {
+                Node::Text(name) => Some(key_text(name)),
+                _ => None,
+            }
+        }
+        _ => None,
+    }
+}
+
+/// The rows that were looked at; none if one of them is not like the others. Of the last ones to
+/// be looked at, what is in them may have been left out: those are not shown.
+fn rows<'n, 'a>(
+    list: &'n List<'a>,
+    row: impl Fn(&'n Node<'a>) -> Option<Vec<&'n Node<'a>>>,
+) -> Option<Rows<'n, 'a>> {
+    let hollow = |node: &Node<'a>| match node {
+        Node::Map(map) => map.entries.len() < map.count,
+        Node::List(list) => list.head.len() < list.count,
+        _ => false,
+    };
+    let mut rows = Vec::new();
+    for (place, node) in list.seen() {
+        match row(node) {
+            Some(cells) => rows.push((place, cells)),
+            None if hollow(node) => {}
+            None => return None,
+        }
+    }
+    (rows.len() >= 2).then_some(rows)
+}

@@ -1,0 +1,205 @@
+//! Digests of made-up results: always within the budget, always saying how to get the rest.
+
+use serde_json::{Value, json};
+
+use super::*;
+
+fn call_id() -> CallId {
+    "tc_01JD0ABCDEFGHJKMNPQRSTVWXY".parse().unwrap()
+}
+
+#[track_caller]
+fn digested(data: &Value, budget: usize, hint: Option<&str>) -> Digest {
+    let call_id = call_id();
+    let source = Source { call_id: &call_id, tool: "some.tool", hint };
+    let data = Json::of_value(data);
+    let digest = digest(&data, budget, &source).expect("over the budget");
+    assert_eq!(digest.tokens, tokens::count(&digest.text));
+    assert!(digest.tokens <= budget, "{} of {budget}:\n{}", digest.tokens, digest.text);
+    assert_eq!(digest.whole_bytes, data.text().len());
+    if budget >= MIN_BUDGET {
+        assert!(digest.text.contains(call_id.as_str()), "{}", digest.text);
+        assert!(digest.text.contains("result.read"), "{}", digest.text);
+        assert!(digest.text.contains("left out"), "{}", digest.text);
+    }
+    digest
+}
+
+#[track_caller]
+fn has(digest: &Digest, parts: &[&str]) {
+    for part in parts {
+        assert!(digest.text.contains(part), "no {part:?} in\n{}", digest.text);
+    }
+}
+
+#[test]
+fn what_fits_needs_no_digest() {
+    let call_id = call_id();
+    let source = Source { call_id: &call_id, tool: "some.tool", hint: None };
+    let data = Json::parse(r#"{"sum": 42}"#).unwrap();
+    let tokens = tokens::count(data.text());
+    assert_eq!(digest(&data, tokens, &source), None);
+    assert!(digest(&data, tokens - 1, &source).is_some());
+}
+
+#[test]
+fn a_text_shows_head_tail_and_what_was_asked_for() {
+    let mut lines: Vec<String> = (0..4_000)
+        .map(|n| format!("{n} the quick brown fox jumps over the lazy dog again and again"))
+        .collect();
+    lines[2_345] = "2345 the invoice of ACME-7731 was paid on Monday".into();
+    lines[3_100] = "3100 ERROR: disk full, nothing was written".into();
+    let text = Value::from(lines.join("\n"));
+    let digest = digested(&text, 400, Some(r#"{"query":"acme-7731 invoice"}"#));
+    has(
+        &digest,
+        &["4000 lines of text", "\n0 the quick", "3999 the quick", "ACME-7731", "ERROR: disk full"],
+    );
+    // What is between the parts is counted, and where it begins is an offset to read from.
+    let first = digest.text.lines().find(|line| line.starts_with("[… ")).unwrap();
+    let shown = digest.text.lines().skip(1).take_while(|line| !line.starts_with("[…")).count();
+    assert!(first.ends_with(&format!("offset {shown}]")), "{first} after {shown}");
+    assert_eq!(digest, digested(&text, 400, Some(r#"{"query":"acme-7731 invoice"}"#)));
+}
+
+#[test]
+fn a_long_text_inside_an_object_is_digested_as_text() {
+    let body: String = (0..3_000).map(|n| format!("line {n} of the page\n")).collect();
+    let page = json!({ "status": 200, "url": "https://example.org/x", "body": body });
+    let digest = digested(&page, 300, None);
+    has(&digest, &["3000 lines of text", r#""pointer":"/body""#, r#""status":200"#, "line 2999"]);
+}
+
+#[test]
+fn a_table_shows_columns_count_and_sample_rows() {
+    let row = |n: u32| json!({ "id": n, "name": format!("user {n}"), "vip": n < 7, "note": null });
+    let rows: Vec<Value> = (0..2_000).map(row).collect();
+    let digest = digested(&Value::from(rows), 300, None);
+    has(&digest, &["2000 rows, 4 columns", "id number", "name string", "vip boolean", "note null"]);
+    has(&digest, &["\n0: [0,\"user 0\",", "\n1999: [1999,"]);
+    let places: Vec<usize> =
+        digest.text.lines().filter_map(|line| line.split_once(": [")?.0.parse().ok()).collect();
+    assert!(places.is_sorted() && places.iter().any(|n| (100..1_900).contains(n)), "{places:?}");
+}
+
+#[test]
+fn an_answer_of_the_database_is_a_table() {
+    let rows: Vec<Value> = (0..900).map(|n| json!([n, format!("city {n}"), 1.5])).collect();
+    let columns = ["id", "city", "share"];
+    let answer = json!({ "columns": columns, "rows": rows, "row_count": 900, "truncated": false });
+    let digest = digested(&answer, 250, None);
+    has(&digest, &["table /rows: 900 rows, 3 columns", "id number, city string, share number"]);
+    has(&digest, &[r#""row_count":900"#, r#""pointer":"/rows""#, "\n899: ["]);
+}
+
+#[test]
+fn json_shows_its_shape_counts_and_first_items() {
+    let user = |n: u32| {
+        let mut user = json!({ "id": n, "tags": vec!["x"; n as usize % 5], "at": { "lat": 1.5 } });
+        if n < 100 {
+            user["mail"] = json!("a@example.org");
+        }
+        user
+    };
+    let users: Vec<Value> = (0..500).map(user).collect();
+    let events: Vec<Value> = (0..300).map(|n| json!({ "kind": "seen", "n": n })).collect();
+    let data = json!({ "users": users, "events": events, "total": 500, "next": null });
+    let digest = digested(&data, 400, None);
+    has(&digest, &["users: [500 × {", "id: number", "tags: [0–4 × string]", "mail?: string"]);
+    has(&digest, &["events: [300 × {kind: string, n: number}]", "total: number", "next: null"]);
+    has(&digest, &["data: {", r#""id":0"#, r#"{"kind":"seen","n":0}"#, " more]"]);
+}
+
+#[test]
+fn long_strings_are_cut_and_say_by_how_much() {
+    let long = "x y ".repeat(3_000);
+    let data = json!({ "a": long, "b": long, "c": [1, 2, 3] });
+    let digest = digested(&data, 200, None);
+    has(&digest, &["bytes", "\"c\":[1,2,3]", "shape: {a: string, b: string, c: [3 × number]}"]);
+}
+
+/// A small generator of its own: the same documents in every run.
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self, sides: usize) -> usize {
+        self.0 =
+            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) as usize % sides
+    }
+
+    fn text(&mut self) -> String {
+        let words =
+            ["error", "日本語", "42", "\n", "\"", "\\", "long ", "\u{1F600}", "a b c", "\t", "-"];
+        (0..self.roll(30)).map(|_| words[self.roll(words.len())]).collect()
+    }
+
+    fn value(&mut self, depth: usize) -> Value {
+        match self.roll(if depth > 5 { 5 } else { 10 }) {
+            0 => Value::Null,
+            1 => json!(self.roll(2) == 0),
+            2 => json!(self.roll(100_000) as f64 / 7.0),
+            3 => json!(self.roll(1_000)),
+            4 => Value::from(self.text().repeat(1 + self.roll(20))),
+            5 | 6 => (0..self.roll(12)).map(|_| self.value(depth + 1)).collect(),
+            7 => {
+                let columns = 1 + self.roll(5);
+                let keys: Vec<String> = (0..columns).map(|n| format!("k{n}")).collect();
+                let row = |dice: &mut Self| {
+                    let cells = keys.iter().map(|key| (key.clone(), dice.value(6)));
+                    Value::Object(cells.collect())
+                };
+                (0..self.roll(60)).map(|_| row(self)).collect()
+            }
+            _ => {
+                let entry = |dice: &mut Self| (dice.text(), dice.value(depth + 1));
+                let entries: serde_json::Map<_, _> =
+                    (0..self.roll(9)).map(|_| entry(self)).collect();
+                Value::Object(entries)
+            }
+        }
+    }
+}
+
+#[test]
+fn a_digest_of_anything_is_within_any_budget() {
+    let call_id = call_id();
+    let mut dice = Dice(7);
+    let mut digests = 0;
+    for round in 0..150 {
+        let value = json!([dice.value(0), dice.value(1)]);
+        let value = if round % 3 == 0 { value[0].clone() } else { value };
+        let data = Json::of_value(&value);
+        let hint = dice.text();
+        let source = Source { call_id: &call_id, tool: "some.tool", hint: Some(&hint) };
+        for budget in [dice.roll(8), dice.roll(64), dice.roll(400), 64 + dice.roll(2_000)] {
+            let Some(digest) = digest(&data, budget, &source) else {
+                assert!(tokens::count(data.text()) <= budget);
+                continue;
+            };
+            digests += 1;
+            let tokens = tokens::count(&digest.text);
+            assert_eq!(digest.tokens, tokens);
+            assert!(tokens <= budget, "round {round}: {tokens} of {budget}\n{}", digest.text);
+            if budget >= MIN_BUDGET {
+                has(&digest, &[call_id.as_str(), "left out", "result.read"]);
+            }
+        }
+    }
+    assert!(digests > 200, "{digests}");
+}
+
+#[test]
+fn every_small_budget_holds() {
+    let rows: Vec<Value> = (0..200).map(|n| json!({ "id": n, "text": "some words" })).collect();
+    let text = Value::from("one line of several words\n".repeat(300));
+    let deep = (0..60).fold(json!("x".repeat(4_000)), |inner, n| json!([inner, n, {"k": n}]));
+    for data in [Value::from(rows), text, deep, json!("a".repeat(9_000)), json!(" ".repeat(9_000))]
+    {
+        for budget in (0..20).chain((20..160).step_by(7)) {
+            if tokens::exceeds(&data.to_string(), budget) {
+                digested(&data, budget, Some("words"));
+            }
+        }
+    }
+}

@@ -1,0 +1,319 @@
+//! Text in a digest: its head, its tail, and the most relevant of what lies between.
+//!
+//! The middle is cut into blocks of whole lines. A block is relevant when it has the words of what
+//! was asked (the rarer, the more), when it speaks of errors or results, and a little when it has
+//! figures. The same text and the same question give the same digest.
+
+use std::fmt::Write;
+
+use regex::{Regex, RegexBuilder};
+
+use crate::lines::lines;
+use crate::tokens;
+
+/// About so many bytes is a block; longer where there would be too many of them.
+const BLOCK: usize = 400;
+const MOST_BLOCKS: usize = 2_000;
+/// So many words of the question are looked for.
+const MOST_WORDS: usize = 24;
+/// In one block no more hits are looked at than this.
+const MOST_HITS: usize = 48;
+
+/// Words that make a block worth showing whatever was asked.
+const SALIENT: [&str; 22] = [
+    "error",
+    "fail",
+    "exception",
+    "panic",
+    "fatal",
+    "traceback",
+    "denied",
+    "refused",
+    "timeout",
+    "timed out",
+    "warning",
+    "critical",
+    "invalid",
+    "missing",
+    "not found",
+    "total",
+    "summary",
+    "conclusion",
+    "result",
+    "important",
+    "must",
+    "错误",
+];
+
+/// Words of a question that say nothing about what is looked for.
+const EMPTY: [&str; 20] = [
+    "the", "and", "for", "with", "from", "that", "this", "what", "which", "who", "how", "are",
+    "was", "were", "has", "have", "not", "you", "true", "false",
+];
+
+/// A few lines of the middle.
+#[derive(Clone, Copy)]
+struct Block {
+    begin: usize,
+    end: usize,
+    first_line: usize,
+    lines: usize,
+}
+
+/// What is known of a text before anything of it is chosen: found in one go, as it is long.
+struct Looked<'t> {
+    text: &'t str,
+    lines: usize,
+    /// With what each is worth.
+    blocks: Vec<(f64, Block)>,
+    words: Words<'t>,
+    weights: Vec<f64>,
+}
+
+/// Head, tail and the most relevant middle, in at most this many tokens, with a mark wherever lines
+/// are left out.
+pub(super) fn render(text: &str, hint: Option<&str>, room: usize) -> String {
+    let asked = asked_words(hint.unwrap_or_default());
+    let Some(words) = Words::new(&asked) else { return String::new() };
+    let blocks = blocks(text);
+    let (scores, weights) = words.scores(text, &blocks);
+    let lines = blocks.last().map_or(0, |last| last.first_line + last.lines);
+    let blocks = scores.into_iter().zip(blocks).collect();
+    let looked = Looked { text, lines, blocks, words, weights };
+    // What the marks between the parts take is known only when they are there.
+    let mut part = room;
+    for _ in 0..12 {
+        let shown = looked.compose(part);
+        if !tokens::exceeds(&shown, room) {
+            return shown;
+        }
+        part = (part * 7 / 8).saturating_sub(2);
+    }
+    String::new()
+}
+
+/// How many lines the text has, as readers count them.
+pub(super) fn line_count(text: &str) -> usize {
+    lines(text).count()
+}
+
+impl Looked<'_> {
+    fn compose(&self, room: usize) -> String {
+        let text = self.text;
+        let head_end = whole_lines(text, tokens::first(text, room * 2 / 5).len());
+        let (head, rest) = text.split_at(head_end);
+        let tail_begin = text.len() - line_start(rest, tokens::last(rest, room / 4));
+        let tail = &text[tail_begin..];
+        let middle_room = room.saturating_sub(room * 2 / 5 + room / 4 + 24);
+        let mut out = head.to_owned();
+        let mut shown_to = head_end;
+        let partial = usize::from(!head.is_empty() && !head.ends_with('\n'));
+        let mut line = lines(head).count() - partial;
+        for shown in self.choose(head_end, tail_begin, middle_room) {
+            if shown.begin > shown_to {
+                mark(&mut out, shown.first_line.saturating_sub(line), line);
+            }
+            let part = &text[shown.begin..shown.end];
+            out.push_str(part);
+            shown_to = shown.end;
+            line = shown.first_line + lines(part).count();
+        }
+        if tail_begin > shown_to {
+            let tail_line = self.lines.saturating_sub(lines(tail).count());
+            mark(&mut out, tail_line.saturating_sub(line), line);
+        }
+        out.push_str(tail);
+        out
+    }
+
+    /// The best of the blocks between two places, as much as fits, in the order of the text.
+    fn choose(&self, from: usize, to: usize, room: usize) -> Vec<Shown> {
+        // Too little for even one line and its mark.
+        if room < 24 {
+            return Vec::new();
+        }
+        let within = |(score, block): &(f64, Block)| Some((*score, self.clipped(block, from, to)?));
+        let worth = self.blocks.iter().filter(|(score, _)| *score > 0.0);
+        let mut ranked: Vec<(f64, Block)> = worth.filter_map(within).collect();
+        // Equal ones in the order of the text.
+        ranked.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.begin.cmp(&b.1.begin)));
+        let mut left = room;
+        let mut chosen = Vec::new();
+        for (_, block) in ranked {
+            // Each costs its own tokens and a mark before it.
+            let Some(rest) = left.checked_sub(16).filter(|rest| *rest >= 8) else { break };
+            let shown = self.window(&block, rest.min((room / 2).max(24)));
+            left = rest - tokens::count(&self.text[shown.begin..shown.end]).min(rest);
+            chosen.push(shown);
+        }
+        chosen.sort_by_key(|shown| shown.begin);
+        chosen
+    }
+
+    /// The whole lines of a block that lie between two places.
+    fn clipped(&self, block: &Block, from: usize, to: usize) -> Option<Block> {
+        if block.begin >= from && block.end <= to {
+            return Some(*block);
+        }
+        let mut clipped: Option<Block> = None;
+        let mut at = block.begin;
+        for (n, line) in lines(&self.text[block.begin..block.end]).enumerate() {
+            let end = at + line.len();
+            if at >= from && end <= to {
+                let first_line = block.first_line + n;
+                let begun = Block { begin: at, end, first_line, lines: 0 };
+                let clipped = clipped.get_or_insert(begun);
+                (clipped.end, clipped.lines) = (end, clipped.lines + 1);
+            }
+            at = end;
+        }
+        clipped
+    }
+
+    /// A block; of one that does not fit, its best line and what fits behind it.
+    fn window(&self, block: &Block, room: usize) -> Shown {
+        let (mut begin, mut first_line) = (block.begin, block.first_line);
+        let written = &self.text[block.begin..block.end];
+        if tokens::exceeds(written, room) {
+            let (mut at, mut best) = (block.begin, 0.0);
+            for (n, line) in lines(written).enumerate() {
+                let score = weight_of(self.words.bits(line), &self.weights);
+                if score > best {
+                    (best, begin, first_line) = (score, at, block.first_line + n);
+                }
+                at += line.len();
+            }
+        }
+        let rest = &self.text[begin..block.end];
+        let end = begin + whole_lines(rest, tokens::first(rest, room).len());
+        Shown { begin, end, first_line }
+    }
+}
+
+/// Says that lines are left out, and where they begin.
+fn mark(out: &mut String, count: usize, line: usize) {
+    if !out.is_empty() && !out.ends_with('\n') {
+        out.push('\n');
+    }
+    // Where a line is shown in part, it is that one.
+    let count = count.max(1);
+    let _ = writeln!(out, "[… {count} lines left out, offset {line}]");
+}
+
+/// Back to the end of a line, if not too much is lost by it.
+fn whole_lines(text: &str, end: usize) -> usize {
+    if end == text.len() {
+        return end;
+    }
+    match text[..end].rfind('\n') {
+        Some(at) if at + 1 >= end / 2 => at + 1,
+        _ => end,
+    }
+}
+
+/// How long the tail is when it begins with a line, if not too much is lost by it.
+fn line_start(rest: &str, tail: &str) -> usize {
+    if tail.len() == rest.len() {
+        return tail.len();
+    }
+    match tail.find('\n') {
+        Some(at) if at < tail.len() / 2 => tail.len() - at - 1,
+        _ => tail.len(),
+    }
+}
+
+fn blocks(text: &str) -> Vec<Block> {
+    let size = BLOCK.max(text.len() / MOST_BLOCKS);
+    let mut blocks: Vec<Block> = Vec::new();
+    let (mut at, mut line) = (0, 0);
+    for piece in lines(text) {
+        let end = at + piece.len();
+        match blocks.last_mut().filter(|block| block.end - block.begin < size) {
+            Some(block) => (block.end, block.lines) = (end, block.lines + 1),
+            None => blocks.push(Block { begin: at, end, first_line: line, lines: 1 }),
+        }
+        at = end;
+        line += 1;
+    }
+    blocks
+}
+
+/// Some lines of the middle that are shown.
+struct Shown {
+    begin: usize,
+    end: usize,
+    first_line: usize,
+}
+
+/// What is looked for: the words of the question, then the salient ones.
+struct Words<'a> {
+    asked: usize,
+    all: Vec<&'a str>,
+    finder: Regex,
+}
+
+impl<'a> Words<'a> {
+    fn new(asked: &'a [String]) -> Option<Self> {
+        let all: Vec<&str> = asked.iter().map(String::as_str).chain(SALIENT).collect();
+        let pattern: Vec<String> = all.iter().map(|word| regex::escape(word)).collect();
+        let finder = RegexBuilder::new(&pattern.join("|")).case_insensitive(true).build().ok()?;
+        Some(Self { asked: asked.len(), all, finder })
+    }
+
+    /// Which of the words a text has, as bits.
+    fn bits(&self, text: &str) -> u64 {
+        let mut bits = 0;
+        for hit in self.finder.find_iter(text).take(MOST_HITS) {
+            let hit = hit.as_str().to_lowercase();
+            if let Some(n) = self.all.iter().position(|word| *word == hit) {
+                bits |= 1 << n;
+            }
+        }
+        bits
+    }
+
+    /// The score of each block, and what each word is worth.
+    fn scores(&self, text: &str, blocks: &[Block]) -> (Vec<f64>, Vec<f64>) {
+        let found: Vec<u64> =
+            blocks.iter().map(|block| self.bits(&text[block.begin..block.end])).collect();
+        let weight = |n: usize| {
+            let having = found.iter().filter(|bits| *bits & (1 << n) != 0).count();
+            // A word that is everywhere tells nothing.
+            let rarity = (1.0 + blocks.len() as f64 / (1.0 + having as f64)).ln();
+            if n < self.asked { 3.0 * rarity } else { rarity }
+        };
+        let weights: Vec<f64> = (0..self.all.len()).map(weight).collect();
+        let score = |(block, bits): (&Block, &u64)| {
+            let written = &text.as_bytes()[block.begin..block.end];
+            let digits = written.iter().filter(|byte| byte.is_ascii_digit()).count();
+            // Some figures among words; a block of nothing but digits is no better than any other.
+            let figures = digits * 25 > written.len() && digits * 2 < written.len();
+            weight_of(*bits, &weights) + if figures { 0.25 } else { 0.0 }
+        };
+        (blocks.iter().zip(&found).map(score).collect(), weights)
+    }
+}
+
+fn weight_of(bits: u64, weights: &[f64]) -> f64 {
+    let found = weights.iter().enumerate().filter(|(n, _)| bits & (1 << n) != 0);
+    found.map(|(_, weight)| weight).sum()
+}
+
+/// The words of a question that are worth looking for.
+fn asked_words(hint: &str) -> Vec<String> {
+    let mut words: Vec<String> = Vec::new();
+    // A question can be as long as the arguments of a call; its beginning says enough.
+    let hint = &hint[..hint.floor_char_boundary(4_000)];
+    for word in hint.split(|c: char| !c.is_alphanumeric() && c != '_') {
+        let word = word.to_lowercase();
+        // A word of a script without spaces says more with fewer characters.
+        let long = word.chars().count() >= 3 || word.chars().any(|c| c > '\u{2e80}');
+        if long && !EMPTY.contains(&word.as_str()) && !words.contains(&word) {
+            words.push(word);
+        }
+        if words.len() == MOST_WORDS {
+            break;
+        }
+    }
+    words
+}

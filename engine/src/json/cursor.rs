@@ -1,0 +1,291 @@
+//! Going through a JSON text without taking it apart. Pure.
+//!
+//! A [`Cursor`] stands before a value and can step over it or into it. It allocates nothing and
+//! looks at each byte once, so a part of a large document is found at the speed of reading it. The
+//! text must have been checked to be JSON; on anything else the answers mean nothing, but every
+//! walk still comes to an end.
+
+use std::borrow::Cow;
+
+/// What a value is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Kind {
+    Object,
+    Array,
+    Text,
+    Number,
+    Bool,
+    Null,
+}
+
+impl Kind {
+    /// The kind of the value that a text begins with.
+    pub fn of(text: &str) -> Self {
+        Cursor::new(text).kind()
+    }
+
+    /// As written on the wire.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Object => "object",
+            Self::Array => "array",
+            Self::Text => "text",
+            Self::Number => "number",
+            Self::Bool => "boolean",
+            Self::Null => "null",
+        }
+    }
+}
+
+/// A place in a JSON text, before a value.
+#[derive(Debug, Clone, Copy)]
+pub struct Cursor<'a> {
+    text: &'a str,
+    at: usize,
+}
+
+impl<'a> Cursor<'a> {
+    /// Before the value that the text begins with.
+    pub fn new(text: &'a str) -> Self {
+        let mut cursor = Self { text, at: 0 };
+        cursor.skip_space();
+        cursor
+    }
+
+    /// Before a value that begins there in the same text.
+    pub fn moved_to(&self, at: usize) -> Self {
+        Self { text: self.text, at: at.min(self.text.len()) }
+    }
+
+    /// Where it stands, in bytes.
+    pub fn at(&self) -> usize {
+        self.at
+    }
+
+    /// What comes next.
+    pub fn kind(&self) -> Kind {
+        match self.byte() {
+            Some(b'{') => Kind::Object,
+            Some(b'[') => Kind::Array,
+            Some(b'"') => Kind::Text,
+            Some(b't' | b'f') => Kind::Bool,
+            Some(b'n') | None => Kind::Null,
+            Some(_) => Kind::Number,
+        }
+    }
+
+    /// Steps into an array or an object.
+    pub fn enter(&mut self) {
+        self.at = (self.at + 1).min(self.text.len());
+        self.skip_space();
+    }
+
+    /// Whether there is another item or entry; if not, steps out behind the closing bracket.
+    pub fn more(&mut self) -> bool {
+        self.skip_space();
+        if self.byte() == Some(b',') {
+            self.at += 1;
+            self.skip_space();
+        }
+        match self.byte() {
+            None => false,
+            Some(b']' | b'}') => {
+                self.at += 1;
+                false
+            }
+            Some(_) => true,
+        }
+    }
+
+    /// Steps over an entry's key, and gives it as it is written, with its quotes.
+    pub fn key(&mut self) -> &'a str {
+        let key = self.skip();
+        self.skip_space();
+        if self.byte() == Some(b':') {
+            self.at += 1;
+        }
+        self.skip_space();
+        key
+    }
+
+    /// Steps over a value, and gives it as it is written.
+    pub fn skip(&mut self) -> &'a str {
+        let begin = self.at;
+        match self.byte() {
+            Some(b'"') => self.skip_string(),
+            Some(b'{' | b'[') => self.skip_nested(),
+            _ => self.skip_plain(),
+        }
+        self.text.get(begin..self.at).unwrap_or_default()
+    }
+
+    fn byte(&self) -> Option<u8> {
+        self.text.as_bytes().get(self.at).copied()
+    }
+
+    fn skip_space(&mut self) {
+        while let Some(b' ' | b'\n' | b'\r' | b'\t') = self.byte() {
+            self.at += 1;
+        }
+    }
+
+    fn skip_plain(&mut self) {
+        let rest = self.text.as_bytes().get(self.at..).unwrap_or_default();
+        let ends = |byte: &u8| matches!(byte, b',' | b']' | b'}' | b' ' | b'\n' | b'\r' | b'\t');
+        self.at += rest.iter().position(ends).unwrap_or(rest.len());
+    }
+
+    fn skip_string(&mut self) {
+        self.at = string_end(self.text.as_bytes(), self.at);
+    }
+
+    fn skip_nested(&mut self) {
+        let bytes = self.text.as_bytes();
+        let mut depth = 0_usize;
+        while let Some(byte) = bytes.get(self.at) {
+            match byte {
+                b'"' => {
+                    self.at = string_end(bytes, self.at);
+                    continue;
+                }
+                b'{' | b'[' => depth += 1,
+                b'}' | b']' => depth = depth.saturating_sub(1),
+                _ => {}
+            }
+            self.at += 1;
+            if depth == 0 {
+                return;
+            }
+        }
+    }
+}
+
+/// Behind the string that begins there.
+fn string_end(bytes: &[u8], begin: usize) -> usize {
+    let mut at = begin + 1;
+    while let Some(byte) = bytes.get(at) {
+        match byte {
+            b'"' => return at + 1,
+            b'\\' => at += 2,
+            _ => at += 1,
+        }
+    }
+    bytes.len()
+}
+
+/// What a string says, from how it is written with its quotes.
+pub fn unquoted(written: &str) -> Cow<'_, str> {
+    let inner = written.strip_prefix('"').unwrap_or(written);
+    let inner = inner.strip_suffix('"').unwrap_or(inner);
+    if !inner.as_bytes().contains(&b'\\') {
+        return Cow::Borrowed(inner);
+    }
+    // Half of a surrogate pair is JSON and no text; then it is shown as it was written.
+    unescaped(inner).map_or(Cow::Borrowed(inner), Cow::Owned)
+}
+
+/// In one piece of memory that is large enough from the start: a long text is not held several
+/// times while it grows.
+fn unescaped(inner: &str) -> Option<String> {
+    let mut text = String::with_capacity(inner.len());
+    let mut rest = inner;
+    while let Some(at) = rest.find('\\') {
+        text.push_str(&rest[..at]);
+        let (character, behind) = escape(&rest[at + 1..])?;
+        text.push(character);
+        rest = behind;
+    }
+    text.push_str(rest);
+    Some(text)
+}
+
+/// The character of an escape, and what stands behind it.
+fn escape(written: &str) -> Option<(char, &str)> {
+    let mut characters = written.chars();
+    let character = match characters.next()? {
+        'n' => '\n',
+        'r' => '\r',
+        't' => '\t',
+        'b' => '\u{8}',
+        'f' => '\u{c}',
+        'u' => return code_point(characters.as_str()),
+        other => other,
+    };
+    Some((character, characters.as_str()))
+}
+
+fn code_point(written: &str) -> Option<(char, &str)> {
+    let unit = |text: &str| u16::from_str_radix(text.get(..4)?, 16).ok();
+    let (first, rest) = (unit(written)?, written.get(4..)?);
+    // A character beyond the first 65,536 is written as two.
+    let second = rest.strip_prefix("\\u").and_then(unit);
+    let mut decoded = char::decode_utf16([first].into_iter().chain(second));
+    let character = decoded.next()?.ok()?;
+    let rest = if character.len_utf16() == 2 { rest.get(6..)? } else { rest };
+    Some((character, rest))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_over_and_into_values() {
+        let text = r#" {"a" : [1, "]\"", {"x":null}] , "b":-1.5e3,"c":true, "d\n":{} } "#;
+        let mut cursor = Cursor::new(text);
+        assert_eq!(cursor.kind(), Kind::Object);
+        let mut found = Vec::new();
+        cursor.enter();
+        while cursor.more() {
+            let key = unquoted(cursor.key());
+            found.push((key.into_owned(), cursor.kind(), cursor.skip()));
+        }
+        let expected = [
+            ("a", Kind::Array, r#"[1, "]\"", {"x":null}]"#),
+            ("b", Kind::Number, "-1.5e3"),
+            ("c", Kind::Bool, "true"),
+            ("d\n", Kind::Object, "{}"),
+        ];
+        let expected = expected.map(|(key, kind, text)| (key.to_owned(), kind, text));
+        assert_eq!(found, expected);
+        assert_eq!(text[cursor.at()..].trim(), "");
+    }
+
+    #[test]
+    fn a_walk_over_anything_ends() {
+        for text in ["", "[", "[,,", "{", "{\"", "[1 2", "\"\\", "]", "{]}", "[é,\"é"] {
+            let mut cursor = Cursor::new(text);
+            let mut steps = 0;
+            cursor.enter();
+            while cursor.more() {
+                cursor.skip();
+                steps += 1;
+                assert!(steps < 100, "{text}");
+            }
+        }
+    }
+
+    #[test]
+    fn half_a_surrogate_pair_is_shown_as_written() {
+        assert_eq!(unquoted(r#""a\ud800""#), r"a\ud800");
+        assert_eq!(unquoted(r#""\u00e9\n""#), "é\n");
+    }
+
+    #[test]
+    fn escapes_mean_what_they_mean_everywhere() {
+        for written in [
+            r#""""#,
+            r#""plain é 🦀""#,
+            r#""\"\\\/\b\f\n\r\t""#,
+            r#""\u0041\u00e9\u20ac x""#,
+            r#""\ud83e\udd80 and \uD83E\uDD80\u0041""#,
+            r#""\u0000\u001f""#,
+        ] {
+            let expected: String = serde_json::from_str(written).unwrap();
+            assert_eq!(unquoted(written), expected, "{written}");
+        }
+        for odd in [r#""\udd80\ud83e""#, r#""\ud83e\u0041""#, r#""\ud83ex""#] {
+            assert_eq!(unquoted(odd), odd.trim_matches('"'));
+        }
+    }
+}

@@ -1,0 +1,51 @@
+//! Lines of a text, as digests and readers count them. Pure.
+//!
+//! A line ends behind its line break. One that is longer than [`LONGEST`] counts as several, so
+//! that also a text without line breaks can be read in parts.
+
+/// The most bytes of one line.
+pub(crate) const LONGEST: usize = 2_000;
+
+/// The lines of a text, each with its line break.
+pub(crate) struct Lines<'a> {
+    rest: &'a str,
+}
+
+/// The lines of a text.
+pub(crate) fn lines(text: &str) -> Lines<'_> {
+    Lines { rest: text }
+}
+
+impl<'a> Iterator for Lines<'a> {
+    type Item = &'a str;
+
+    fn next(&mut self) -> Option<&'a str> {
+        if self.rest.is_empty() {
+            return None;
+        }
+        let most = self.rest.floor_char_boundary(LONGEST);
+        let end = match self.rest[..most].find('\n') {
+            Some(at) => at + 1,
+            None => most,
+        };
+        let (line, rest) = self.rest.split_at(end);
+        self.rest = rest;
+        Some(line)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_keep_their_breaks_and_long_ones_are_several() {
+        let found: Vec<&str> = lines("a\n\nb").collect();
+        assert_eq!(found, ["a\n", "\n", "b"]);
+        let long = "é".repeat(LONGEST);
+        let found: Vec<&str> = lines(&long).collect();
+        assert_eq!(found.len(), 2);
+        assert_eq!(found.concat(), long);
+        assert_eq!(lines("").count(), 0);
+    }
+}

@@ -1,0 +1,119 @@
+//! JSON pointers (RFC 6901): finding what they point at, and saying where they go astray.
+
+use serde_json::{Value, json};
+
+use super::invalid;
+use crate::fault::{Code, Fault};
+use crate::json::cursor::{Cursor, Kind, unquoted};
+
+/// How many keys are told to somebody who named one that is not there.
+const KEYS_TOLD: usize = 30;
+
+/// A key as a step of a pointer.
+pub(crate) fn escaped(key: &str) -> String {
+    key.replace('~', "~0").replace('/', "~1")
+}
+
+/// Before the value that a pointer points at.
+pub(super) fn find<'a>(text: &'a str, pointer: &str) -> Result<Cursor<'a>, Fault> {
+    let mut cursor = Cursor::new(text);
+    let mut parent = String::new();
+    for step in steps(pointer)? {
+        let before = cursor;
+        if !enter(&mut cursor, &step) {
+            return Err(astray(pointer, &parent, before));
+        }
+        parent = format!("{parent}/{}", escaped(&step));
+    }
+    Ok(cursor)
+}
+
+fn steps(pointer: &str) -> Result<Vec<String>, Fault> {
+    if pointer.is_empty() {
+        return Ok(Vec::new());
+    }
+    let Some(rest) = pointer.strip_prefix('/') else {
+        let message = "pointer must be empty or begin with /, such as /rows/10";
+        return Err(invalid("pointer", message.into()));
+    };
+    let step = |written: &str| {
+        let odd = written.split('~').skip(1).any(|after| !after.starts_with(['0', '1']));
+        if odd {
+            let message = "pointer has a ~ that is neither ~0 (for ~) nor ~1 (for /)";
+            return Err(invalid("pointer", message.into()));
+        }
+        Ok(written.replace("~1", "/").replace("~0", "~"))
+    };
+    rest.split('/').map(step).collect()
+}
+
+/// One step down; false where there is nothing.
+fn enter(cursor: &mut Cursor<'_>, step: &str) -> bool {
+    match cursor.kind() {
+        Kind::Object => {
+            cursor.enter();
+            while cursor.more() {
+                if unquoted(cursor.key()) == step {
+                    return true;
+                }
+                cursor.skip();
+            }
+            false
+        }
+        Kind::Array => {
+            // A place is written one way only: no sign, no zeros before it.
+            let place = step.parse::<usize>().ok().filter(|place| place.to_string() == step);
+            let Some(place) = place else { return false };
+            cursor.enter();
+            for _ in 0..place {
+                if !cursor.more() {
+                    return false;
+                }
+                cursor.skip();
+            }
+            cursor.more()
+        }
+        _ => false,
+    }
+}
+
+/// There is nothing at the pointer; says what is nearest.
+fn astray(pointer: &str, parent: &str, mut cursor: Cursor<'_>) -> Fault {
+    let kind = cursor.kind();
+    let (mut keys, mut count) = (Vec::new(), 0_usize);
+    if matches!(kind, Kind::Object | Kind::Array) {
+        cursor.enter();
+        while cursor.more() {
+            if kind == Kind::Object {
+                let key = unquoted(cursor.key());
+                if keys.len() < KEYS_TOLD {
+                    keys.push(Value::from(key.chars().take(100).collect::<String>()));
+                }
+            }
+            cursor.skip();
+            count += 1;
+        }
+    }
+    let name = if parent.is_empty() { "the result".to_owned() } else { format!("{parent:?}") };
+    let has = match kind {
+        Kind::Object => {
+            let told: Vec<String> = keys.iter().map(Value::to_string).collect();
+            let more = if count > keys.len() { ", …" } else { "" };
+            format!("is an object with {count} keys: {}{more}", told.join(", "))
+        }
+        Kind::Array if count == 0 => "is an empty array".to_owned(),
+        Kind::Array => format!("is an array of {count} items, 0 to {}", count - 1),
+        other => format!("is a {} and has no parts", other.as_str()),
+    };
+    let shown: String = pointer.chars().take(200).collect();
+    let message = format!("pointer: there is nothing at {shown:?}; {name} {has}");
+    let mut detail = json!({
+        "field": "pointer", "pointer": shown, "nearest": parent, "type": kind.as_str(),
+    });
+    match kind {
+        Kind::Object => detail["keys"] = Value::Array(keys),
+        Kind::Array => detail["items"] = count.into(),
+        _ => {}
+    }
+    Fault::new(Code::NotFound, message).with_detail(detail).not_happened()
+}

@@ -1,0 +1,190 @@
+//! Reading parts: each pointer, each kind, each limit, and what is wrong with a question.
+
+use serde_json::{Value, json};
+
+use super::*;
+
+const PLENTY: usize = 100_000;
+
+fn rows() -> Json {
+    let rows: Vec<Value> = (0..250).map(|n| json!({ "id": n, "name": format!("n{n}") })).collect();
+    let log: Vec<String> = (0..300).map(|n| format!("{n} line of the log")).collect();
+    Json::of_value(&json!({ "rows": rows, "log": log.join("\n"), "a/b": { "~": 1.5 }, "n": null }))
+}
+
+fn at(pointer: &str) -> Part {
+    Part { pointer: pointer.into(), ..Part::default() }
+}
+
+fn value(piece: &Piece) -> Value {
+    match &piece.content {
+        Content::Value(value) => value.value(),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_pointer_finds_any_part() {
+    let data = rows();
+    for (pointer, expected) in [
+        ("/rows/10", json!({ "id": 10, "name": "n10" })),
+        ("/rows/10/name", json!("n10")),
+        ("/a~1b/~0", json!(1.5)),
+        ("/n", Value::Null),
+    ] {
+        let piece = read(&data, &at(pointer), PLENTY).unwrap();
+        assert_eq!(value(&piece), expected, "{pointer}");
+        assert_eq!(piece.next_offset, None);
+    }
+    // As it was written, not as it would be written again.
+    let data = Json::parse(r#"{"x": {"price": 1.10}}"#).unwrap();
+    let piece = read(&data, &at("/x"), PLENTY).unwrap();
+    assert_eq!(piece.content, Content::Value(Json::parse(r#"{"price":1.10}"#).unwrap()));
+    let Content::Value(text) = read(&data, &at("/x/price"), PLENTY).unwrap().content else {
+        panic!("a value")
+    };
+    assert_eq!(text.text(), "1.10");
+}
+
+#[test]
+fn arrays_objects_and_texts_come_in_portions() {
+    let data = rows();
+    let part = Part { offset: 240, limit: Some(7), ..at("/rows") };
+    let piece = read(&data, &part, PLENTY).unwrap();
+    assert_eq!((piece.total, piece.shown, piece.next_offset), (Some(250), 7, Some(247)));
+    assert_eq!(value(&piece)[0]["id"], 240);
+    let part = Part { offset: 247, ..part };
+    let piece = read(&data, &part, PLENTY).unwrap();
+    assert_eq!((piece.shown, piece.next_offset, piece.truncated), (3, None, false));
+
+    let piece = read(&data, &Part { offset: 1, limit: Some(1), ..at("") }, PLENTY).unwrap();
+    assert_eq!((piece.kind, piece.total, piece.next_offset), (Kind::Object, Some(4), Some(2)));
+    assert_eq!(value(&piece).as_object().unwrap().len(), 1);
+
+    let part = Part { offset: 298, ..at("/log") };
+    let piece = read(&data, &part, PLENTY).unwrap();
+    assert_eq!((piece.kind, piece.total, piece.shown), (Kind::Text, Some(300), 2));
+    assert_eq!(value(&piece), json!("298 line of the log\n299 line of the log"));
+
+    let part = Part { offset: 9_999, ..at("/log") };
+    let piece = read(&data, &part, PLENTY).unwrap();
+    assert_eq!((piece.shown, piece.next_offset, value(&piece)), (0, None, json!("")));
+}
+
+#[test]
+fn portions_put_together_are_the_whole() {
+    let data = rows();
+    for (pointer, most_bytes) in [("/rows", 300), ("/log", 100), ("", PLENTY)] {
+        let (mut offset, mut items, mut text, mut turns) = (0, 0, String::new(), 0);
+        loop {
+            let part = Part { offset, limit: Some(1_000), ..at(pointer) };
+            let piece = read(&data, &part, most_bytes).unwrap();
+            match value(&piece) {
+                Value::String(part) => text += &part,
+                Value::Array(part) => items += part.len(),
+                Value::Object(part) => items += part.len(),
+                other => panic!("{other}"),
+            }
+            turns += 1;
+            let Some(next) = piece.next_offset else { break };
+            assert!(piece.truncated && next as u64 > offset);
+            offset = next as u64;
+        }
+        let whole =
+            if pointer.is_empty() { data.value() } else { data.value()[&pointer[1..]].clone() };
+        match whole {
+            Value::String(whole) => assert_eq!(text, whole),
+            Value::Array(whole) => assert_eq!(items, whole.len()),
+            other => assert_eq!(items, other.as_object().unwrap().len()),
+        }
+        assert!(turns > 3 || pointer.is_empty());
+    }
+}
+
+#[test]
+fn what_is_too_long_by_itself_shows_its_beginning_and_where_to_read_it() {
+    let data = Json::of_value(&json!([1, "é".repeat(5_000), 3]));
+    let piece = read(&data, &Part { offset: 1, ..at("") }, 1_001).unwrap();
+    let Content::Beginning { text, pointer } = &piece.content else { panic!("{piece:?}") };
+    assert!(text.len() <= 1_001 && pointer == "/1");
+    assert_eq!((piece.truncated, piece.next_offset), (true, Some(2)));
+    let inside = read(&data, &at("/1"), 100_000).unwrap();
+    assert_eq!(inside.total, Some(5), "a long line is several");
+    let digits = Json::parse(&"7".repeat(5_000)).unwrap();
+    let piece = read(&digits, &at(""), 100).unwrap();
+    assert!(matches!(piece.content, Content::Beginning { .. }) && piece.truncated);
+}
+
+fn found(piece: &Piece) -> (Vec<(String, Option<usize>)>, usize) {
+    match &piece.content {
+        Content::Matches { matches, matched } => {
+            (matches.iter().map(|m| (m.pointer.clone(), m.line)).collect(), *matched)
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn grep_gives_what_fits_and_where_it_is() {
+    let data = rows();
+    let grep = |pattern: &str| Some(pattern.to_owned());
+    let piece = read(&data, &Part { grep: grep("n24[0-2]"), ..at("/rows") }, PLENTY).unwrap();
+    let expected = ["/rows/240", "/rows/241", "/rows/242"].map(|p| (p.to_owned(), None));
+    assert_eq!(found(&piece), (expected.to_vec(), 3));
+    assert_eq!((piece.total, piece.next_offset), (Some(250), None));
+
+    // At the top, what is given are the rows and lines that fit, not all rows or all lines.
+    let piece = read(&data, &Part { grep: grep("n123\"|^77 line"), ..at("") }, PLENTY).unwrap();
+    let (mut places, matched) = found(&piece);
+    places.sort();
+    assert_eq!(places, [("/log".to_owned(), Some(77)), ("/rows/123".to_owned(), None)]);
+    assert_eq!(matched, 2);
+
+    let part = Part { grep: grep("line"), offset: 5, limit: Some(2), ..at("/log") };
+    let piece = read(&data, &part, PLENTY).unwrap();
+    assert_eq!(found(&piece).0, [("/log".to_owned(), Some(5)), ("/log".to_owned(), Some(6))]);
+    assert_eq!((found(&piece).1, piece.next_offset), (300, Some(7)));
+
+    let piece = read(&data, &Part { grep: grep("nowhere"), ..at("") }, PLENTY).unwrap();
+    assert_eq!((found(&piece), piece.shown), ((vec![], 0), 0));
+    let piece = read(&data, &Part { grep: grep("^a/b$"), ..at("") }, PLENTY).unwrap();
+    assert_eq!(found(&piece).0, [("/a~1b".to_owned(), None)], "by its key");
+}
+
+#[test]
+fn what_is_wrong_is_named() {
+    let data = rows();
+    let ask = |part: Part| read(&data, &part, PLENTY).unwrap_err();
+    let refused = |part: Part, field: &str| {
+        let fault = ask(part);
+        assert_eq!(fault.code, Code::ValidationError, "{fault}");
+        assert!(fault.message.contains(field), "{fault}");
+        assert_eq!(fault.detail.unwrap()["field"], field);
+    };
+    refused(Part { limit: Some(0), ..Part::default() }, "limit");
+    refused(Part { limit: Some(1_001), ..Part::default() }, "limit");
+    refused(at("rows"), "pointer");
+    refused(at("/~2"), "pointer");
+    refused(Part { grep: Some("(".into()), ..Part::default() }, "grep");
+    refused(Part { grep: Some("a{1000}{1000}".into()), ..Part::default() }, "grep");
+    refused(Part { grep: Some("x".repeat(1_001)), ..Part::default() }, "grep");
+}
+
+#[test]
+fn a_pointer_that_goes_astray_says_what_is_nearest() {
+    let data = rows();
+    for (pointer, nearest, says) in [
+        ("/row", "", "4 keys"),
+        ("/rows/250", "/rows", "250 items, 0 to 249"),
+        ("/rows/01", "/rows", "array"),
+        ("/rows/-1", "/rows", "array"),
+        ("/rows/3/nam", "/rows/3", "\"name\""),
+        ("/log/1", "/log", "has no parts"),
+        ("/a~1b/x/y", "/a~1b", "\"~\""),
+    ] {
+        let fault = read(&data, &at(pointer), PLENTY).unwrap_err();
+        assert_eq!(fault.code, Code::NotFound);
+        assert!(fault.message.contains(says), "{fault}");
+        assert_eq!(fault.detail.unwrap()["nearest"], nearest);
+    }
+}

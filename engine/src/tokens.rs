@@ -1,0 +1,143 @@
+//! How many tokens a text is to a model, by a real tokenizer (`o200k_base`). Pure.
+//!
+//! The tables are part of the program and are made ready on the first question, never at the
+//! start: a process that nobody asks does not pay for them. Other models split text a little
+//! differently; a budget counted here is near enough for them and exact for this encoding.
+
+use bpe_openai::{Tokenizer, o200k_base};
+
+/// No token of the encoding has more bytes. So a text of this many times a number of tokens cannot
+/// have fewer tokens than that, whatever it says.
+const LONGEST_TOKEN: usize = 128;
+
+fn tokenizer() -> &'static Tokenizer {
+    o200k_base()
+}
+
+/// How many tokens the text is.
+pub fn count(text: &str) -> usize {
+    tokenizer().count(text)
+}
+
+/// Whether the text is more tokens than the budget. Looks at no more of it than the answer needs.
+pub fn exceeds(text: &str, budget: usize) -> bool {
+    // Every token has at least one byte, and at most so many.
+    if text.len() <= budget {
+        return false;
+    }
+    if text.len() > budget.saturating_mul(LONGEST_TOKEN) {
+        return true;
+    }
+    let tokenizer = tokenizer();
+    let mut left = budget;
+    for piece in tokenizer.split(text) {
+        match left.checked_sub(tokenizer.bpe.count(piece.as_bytes())) {
+            Some(rest) => left = rest,
+            None => return true,
+        }
+    }
+    false
+}
+
+/// The longest beginning of the text that is within the budget, whole characters only.
+///
+/// What a beginning costs alone can differ by a token or two from what it costs inside the text;
+/// the answer is within the budget alone.
+pub fn first(text: &str, budget: usize) -> &str {
+    if text.len() <= budget {
+        return text;
+    }
+    let most = budget.saturating_mul(LONGEST_TOKEN).min(text.len());
+    let text = &text[..text.floor_char_boundary(most)];
+    let tokenizer = tokenizer();
+    let (mut end, mut left) = (0, budget);
+    for piece in tokenizer.split(text) {
+        let tokens = tokenizer.bpe.encode_via_backtracking(piece.as_bytes());
+        if let Some(rest) = left.checked_sub(tokens.len()) {
+            left = rest;
+            end += piece.len();
+            continue;
+        }
+        let bytes: usize = tokens.iter().take(left).map(|t| tokenizer.bpe.token_len(*t)).sum();
+        end = text.floor_char_boundary(end + bytes);
+        break;
+    }
+    // Where it was cut, the rest may fall into other tokens than it did inside the text.
+    while exceeds(&text[..end], budget) {
+        end = text.floor_char_boundary(end - 1);
+    }
+    &text[..end]
+}
+
+/// The longest ending of the text that is within the budget, whole characters only.
+pub fn last(text: &str, budget: usize) -> &str {
+    let most = budget.saturating_mul(LONGEST_TOKEN).min(text.len());
+    let text = &text[text.ceil_char_boundary(text.len() - most)..];
+    let tokenizer = tokenizer();
+    let pieces: Vec<&str> = tokenizer.split(text).collect();
+    let (mut begin, mut left) = (text.len(), budget);
+    for piece in pieces.into_iter().rev() {
+        let tokens = tokenizer.bpe.encode_via_backtracking(piece.as_bytes());
+        if let Some(rest) = left.checked_sub(tokens.len()) {
+            left = rest;
+            begin -= piece.len();
+            continue;
+        }
+        let kept = tokens.iter().rev().take(left).map(|t| tokenizer.bpe.token_len(*t));
+        begin = text.ceil_char_boundary(begin - kept.sum::<usize>());
+        break;
+    }
+    while exceeds(&text[begin..], budget) {
+        begin = text.ceil_char_boundary(begin + 1);
+    }
+    &text[begin..]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_are_those_of_the_encoding() {
+        // The reference values of the encoding's publisher.
+        assert_eq!(count(""), 0);
+        assert_eq!(count("hello world"), 2);
+        assert_eq!(count("antidisestablishmentarianism"), 6);
+        assert_eq!(count("2 + 2 = 4"), 7);
+        assert_eq!(count("お誕生日おめでとう"), 8);
+    }
+
+    #[test]
+    fn no_token_is_longer_than_said() {
+        let bpe = &tokenizer().bpe;
+        let tokens = u32::try_from(bpe.num_tokens()).unwrap();
+        assert_eq!((0..tokens).map(|token| bpe.token_len(token)).max(), Some(LONGEST_TOKEN));
+    }
+
+    #[test]
+    fn exceeding_is_more_than_the_budget() {
+        for text in
+            ["", "a", "hello world", "お誕生日おめでとう", &"a".repeat(5_000), &" ".repeat(9_000)]
+        {
+            let tokens = count(text);
+            assert!(!exceeds(text, tokens), "{tokens}");
+            if tokens > 0 {
+                assert!(exceeds(text, tokens - 1), "{tokens}");
+            }
+        }
+    }
+
+    #[test]
+    fn beginnings_and_endings_are_within_the_budget_and_nearly_use_it() {
+        let text =
+            "Zeile 1: Grüße, 日本語 and \u{1F469}\u{200D}\u{1F680} 12345 errors\n\n".repeat(40);
+        let whole = count(&text);
+        for budget in 0..whole + 2 {
+            let (head, tail) = (first(&text, budget), last(&text, budget));
+            assert!(text.starts_with(head) && text.ends_with(tail));
+            assert!(count(head) <= budget && count(tail) <= budget, "{budget}");
+            let least = budget.min(whole).saturating_sub(6);
+            assert!(count(head) >= least && count(tail) >= least, "{budget}");
+        }
+    }
+}

@@ -1,0 +1,379 @@
+//! Batches as an embedding program uses them: what runs beside what, and what becomes of each.
+
+mod answers;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use parking_lot::Mutex;
+use schemars::JsonSchema;
+use serde::Deserialize;
+use serde_json::{Value, json};
+use tokio::sync::{Barrier, Notify};
+use toolcrib::batch::{Mode, Settled, State};
+use toolcrib::clock::ManualClock;
+use toolcrib::engine::CallQuery;
+use toolcrib::fault::Code;
+use toolcrib::{Batch, BatchAnswer, Caller, Effect, Engine, Fault, FnTool, Json, Status};
+
+#[derive(Deserialize, JsonSchema)]
+struct Numbered {
+    #[serde(default)]
+    n: usize,
+}
+
+fn caller() -> Caller {
+    Caller::local("default")
+}
+
+/// A tool that notes that it begins and ends.
+fn noting(name: &'static str, effect: Effect, notes: &Arc<Mutex<Vec<String>>>) -> FnTool {
+    let notes = notes.clone();
+    FnTool::new(name, "Notes", move |args: Numbered| {
+        let notes = notes.clone();
+        async move {
+            notes.lock().push(format!("+{}", args.n));
+            for _ in 0..20 {
+                tokio::task::yield_now().await;
+            }
+            notes.lock().push(format!("-{}", args.n));
+            Ok::<_, Fault>(args.n)
+        }
+    })
+    .effect(effect)
+}
+
+/// A tool that never ends by itself.
+fn stuck(name: &str) -> FnTool {
+    FnTool::new(name, "Never ends", |_: Numbered| async {
+        std::future::pending::<Result<u32, Fault>>().await
+    })
+    .effect(Effect::Read)
+}
+
+/// A tool that fails for odd numbers.
+fn picky() -> FnTool {
+    FnTool::new("t.picky", "Fails for odd numbers", |args: Numbered| async move {
+        if args.n % 2 == 1 { Err(Fault::runtime("odd").retryable(false)) } else { Ok(args.n) }
+    })
+    .effect(Effect::Read)
+}
+
+fn envelope(name: &str, n: usize) -> Value {
+    json!({ "call_id": "call_0", "name": name, "args": { "n": n } })
+}
+
+fn batch(mode: Mode, entries: impl IntoIterator<Item = Value>) -> Batch {
+    let entries = entries.into_iter().map(|entry| Json::of_value(&entry)).collect();
+    Batch { mode, ..Batch::new("run_1", entries) }
+}
+
+async fn run(engine: &Engine, batch: Batch) -> BatchAnswer {
+    engine.batch(&caller(), batch).await.unwrap()
+}
+
+fn numbers(answer: &BatchAnswer) -> Vec<Value> {
+    answer.results.iter().map(|r| r.data().map_or(Value::Null, Json::value)).collect()
+}
+
+fn code(settled: &Settled) -> Code {
+    settled.error().unwrap().code
+}
+
+async fn stored(engine: &Engine) -> usize {
+    let query = CallQuery { limit: 200, ..CallQuery::default() };
+    engine.calls(&caller(), query).await.unwrap().calls.len()
+}
+
+#[tokio::test]
+async fn serial_is_one_after_the_other_in_the_order_asked() {
+    let notes = Arc::new(Mutex::new(Vec::new()));
+    let engine = Engine::builder().tool(noting("t.read", Effect::Read, &notes));
+    let engine = engine.start().await.unwrap();
+    let answer = run(&engine, batch(Mode::Serial, (0..5).map(|n| envelope("t.read", n)))).await;
+    assert_eq!(numbers(&answer), [0, 1, 2, 3, 4].map(Value::from));
+    let expected: Vec<String> = (0..5).flat_map(|n| [format!("+{n}"), format!("-{n}")]).collect();
+    assert_eq!(*notes.lock(), expected);
+}
+
+#[tokio::test]
+async fn reads_run_side_by_side() {
+    // Each waits for all the others: one after the other would never end.
+    let together = Arc::new(Barrier::new(8));
+    let meet = FnTool::new("t.meet", "Waits for the others", move |args: Numbered| {
+        let together = together.clone();
+        async move {
+            together.wait().await;
+            Ok::<_, Fault>(args.n)
+        }
+    })
+    .effect(Effect::Read);
+    let engine = Engine::builder().tool(meet).start().await.unwrap();
+    let answer = run(&engine, batch(Mode::Parallel, (0..8).map(|n| envelope("t.meet", n)))).await;
+    assert_eq!(numbers(&answer), [0, 1, 2, 3, 4, 5, 6, 7].map(Value::from), "in the order asked");
+}
+
+#[tokio::test]
+async fn in_parallel_what_changes_the_world_keeps_its_order_and_does_not_hold_up_reads() {
+    let notes = Arc::new(Mutex::new(Vec::new()));
+    let read = Arc::new(Notify::new());
+    let first = {
+        let (read, notes) = (read.clone(), notes.clone());
+        FnTool::new("t.first", "Waits until the read has run", move |args: Numbered| {
+            let (read, notes) = (read.clone(), notes.clone());
+            async move {
+                read.notified().await;
+                notes.lock().push("first".to_owned());
+                Ok::<_, Fault>(args.n)
+            }
+        })
+    };
+    let look = FnTool::new("t.look", "Reads", move |args: Numbered| {
+        read.notify_one();
+        async move { Ok::<_, Fault>(args.n) }
+    })
+    .effect(Effect::Read);
+    let engine = Engine::builder().tool(first).tool(look);
+    let engine = engine.tool(noting("t.put", Effect::Idempotent, &notes)).start().await.unwrap();
+    let asked = [envelope("t.first", 0), envelope("t.put", 1), envelope("t.put", 2)];
+    let asked = asked.into_iter().chain([envelope("t.look", 3)]);
+    let answer = run(&engine, batch(Mode::Parallel, asked)).await;
+    assert_eq!(numbers(&answer), [0, 1, 2, 3].map(Value::from));
+    assert_eq!(*notes.lock(), ["first", "+1", "-1", "+2", "-2"]);
+}
+
+#[tokio::test]
+async fn told_so_everything_runs_side_by_side() {
+    let together = Arc::new(Barrier::new(3));
+    let meet = FnTool::new("t.write", "Waits for the others", move |args: Numbered| {
+        let together = together.clone();
+        async move {
+            together.wait().await;
+            Ok::<_, Fault>(args.n)
+        }
+    });
+    let engine = Engine::builder().tool(meet).start().await.unwrap();
+    let answer = run(&engine, batch(Mode::Unordered, (0..3).map(|n| envelope("t.write", n)))).await;
+    assert_eq!(numbers(&answer), [0, 1, 2].map(Value::from));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn max_parallel_is_hard() {
+    let (now, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+    let counting = |name: &str, effect| {
+        let (now, most) = (now.clone(), most.clone());
+        FnTool::new(name, "Counts", move |_: Numbered| {
+            let (now, most) = (now.clone(), most.clone());
+            async move {
+                most.fetch_max(now.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+                for _ in 0..50 {
+                    tokio::task::yield_now().await;
+                }
+                now.fetch_sub(1, Ordering::SeqCst);
+                Ok::<_, Fault>(0)
+            }
+        })
+        .effect(effect)
+    };
+    let engine = Engine::builder().tool(counting("t.read", Effect::Read));
+    let engine = engine.tool(counting("t.write", Effect::Irreversible)).start().await.unwrap();
+    for (width, mode) in [(3, Mode::Parallel), (2, Mode::Unordered), (1, Mode::Parallel)] {
+        most.store(0, Ordering::SeqCst);
+        let tools = ["t.read", "t.write"].into_iter().cycle();
+        let entries = tools.take(40).map(|tool| envelope(tool, 0));
+        let asked = Batch { max_parallel: Some(width), ..batch(mode, entries) };
+        let answer = run(&engine, asked).await;
+        assert!(answer.results.iter().all(|settled| settled.ok() == Some(true)));
+        assert!(most.load(Ordering::SeqCst) <= width, "{mode:?}");
+    }
+}
+
+#[tokio::test]
+async fn one_failure_takes_nobody_with_it() {
+    let engine = Engine::builder().tool(picky()).start().await.unwrap();
+    for mode in [Mode::Serial, Mode::Parallel] {
+        let entries = [
+            envelope("t.picky", 0),
+            envelope("t.picky", 1),
+            envelope("t.pick", 2),
+            json!({ "name": "t.picky", "args": { "n": "two" } }),
+            json!(["nonsense"]),
+            json!({ "id": "a", "type": "function",
+                    "function": { "name": "t__picky", "arguments": "{\"n\": 2" } }),
+            json!({ "name": "t.picky", "timeout_ms": 0 }),
+            envelope("t.picky", 8),
+        ];
+        let answer = run(&engine, batch(mode, entries)).await;
+        let oks: Vec<Option<bool>> = answer.results.iter().map(Settled::ok).collect();
+        let expected = [true, false, false, false, false, false, false, true].map(Some);
+        assert_eq!(oks, expected, "{mode:?}");
+        let codes: Vec<Code> = answer.results[1..7].iter().map(code).collect();
+        let invalid = Code::ValidationError;
+        let expected = [Code::RuntimeError, Code::ToolNotFound, invalid, invalid, invalid, invalid];
+        assert_eq!(codes, expected, "{mode:?}");
+        assert!(answer.results[2].error().unwrap().message.contains("did you mean"));
+        assert_eq!(answer.messages.len(), 8);
+        let not_json = answer.messages[5].value();
+        assert_eq!((&not_json["role"], &not_json["tool_call_id"]), (&json!("tool"), &json!("a")));
+        assert!(!answer.is_open());
+    }
+    assert_eq!(stored(&engine).await, 6, "each call is one of its own; what was refused is none");
+}
+
+#[tokio::test]
+async fn a_background_entry_is_not_waited_for() {
+    let notes = Arc::new(Mutex::new(Vec::new()));
+    let engine = Engine::builder().tool(stuck("t.slow").background());
+    let engine = engine.tool(noting("t.read", Effect::Read, &notes)).start().await.unwrap();
+    for mode in [Mode::Serial, Mode::Parallel] {
+        let entries = [
+            json!({ "id": "call_0", "type": "function", "function": { "name": "t__slow" } }),
+            envelope("t.slow", 1),
+            envelope("t.read", 2),
+        ];
+        let answer = run(&engine, batch(mode, entries)).await;
+        assert!(answer.is_open());
+        assert_eq!(answer.results[2].ok(), Some(true), "the rest goes on");
+        let State::Open(call) = &answer.results[0].state else { panic!() };
+        assert_eq!(call.status, Status::Running);
+        let message = answer.messages[0].value();
+        let told: Value = serde_json::from_str(message["content"].as_str().unwrap()).unwrap();
+        assert_eq!(told["task_id"], call.id.as_str());
+        assert!(told["message"].as_str().unwrap().contains("in the background"), "{told}");
+        let neutral = answer.messages[1].value();
+        assert_eq!((&neutral["ok"], &neutral["status"]), (&Value::Null, &json!("pending")));
+    }
+}
+
+#[tokio::test]
+async fn what_does_not_end_in_time_comes_back_as_a_ticket() {
+    let notes = Arc::new(Mutex::new(Vec::new()));
+    let clock = ManualClock::at(1_700_000_000_000);
+    let engine = Engine::builder().tool(stuck("t.stuck")).tool(stuck("t.too"));
+    let engine = engine.tool(noting("t.read", Effect::Read, &notes)).clock(Arc::new(clock.clone()));
+    let engine = engine.start().await.unwrap();
+    let entries = [envelope("t.stuck", 0), envelope("t.read", 1), envelope("t.too", 2)];
+    let asked = Batch { wait_ms: Some(200), ..batch(Mode::Parallel, entries.clone()) };
+    let one_ended = async {
+        let query = CallQuery { status: Some(Status::Succeeded), limit: 5, ..CallQuery::default() };
+        while engine.calls(&caller(), query.clone()).await.unwrap().calls.is_empty() {
+            tokio::task::yield_now().await;
+        }
+        clock.advance(200);
+    };
+    let (answer, ()) = tokio::join!(run(&engine, asked), one_ended);
+    let oks: Vec<Option<bool>> = answer.results.iter().map(Settled::ok).collect();
+    assert_eq!(oks, [None, Some(true), None]);
+    let message = answer.messages[0].value();
+    assert_eq!(message["tool_call_id"], answer.results[0].call().unwrap().id.as_str());
+    // One after the other, only the first was begun; the others are not, and never will be.
+    notes.lock().clear();
+    let before = stored(&engine).await;
+    let asked = Batch { wait_ms: Some(0), ..batch(Mode::Serial, entries) };
+    let answer = run(&engine, asked).await;
+    assert_eq!(answer.results[0].ok(), None);
+    for late in &answer.results[1..] {
+        assert_eq!(
+            (late.ok(), code(late), late.call().is_none()),
+            (Some(false), Code::Canceled, true)
+        );
+        let fault = late.error().unwrap();
+        assert!(fault.retryable && fault.message.contains("Nothing was done"), "{fault}");
+    }
+    assert_eq!(stored(&engine).await, before + 1);
+    assert!(notes.lock().is_empty());
+}
+
+#[tokio::test]
+async fn without_any_wait_what_has_a_place_is_begun() {
+    let engine = Engine::builder().tool(stuck("t.stuck")).start().await.unwrap();
+    let entries = (0..5).map(|n| envelope("t.stuck", n));
+    let asked = batch(Mode::Parallel, entries);
+    let answer = run(&engine, Batch { wait_ms: Some(0), ..asked.clone() }).await;
+    assert!(answer.results.iter().all(|settled| settled.ok().is_none()), "all are tickets");
+    let narrow = Batch { wait_ms: Some(0), max_parallel: Some(2), ..asked };
+    let answer = run(&engine, narrow).await;
+    let open = answer.results.iter().filter(|settled| settled.ok().is_none()).count();
+    assert_eq!(open, 2, "and no more than max_parallel");
+}
+
+#[tokio::test]
+async fn repeated_ids_never_collide() {
+    let engine = Engine::builder().tool(picky()).start().await.unwrap();
+    let entries = [0, 2, 0].map(|n| {
+        let arguments = format!("{{\"n\":{n}}}");
+        json!({ "id": "call_0", "type": "function",
+                "function": { "name": "t__picky", "arguments": arguments } })
+    });
+    for _ in 0..2 {
+        let answer = run(&engine, batch(Mode::Parallel, entries.clone())).await;
+        assert_eq!(numbers(&answer), [0, 2, 0].map(Value::from));
+        assert!(answer.messages.iter().all(|said| said.value()["tool_call_id"] == "call_0"));
+        assert!(!answer.is_replayed());
+    }
+    assert_eq!(stored(&engine).await, 6);
+}
+
+#[tokio::test]
+async fn the_same_batch_with_the_same_key_is_the_same_calls() {
+    let engine = Engine::builder().tool(picky()).tool(stuck("t.stuck")).start().await.unwrap();
+    let ids = |answer: &BatchAnswer| -> Vec<String> {
+        let calls = answer.results.iter().filter_map(Settled::call);
+        calls.map(|call| call.id.to_string()).collect()
+    };
+    let asked = |entries: Vec<Value>| {
+        let key = Some("turn-7".to_owned());
+        Batch { idempotency_key: key, ..batch(Mode::Serial, entries) }
+    };
+    let entries = vec![envelope("t.picky", 2), envelope("t.picky", 2), envelope("t.picky", 3)];
+    let first = run(&engine, asked(entries.clone())).await;
+    assert!(!first.is_replayed());
+    let again = run(&engine, asked(entries.clone())).await;
+    assert!(again.is_replayed());
+    assert_eq!(ids(&first), ids(&again));
+    assert_eq!(first.messages, again.messages);
+    // Another entry under the key is refused by itself, and one that is new is a new call.
+    let mut other = entries;
+    other[1] = envelope("t.picky", 4);
+    other.push(envelope("t.picky", 6));
+    let mixed = run(&engine, asked(other)).await;
+    assert_eq!(code(&mixed.results[1]), Code::IdempotencyMismatch);
+    assert_eq!(mixed.results[3].data().map(Json::value), Some(json!(6)));
+    assert_eq!((mixed.results[0].replayed, mixed.results[3].replayed), (true, false));
+    assert_eq!(stored(&engine).await, 4);
+    // An entry's own key goes before the batch's.
+    let mut own = envelope("t.picky", 8);
+    own["idempotency_key"] = json!("mine");
+    let one = run(&engine, batch(Mode::Serial, [own.clone()])).await;
+    let two = run(&engine, asked(vec![own])).await;
+    assert_eq!(ids(&one), ids(&two));
+}
+
+#[tokio::test]
+async fn a_batch_that_was_cut_short_goes_on_with_the_same_key() {
+    let go = Arc::new(Notify::new());
+    let waiting = {
+        let go = go.clone();
+        FnTool::new("t.wait", "Waits", move |_: Numbered| {
+            let go = go.clone();
+            async move {
+                go.notified().await;
+                Ok::<_, Fault>(0)
+            }
+        })
+    };
+    let engine = Engine::builder().tool(waiting).tool(picky()).start().await.unwrap();
+    let entries = vec![envelope("t.wait", 0), envelope("t.picky", 2)];
+    let asked = |wait_ms| Batch {
+        idempotency_key: Some("k".into()),
+        wait_ms,
+        ..batch(Mode::Serial, entries.clone())
+    };
+    let first = run(&engine, asked(Some(10))).await;
+    assert_eq!((first.results[0].ok(), first.results[1].ok()), (None, Some(false)));
+    go.notify_one();
+    let second = run(&engine, asked(None)).await;
+    assert_eq!((second.results[0].ok(), second.results[1].ok()), (Some(true), Some(true)));
+    assert!(second.results[0].replayed && !second.results[1].replayed);
+    assert_eq!(stored(&engine).await, 2);
+}

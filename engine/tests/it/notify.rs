@@ -1,0 +1,327 @@
+//! Callbacks, with a clock that is turned by hand and a receiver that answers as told.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use async_trait::async_trait;
+use parking_lot::Mutex;
+use schemars::JsonSchema;
+use serde::Deserialize;
+use tokio::sync::Notify;
+use toolcrib::clock::ManualClock;
+use toolcrib::delivery::{Answer, Delivery, DeliveryStatus, Schedule, Try};
+use toolcrib::engine::{DeliveryQuery, EventQuery};
+use toolcrib::event::Kind;
+use toolcrib::fault::Code;
+use toolcrib::notify::{Notice, Notifier, Notifying};
+use toolcrib::store::MemoryStore;
+use toolcrib::task::{notify, purge};
+use toolcrib::{CallId, Caller, Engine, Fault, FnTool, Invocation, Role};
+
+const NOW: u64 = 1_790_000_000_000;
+
+#[derive(Deserialize, JsonSchema)]
+struct Nothing {}
+
+/// Writes down what it is told, and answers with what is next in line, or else 200.
+#[derive(Default)]
+struct Receiver {
+    told: Mutex<Vec<Notice>>,
+    answers: Mutex<Vec<Answer>>,
+    /// Receivers of this name do not answer before they are let go.
+    slow: Notify,
+    waiting: AtomicUsize,
+}
+
+impl Receiver {
+    fn answering(codes: &[u16]) -> Arc<Self> {
+        let answers = codes.iter().rev().map(|code| answered(*code)).collect();
+        Arc::new(Self { answers: Mutex::new(answers), ..Self::default() })
+    }
+
+    fn told(&self) -> Vec<String> {
+        self.told.lock().iter().map(|notice| notice.delivery.message_id()).collect()
+    }
+}
+
+fn answered(code: u16) -> Answer {
+    Answer { result: Ok(code), retry_after_ms: None }
+}
+
+#[async_trait]
+impl Notifier for Receiver {
+    fn check(&self, project: &str, url: &str) -> Result<String, String> {
+        assert_eq!(project, "default");
+        if url.starts_with("https://") { Ok(url.to_owned()) } else { Err("must be https".into()) }
+    }
+
+    async fn deliver(&self, notice: Notice) -> Answer {
+        let slow = notice.delivery.url.contains("slow");
+        self.told.lock().push(notice);
+        if slow {
+            self.waiting.fetch_add(1, Ordering::SeqCst);
+            self.slow.notified().await;
+        }
+        self.answers.lock().pop().unwrap_or_else(|| answered(200))
+    }
+}
+
+struct World {
+    engine: Engine,
+    clock: ManualClock,
+    receiver: Arc<Receiver>,
+    caller: Caller,
+}
+
+fn tool() -> FnTool {
+    FnTool::new("t.job", "A job", |_: Nothing| async { Ok::<_, Fault>("done") }).background()
+}
+
+impl World {
+    async fn with(receiver: Arc<Receiver>) -> Self {
+        let store = Arc::new(MemoryStore::default());
+        let clock = ManualClock::at(NOW);
+        Self::on(store, clock, receiver).await
+    }
+
+    async fn on(store: Arc<MemoryStore>, clock: ManualClock, receiver: Arc<Receiver>) -> Self {
+        let schedule = Schedule { retry_ms: vec![5_000, 300_000], jitter: 0.0 };
+        let notifying = Notifying { schedule, max_parallel: 4, max_parallel_per_receiver: 2 };
+        let engine = Engine::builder()
+            .store(store)
+            .clock(Arc::new(clock.clone()))
+            .tool(tool())
+            .notifier(receiver.clone(), notifying)
+            .idle()
+            .await
+            .unwrap();
+        Self { engine, clock, receiver, caller: Caller::local("default") }
+    }
+
+    async fn ended(&self, url: &str) -> CallId {
+        let mut asked = Invocation::new("t.job", "{}").unwrap();
+        asked.callback_url = Some(url.to_owned());
+        let ticket = self.engine.invoke(&self.caller, asked).await.unwrap();
+        self.engine.finished(&self.caller, &ticket.call.id).await.unwrap();
+        ticket.call.id.clone()
+    }
+
+    async fn run(&self) -> usize {
+        notify::run_once(&self.engine).await.unwrap()
+    }
+
+    async fn delivery(&self, id: &CallId) -> (Delivery, Vec<Try>) {
+        self.engine.delivery(&self.caller, id).await.unwrap().unwrap()
+    }
+}
+
+#[tokio::test]
+async fn it_is_tried_again_by_the_schedule_and_then_never() {
+    let world = World::with(Receiver::answering(&[500, 302, 404])).await;
+    let id = world.ended("https://a.example/x").await;
+    assert_eq!((world.run().await, world.run().await), (1, 0), "not before it is due");
+    world.clock.advance(4_999);
+    assert_eq!(world.run().await, 0);
+    world.clock.advance(1);
+    assert_eq!(world.run().await, 1);
+    world.clock.advance(300_000);
+    assert_eq!(world.run().await, 1);
+    let (delivery, tries) = world.delivery(&id).await;
+    assert_eq!((delivery.status, delivery.tries), (DeliveryStatus::Exhausted, 3));
+    let codes: Vec<_> = tries.iter().map(|tried| tried.status_code.unwrap()).collect();
+    assert_eq!(codes, [500, 302, 404]);
+    assert_eq!(tries[2].at_ms, NOW + 305_000);
+    assert!(tries[1].error.as_ref().unwrap().contains("redirects are not followed"));
+    world.clock.advance(86_400_000);
+    assert_eq!(world.run().await, 0);
+    let message = world.receiver.told().pop().unwrap();
+    assert_eq!(world.receiver.told(), vec![message; 3], "it is one message all along");
+}
+
+#[tokio::test]
+async fn a_receiver_that_is_gone_is_left_alone_until_somebody_asks_again() {
+    let world = World::with(Receiver::answering(&[410])).await;
+    let id = world.ended("https://a.example/x").await;
+    world.run().await;
+    assert_eq!(world.delivery(&id).await.0.status, DeliveryStatus::Gone);
+    world.clock.advance(86_400_000);
+    assert_eq!(world.run().await, 0);
+    let again = world.engine.repeat_delivery(&world.caller, &id).await.unwrap();
+    assert_eq!(again.status, DeliveryStatus::Pending);
+    assert_eq!(world.run().await, 1);
+    let (delivery, tries) = world.delivery(&id).await;
+    assert_eq!((delivery.status, tries.len()), (DeliveryStatus::Delivered, 2));
+    // Also when it was delivered.
+    world.engine.repeat_delivery(&world.caller, &id).await.unwrap();
+    assert_eq!(world.run().await, 1);
+    assert_eq!(world.receiver.told().len(), 3);
+}
+
+#[tokio::test]
+async fn a_crash_between_the_end_and_the_delivery_costs_only_time() {
+    let (store, clock) = (Arc::new(MemoryStore::default()), ManualClock::at(NOW));
+    let before = World::on(store.clone(), clock.clone(), Receiver::answering(&[])).await;
+    let id = before.ended("https://a.example/x").await;
+    // Nobody looked for what is due before it was gone.
+    drop(before);
+    let after = World::on(store, clock, Receiver::answering(&[])).await;
+    assert_eq!(after.run().await, 1);
+    let notice = after.receiver.told.lock()[0].clone();
+    assert_eq!(notice.call.id, id);
+    assert_eq!(notice.call.outcome.as_ref().unwrap().data.as_ref().unwrap().text(), "\"done\"");
+    assert_eq!(after.delivery(&id).await.0.status, DeliveryStatus::Delivered);
+}
+
+#[tokio::test]
+async fn a_slow_receiver_does_not_hold_up_the_others() {
+    let world = World::with(Receiver::answering(&[])).await;
+    for n in 0..5 {
+        world.ended(&format!("https://slow.example/{n}")).await;
+    }
+    let quick = world.ended("https://quick.example/").await;
+    let engine = world.engine.clone();
+    let round = tokio::spawn(async move { notify::run_once(&engine).await.unwrap() });
+    while world.delivery(&quick).await.0.status != DeliveryStatus::Delivered {
+        tokio::task::yield_now().await;
+    }
+    assert_eq!(world.receiver.waiting.load(Ordering::SeqCst), 2, "no more than that at once");
+    world.receiver.slow.notify_waiters();
+    assert_eq!(round.await.unwrap(), 3);
+}
+
+#[tokio::test]
+async fn an_overloaded_receiver_is_left_alone_and_says_for_how_long() {
+    let busy = Answer { result: Ok(429), retry_after_ms: Some(30_000) };
+    let receiver = Arc::new(Receiver { answers: Mutex::new(vec![busy]), ..Receiver::default() });
+    let world = World::with(receiver).await;
+    let first = world.ended("https://busy.example/1").await;
+    assert_eq!(world.run().await, 1);
+    assert_eq!(world.delivery(&first).await.0.due_ms, Some(NOW + 30_000));
+    world.ended("https://busy.example/2").await;
+    let other = world.ended("https://other.example/").await;
+    assert_eq!(world.run().await, 1, "only the one for somebody else");
+    assert_eq!(world.delivery(&other).await.0.status, DeliveryStatus::Delivered);
+    world.clock.advance(30_000);
+    assert_eq!(world.run().await, 2);
+}
+
+#[tokio::test]
+async fn asking_again_while_a_try_is_under_way_brings_another() {
+    let world = World::with(Receiver::answering(&[])).await;
+    let id = world.ended("https://slow.example/").await;
+    let engine = world.engine.clone();
+    let round = tokio::spawn(async move { notify::run_once(&engine).await.unwrap() });
+    while world.receiver.waiting.load(Ordering::SeqCst) == 0 {
+        tokio::task::yield_now().await;
+    }
+    world.engine.repeat_delivery(&world.caller, &id).await.unwrap();
+    world.receiver.slow.notify_waiters();
+    assert_eq!(round.await.unwrap(), 1);
+    let (delivery, tries) = world.delivery(&id).await;
+    assert_eq!((delivery.status, tries.len()), (DeliveryStatus::Pending, 1));
+    world.receiver.slow.notify_one();
+    assert_eq!(world.run().await, 1);
+    assert_eq!(world.delivery(&id).await.0.status, DeliveryStatus::Delivered);
+}
+
+#[tokio::test]
+async fn a_running_engine_delivers_by_itself() {
+    let receiver = Receiver::answering(&[503]);
+    let schedule = Schedule { retry_ms: vec![1], jitter: 0.0 };
+    let engine = Engine::builder()
+        .tool(tool())
+        .notifier(receiver.clone(), Notifying { schedule, ..Notifying::default() })
+        .start()
+        .await
+        .unwrap();
+    let caller = Caller::local("default");
+    let mut asked = Invocation::new("t.job", "{}").unwrap();
+    asked.callback_url = Some("https://a.example/x".into());
+    let id = engine.invoke(&caller, asked).await.unwrap().call.id.clone();
+    let delivered = async {
+        loop {
+            let found = engine.delivery(&caller, &id).await.unwrap().unwrap();
+            if found.0.status == DeliveryStatus::Delivered {
+                return found.1.len();
+            }
+            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+        }
+    };
+    let limit = std::time::Duration::from_secs(60);
+    assert_eq!(tokio::time::timeout(limit, delivered).await.unwrap(), 2);
+    engine.shut_down(std::time::Duration::from_secs(1)).await;
+}
+
+#[tokio::test]
+async fn what_cannot_be_is_refused() {
+    let world = World::with(Receiver::answering(&[])).await;
+    for url in ["", "ftp://a.example", &format!("https://a.example/{}", "x".repeat(2_048))] {
+        let mut asked = Invocation::new("t.job", "{}").unwrap();
+        asked.callback_url = Some(url.to_owned());
+        let error = world.engine.invoke(&world.caller, asked).await.err().unwrap();
+        assert_eq!(error.code(), Code::ValidationError);
+        let toolcrib::Error::Refused { fault, .. } = error else { panic!() };
+        assert!(fault.message.starts_with("callback_url must"), "{}", fault.message);
+        assert_eq!(fault.detail.unwrap()["pointer"], "/callback_url");
+    }
+    let plain = Engine::builder().tool(tool()).idle().await.unwrap();
+    let mut asked = Invocation::new("t.job", "{}").unwrap();
+    asked.callback_url = Some("https://a.example".into());
+    let error = plain.invoke(&world.caller, asked).await.err().unwrap();
+    assert_eq!(error.code(), Code::ValidationError);
+
+    let asked = Invocation::new("t.job", "{}").unwrap();
+    let without = world.engine.invoke(&world.caller, asked).await.unwrap().call.id.clone();
+    let repeated = world.engine.repeat_delivery(&world.caller, &without).await;
+    assert_eq!(repeated.err().unwrap().code(), Code::NotFound);
+    let provider = Caller { role: Role::Provider, ..world.caller.clone() };
+    let query = DeliveryQuery { limit: 10, ..DeliveryQuery::default() };
+    let listed = world.engine.deliveries(&provider, query).await;
+    assert_eq!(listed.err().unwrap().code(), Code::PermissionDenied);
+}
+
+#[tokio::test]
+async fn the_same_key_with_another_url_is_another_request() {
+    let world = World::with(Receiver::answering(&[])).await;
+    let asked = |url: Option<&str>| Invocation {
+        idempotency_key: Some("k".into()),
+        callback_url: url.map(str::to_owned),
+        ..Invocation::new("t.job", "{}").unwrap()
+    };
+    let first = Some("https://a.example/1");
+    world.engine.invoke(&world.caller, asked(first)).await.unwrap();
+    assert!(world.engine.invoke(&world.caller, asked(first)).await.unwrap().replayed);
+    for other in [None, Some("https://a.example/2")] {
+        let error = world.engine.invoke(&world.caller, asked(other)).await.err().unwrap();
+        assert_eq!(error.code(), Code::IdempotencyMismatch);
+    }
+}
+
+#[tokio::test]
+async fn a_purged_call_takes_its_delivery_along() {
+    let world = World::with(Receiver::answering(&[500])).await;
+    world.ended("https://a.example/x").await;
+    world.run().await;
+    world.clock.advance(10_000);
+    assert_eq!(purge::run_once(&world.engine, 1_000).await.unwrap(), 1);
+    assert_eq!(world.run().await, 0);
+    let query = DeliveryQuery { limit: 10, ..DeliveryQuery::default() };
+    assert!(world.engine.deliveries(&world.caller, query).await.unwrap().deliveries.is_empty());
+}
+
+/// Who follows a run matches what arrives later by the ids in the events.
+#[tokio::test]
+async fn the_events_of_a_task_name_it() {
+    let world = World::with(Receiver::answering(&[])).await;
+    let mut asked = Invocation::new("t.job", "{}").unwrap();
+    asked.call_id = Some("mine-7".into());
+    let id = world.engine.invoke(&world.caller, asked).await.unwrap().call.id.clone();
+    world.engine.finished(&world.caller, &id).await.unwrap();
+    let query = EventQuery::Run("run_default".into());
+    let events = world.engine.events(&world.caller, &query, 0, 10).await.unwrap();
+    let ends = [Kind::Requested, Kind::Finished];
+    for event in events.iter().filter(|event| ends.contains(&event.record.kind)) {
+        assert_eq!(event.record.data["task_id"], id.as_str());
+        assert_eq!(event.record.data["call_id"], "mine-7");
+    }
+}

@@ -1,0 +1,110 @@
+//! What an observer hears: every attempt that is over, also one that its process did not survive,
+//! and every end, after it was stored.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use schemars::JsonSchema;
+use serde::Deserialize;
+use toolcrib::fault::Code;
+use toolcrib::observe::{Attempted, Ended, Observer};
+use toolcrib::retry::{Backoff, PolicyPatch};
+use toolcrib::store::{MemoryStore, Store};
+use toolcrib::trace::{Ids, TraceParent};
+use toolcrib::{Caller, Effect, Engine, Fault, FnTool, Invocation, ToolContext};
+
+const GIVEN: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
+
+#[derive(Deserialize, JsonSchema)]
+struct Nothing {}
+
+#[derive(Default)]
+struct Heard {
+    attempts: Vec<(u32, Option<Code>, TraceParent)>,
+    ends: Vec<(String, Option<String>, TraceParent)>,
+}
+
+#[derive(Default)]
+struct Ear(Mutex<Heard>);
+
+impl Observer for Ear {
+    fn samples(&self, ids: &Ids) -> bool {
+        ids.parent.is_some_and(|parent| parent.is_sampled())
+    }
+
+    fn attempted(&self, attempted: &Attempted<'_>) {
+        let number = attempted.call.attempt;
+        let began_ms = attempted.call.attempt_ms.unwrap();
+        assert!(began_ms <= attempted.ended_ms);
+        let span = attempted.ids.attempt(number, true);
+        self.0.lock().attempts.push((number, attempted.failed, span));
+    }
+
+    fn ended(&self, ended: &Ended<'_>) {
+        let status = ended.call.status.as_str().to_owned();
+        let span = ended.ids.call(true);
+        self.0.lock().ends.push((status, (ended.description)(), span));
+    }
+}
+
+fn asked() -> Invocation {
+    let traceparent = Some(GIVEN.to_owned());
+    Invocation { traceparent, ..Invocation::new("t.read", "{}").unwrap() }
+}
+
+fn quick() -> PolicyPatch {
+    let backoff = Backoff { initial_ms: 1, ..Backoff::default() };
+    PolicyPatch { backoff: Some(backoff), ..PolicyPatch::default() }
+}
+
+#[tokio::test]
+async fn every_attempt_and_the_end_is_heard_and_the_trace_is_handed_on() {
+    let told = Arc::new(Mutex::new(Vec::new()));
+    let telling = told.clone();
+    let flaky =
+        FnTool::with_context("t.read", "Fails once", move |_: Nothing, context: ToolContext| {
+            telling.lock().push(context.traceparent.unwrap());
+            async move { if context.attempt < 2 { Err(Fault::unreachable("gone")) } else { Ok(1) } }
+        });
+    let ear = Arc::new(Ear::default());
+    let tool = flaky.effect(Effect::Read).policy(quick());
+    let engine = Engine::builder().tool(tool).observer(ear.clone()).start().await.unwrap();
+    let caller = Caller::local("default");
+    let ticket = engine.invoke(&caller, asked()).await.unwrap();
+    engine.finished(&caller, &ticket.call.id).await.unwrap();
+    engine.shut_down(std::time::Duration::from_secs(10)).await;
+    let heard = ear.0.lock();
+    let attempts: Vec<_> = heard.attempts.iter().map(|(n, code, _)| (*n, *code)).collect();
+    assert_eq!(attempts, [(1, Some(Code::UpstreamUnavailable)), (2, None)]);
+    let handed_on: Vec<TraceParent> = heard.attempts.iter().map(|(.., span)| *span).collect();
+    assert_eq!(*told.lock(), handed_on, "below the span of each attempt");
+    let own = engine.trace_of(&ticket.call);
+    let ends: Vec<_> =
+        heard.ends.iter().map(|(s, about, _)| (s.as_str(), about.as_deref())).collect();
+    assert_eq!(ends, [("SUCCEEDED", Some("Fails once"))]);
+    assert_eq!(Some(heard.ends[0].2), own);
+    assert_eq!(own.unwrap().trace_id_text(), "0af7651916cd43dd8448eb211c80319c");
+}
+
+#[tokio::test]
+async fn an_attempt_that_its_process_did_not_survive_is_heard_by_the_next() {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::default());
+    let hangs = FnTool::new("t.read", "Hangs", |_: Nothing| async {
+        std::future::pending::<Result<(), Fault>>().await
+    });
+    let first = Engine::builder().store(store.clone()).tool(hangs.effect(Effect::Read));
+    let first = first.start().await.unwrap();
+    let caller = Caller::local("default");
+    let ticket = first.invoke(&caller, asked()).await.unwrap();
+    first.shut_down(std::time::Duration::ZERO).await;
+    let works = FnTool::new("t.read", "Works", |_: Nothing| async { Ok::<_, Fault>(1) });
+    let ear = Arc::new(Ear::default());
+    let second = Engine::builder().store(store).tool(works.effect(Effect::Read).policy(quick()));
+    let second = second.observer(ear.clone()).start().await.unwrap();
+    second.finished(&caller, &ticket.call.id).await.unwrap();
+    second.shut_down(std::time::Duration::from_secs(10)).await;
+    let heard = ear.0.lock();
+    let attempts: Vec<_> = heard.attempts.iter().map(|(n, code, _)| (*n, *code)).collect();
+    assert_eq!(attempts, [(1, Some(Code::OutcomeUnknown)), (2, None)]);
+    assert_eq!(heard.ends.len(), 1);
+}

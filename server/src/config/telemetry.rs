@@ -1,0 +1,91 @@
+//! Settings of traces and metrics.
+
+use schemars::JsonSchema;
+use serde::Deserialize;
+
+use super::ConfigError;
+
+/// Traces and metrics. Where a setting is left out, OpenTelemetry's own variable counts
+/// (`OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_SERVICE_NAME`, `OTEL_TRACES_SAMPLER`).
+#[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct TelemetrySettings {
+    /// Where spans and metrics are sent by OTLP/HTTP (protobuf), such as `http://localhost:4318`;
+    /// `/v1/traces` and `/v1/metrics` are added. Without it nothing is sent.
+    pub otlp_endpoint: Option<String>,
+    /// The name of an environment variable with headers to send along, as `name=value,name=value`:
+    /// for the key of a tracing service, which does not belong into a file.
+    pub otlp_headers_env: Option<String>,
+    /// What this server is called in traces; `toolcrib` unless said.
+    pub service_name: Option<String>,
+    /// Which part of the traces that begin here is recorded, from 0 to 1; all unless said. A
+    /// caller's trace is recorded when the caller records it.
+    pub sample_ratio: Option<f64>,
+    /// How often spans are sent.
+    pub export_interval_ms: u64,
+    /// How often metrics are sent.
+    pub metrics_interval_ms: u64,
+    /// Spans that may wait to be sent; more are dropped and counted.
+    pub max_queued_spans: usize,
+    /// Whether spans carry the arguments and results of calls. They may be confidential.
+    pub capture_content: bool,
+    /// Whether `/metrics` names the tools of projects. It needs no key, so unless said it names
+    /// them only while the server has no keys; built-in tools are always named.
+    pub tool_names_in_metrics: Option<bool>,
+}
+
+impl Default for TelemetrySettings {
+    fn default() -> Self {
+        Self {
+            otlp_endpoint: None,
+            otlp_headers_env: None,
+            service_name: None,
+            sample_ratio: None,
+            export_interval_ms: 5_000,
+            metrics_interval_ms: 60_000,
+            max_queued_spans: 8_192,
+            capture_content: false,
+            tool_names_in_metrics: None,
+        }
+    }
+}
+
+impl TelemetrySettings {
+    /// Checks what types alone cannot say.
+    pub(super) fn validate(&self) -> Result<(), ConfigError> {
+        let invalid = |key: &str, why: &str| {
+            Err(ConfigError::invalid(&format!("telemetry.{key}"), why.to_owned()))
+        };
+        if let Some(endpoint) = &self.otlp_endpoint {
+            check_endpoint(endpoint).or_else(|why| invalid("otlp_endpoint", &why))?;
+        }
+        if self.sample_ratio.is_some_and(|ratio| !(0.0..=1.0).contains(&ratio)) {
+            return invalid("sample_ratio", "must be from 0 to 1");
+        }
+        if self.max_queued_spans == 0 {
+            return invalid("max_queued_spans", "must be at least 1");
+        }
+        if self.otlp_headers_env.as_ref().is_some_and(|name| !is_variable(name)) {
+            let why = "must be the name of an environment variable, not the headers themselves";
+            return invalid("otlp_headers_env", why);
+        }
+        Ok(())
+    }
+}
+
+/// An address that spans can be sent to. A password in it would end up in files and logs.
+pub(crate) fn check_endpoint(endpoint: &str) -> Result<(), String> {
+    let url = reqwest::Url::parse(endpoint).ok();
+    match url.filter(|url| matches!(url.scheme(), "http" | "https") && url.has_host()) {
+        None => Err("must be an address such as http://localhost:4318".into()),
+        Some(url) if !url.username().is_empty() || url.password().is_some() => {
+            Err("must not hold a password: name a variable with otlp_headers_env".into())
+        }
+        Some(_) => Ok(()),
+    }
+}
+
+fn is_variable(name: &str) -> bool {
+    let plain = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    !name.is_empty() && name.chars().all(plain)
+}

@@ -1,0 +1,147 @@
+//! Deliveries of completion callbacks: seeing what became of them, and asking for one again.
+
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+use serde::{Deserialize, Serialize};
+use toolcrib::delivery::{Delivery, DeliveryStatus, Try};
+use toolcrib::engine::DeliveryQuery;
+use toolcrib::fault::{Code, Error};
+use utoipa::{IntoParams, ToSchema};
+
+use super::super::Door;
+use super::super::answer::{Problem, Refused};
+use super::super::question::{Asked, CallPath, Who};
+use super::calls::page_of;
+
+/// What is to be delivered to the `callback_url` of one call.
+#[derive(Debug, Serialize, ToSchema)]
+pub(super) struct DeliveryBody {
+    /// The `webhook-id` of every try.
+    webhook_id: String,
+    tool_call_id: String,
+    /// The same.
+    task_id: String,
+    url: String,
+    /// `waiting` (for the call's end), `pending`, `delivered`, `gone` or `exhausted`.
+    status: &'static str,
+    /// How often it was tried.
+    tries: u32,
+    /// While `pending`.
+    next_try_at_ms: Option<u64>,
+    /// Why the last try failed.
+    last_error: Option<String>,
+    /// The last tries, up to 100. Not in lists.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    log: Option<Vec<TryBody>>,
+}
+
+/// One try.
+#[derive(Debug, Serialize, ToSchema)]
+pub(super) struct TryBody {
+    /// From 1.
+    number: u32,
+    at_ms: u64,
+    duration_ms: u64,
+    /// What the receiver answered with, if it did.
+    status_code: Option<u16>,
+    /// Why it does not count as delivered.
+    error: Option<String>,
+}
+
+impl DeliveryBody {
+    fn new(delivery: &Delivery, log: Option<Vec<Try>>) -> Self {
+        let shown = |tried: Try| TryBody {
+            number: tried.number,
+            at_ms: tried.at_ms,
+            duration_ms: tried.duration_ms,
+            status_code: tried.status_code,
+            error: tried.error,
+        };
+        Self {
+            webhook_id: delivery.message_id(),
+            tool_call_id: delivery.call_id.to_string(),
+            task_id: delivery.call_id.to_string(),
+            url: delivery.url.clone(),
+            status: delivery.status.as_str(),
+            tries: delivery.tries,
+            next_try_at_ms: delivery.due_ms,
+            last_error: delivery.last_error.clone(),
+            log: log.map(|tries| tries.into_iter().map(shown).collect()),
+        }
+    }
+}
+
+/// Deliveries, those of the newest calls first.
+#[derive(Serialize, ToSchema)]
+pub(super) struct DeliveryList {
+    deliveries: Vec<DeliveryBody>,
+    /// For the next page; none on the last.
+    next_cursor: Option<String>,
+}
+
+/// Which deliveries to list.
+#[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(super) struct DeliveryListing {
+    /// Only in this status: `waiting`, `pending`, `delivered`, `gone` or `exhausted`.
+    status: Option<String>,
+    /// At most so many: 1 to 200, 50 unless said.
+    limit: Option<u64>,
+    /// `next_cursor` of the page before.
+    cursor: Option<String>,
+}
+
+/// Lists the project's deliveries, those of the newest calls first.
+#[utoipa::path(get, path = "/v1/deliveries", tag = "agents", params(DeliveryListing),
+    responses((status = 200, body = DeliveryList), (status = 403, body = Problem),
+        (status = 422, body = Problem)))]
+pub(super) async fn list(
+    State(door): State<Door>,
+    Who(caller): Who,
+    Asked(listing): Asked<DeliveryListing>,
+) -> Result<Json<DeliveryList>, Refused> {
+    let status = match listing.status.as_deref() {
+        None | Some("") => None,
+        Some(word) => Some(word.to_lowercase().parse().map_err(|()| {
+            let known = DeliveryStatus::ALL.map(DeliveryStatus::as_str).join(", ");
+            Error::refused(Code::ValidationError, format!("status must be one of {known}"))
+        })?),
+    };
+    let (before, limit) = page_of(listing.cursor.as_deref(), listing.limit)?;
+    let query = DeliveryQuery { status, before, limit };
+    let page = door.engine.deliveries(&caller, query).await?;
+    let deliveries = page.deliveries.iter().map(|one| DeliveryBody::new(one, None)).collect();
+    let next_cursor = page.before.map(|id| id.to_string());
+    Ok(Json(DeliveryList { deliveries, next_cursor }))
+}
+
+/// Shows what became of a call's callback, with every try; empty without a `callback_url`.
+#[utoipa::path(get, path = "/v1/tool_calls/{tool_call_id}/deliveries", tag = "agents",
+    params(("tool_call_id" = String, Path, description = "The ticket")),
+    responses((status = 200, body = DeliveryList), (status = 403, body = Problem),
+        (status = 404, body = Problem)))]
+pub(super) async fn of_call(
+    State(door): State<Door>,
+    Who(caller): Who,
+    CallPath(id): CallPath,
+) -> Result<Json<DeliveryList>, Refused> {
+    let found = door.engine.delivery(&caller, &id).await?;
+    let deliveries = found.map(|(delivery, tries)| DeliveryBody::new(&delivery, Some(tries)));
+    Ok(Json(DeliveryList { deliveries: deliveries.into_iter().collect(), next_cursor: None }))
+}
+
+/// Delivers again, whatever came of it before: now, and from the beginning of the schedule.
+#[utoipa::path(post, path = "/v1/tool_calls/{tool_call_id}/deliveries/repeat", tag = "agents",
+    params(("tool_call_id" = String, Path, description = "The ticket")),
+    responses((status = 202, body = DeliveryBody), (status = 403, body = Problem),
+        (status = 404, body = Problem),
+        (status = 409, description = "The call has not ended", body = Problem)))]
+pub(super) async fn repeat(
+    State(door): State<Door>,
+    Who(caller): Who,
+    CallPath(id): CallPath,
+) -> Result<(StatusCode, Json<DeliveryBody>), Refused> {
+    let delivery = door.engine.repeat_delivery(&caller, &id).await?;
+    Ok((StatusCode::ACCEPTED, Json(DeliveryBody::new(&delivery, None))))
+}

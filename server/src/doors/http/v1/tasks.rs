@@ -1,0 +1,220 @@
+//! Background tasks: the same calls, seen as who does not wait for them sees them.
+
+use axum::Json;
+use axum::extract::State;
+use axum::http::{HeaderMap, HeaderValue, header};
+use axum::response::{IntoResponse, Response};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use toolcrib::Call;
+use toolcrib::engine::CallQuery;
+use toolcrib::event::Record;
+use toolcrib::fault::{Code, Error};
+use utoipa::{IntoParams, ToSchema};
+
+use super::super::Door;
+use super::super::answer::{Problem, Refused};
+use super::super::question::{Asked, Body, CallPath, Who};
+use super::super::wire::{FaultBody, MetricsBody};
+use super::calls::{CancelBody, page_of};
+use super::events::{From, Messages, after, follow_task};
+use super::tools::Wait;
+use crate::task::{parse_status, status_word};
+
+/// A task, with its outcome once it has one.
+#[derive(Debug, Serialize, ToSchema)]
+pub(super) struct TaskBody<'a> {
+    /// The ticket.
+    task_id: &'a str,
+    /// The same.
+    tool_call_id: &'a str,
+    /// The caller's own id for it.
+    call_id: Option<&'a str>,
+    run_id: &'a str,
+    tool_name: &'a str,
+    /// `submitted`, `running`, `completed`, `failed`, `timeout` or `canceled`.
+    status: &'static str,
+    /// Whether the tool is async; a ticket of any other tool is shown all the same.
+    #[serde(rename = "async")]
+    background: bool,
+    /// What was said last about how far it is. Not in lists.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    progress: Option<TaskProgress>,
+    #[schema(value_type = Option<Object>)]
+    result: Option<toolcrib::Json>,
+    error: Option<FaultBody>,
+    metrics: Option<MetricsBody>,
+    /// Unix seconds.
+    created_at: u64,
+    /// Unix seconds.
+    completed_at: Option<u64>,
+    created_at_ms: u64,
+    started_at_ms: Option<u64>,
+    completed_at_ms: Option<u64>,
+    /// When it ends as `timeout`.
+    deadline_at_ms: u64,
+}
+
+/// How far a task is.
+#[derive(Debug, Serialize, ToSchema)]
+pub(super) struct TaskProgress {
+    /// 0 to 100.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    percent: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    message: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Object>)]
+    data: Option<Value>,
+    at_ms: u64,
+}
+
+impl std::convert::From<Record> for TaskProgress {
+    fn from(mut record: Record) -> Self {
+        Self {
+            percent: record.data.get("percent").and_then(Value::as_f64),
+            message: record.data.get("message").and_then(Value::as_str).map(str::to_owned),
+            data: record.data.remove("data"),
+            at_ms: record.at_ms,
+        }
+    }
+}
+
+impl<'a> TaskBody<'a> {
+    fn new(call: &'a Call, progress: Option<Record>) -> Self {
+        let outcome = call.outcome.as_ref();
+        Self {
+            task_id: call.id.as_str(),
+            tool_call_id: call.id.as_str(),
+            call_id: call.asked.call_id.as_deref(),
+            run_id: &call.run_id,
+            tool_name: &call.tool_name,
+            status: status_word(call.status),
+            background: call.asked.background,
+            progress: progress.map(TaskProgress::from),
+            result: outcome.and_then(|outcome| outcome.data.clone()),
+            error: outcome.and_then(|outcome| outcome.error.as_ref()).map(FaultBody::from),
+            metrics: outcome.map(|outcome| MetricsBody::from(outcome.metrics)),
+            created_at: call.created_ms / 1_000,
+            completed_at: call.completed_ms.map(|ms| ms / 1_000),
+            created_at_ms: call.created_ms,
+            started_at_ms: call.started_ms,
+            completed_at_ms: call.completed_ms,
+            deadline_at_ms: call.deadline_ms,
+        }
+    }
+}
+
+/// Shows a task; with `wait_ms`, once it has ended or the time is over.
+#[utoipa::path(get, path = "/v1/tasks/{task_id}", tag = "agents",
+    params(("task_id" = String, Path, description = "The ticket"), Wait),
+    responses((status = 200, body = TaskBody), (status = 404, body = Problem)))]
+pub(super) async fn show(
+    State(door): State<Door>,
+    Who(caller): Who,
+    CallPath(id): CallPath,
+    Asked(wait): Asked<Wait>,
+) -> Result<Response, Refused> {
+    let call = match wait.wait_ms {
+        None | Some(0) => door.engine.call(&caller, &id).await?,
+        Some(wait_ms) => door.engine.wait(&caller, &id, wait_ms).await?,
+    };
+    let progress = door.engine.newest_progress(&caller, &id).await?;
+    let mut answer = Json(TaskBody::new(&call, progress)).into_response();
+    if !call.status.is_terminal() {
+        // A hint for who polls without wait_ms.
+        answer.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+    }
+    Ok(answer)
+}
+
+/// Which tasks to list.
+#[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(super) struct TaskListing {
+    /// Only of this run.
+    run_id: Option<String>,
+    /// Only of this tool.
+    tool_name: Option<String>,
+    /// Only in this status: `submitted`, `running`, `completed`, `failed`, `timeout`, `canceled`.
+    status: Option<String>,
+    /// At most so many: 1 to 200, 50 unless said.
+    limit: Option<u64>,
+    /// `next_cursor` of the page before.
+    cursor: Option<String>,
+}
+
+/// A page of tasks, newest first.
+#[derive(Serialize, ToSchema)]
+pub(super) struct TaskList<'a> {
+    tasks: Vec<TaskBody<'a>>,
+    /// For the next page; none on the last.
+    next_cursor: Option<String>,
+}
+
+/// Lists the project's background tasks, newest first.
+#[utoipa::path(get, path = "/v1/tasks", tag = "agents", params(TaskListing),
+    responses((status = 200, body = TaskList), (status = 422, body = Problem)))]
+pub(super) async fn list(
+    State(door): State<Door>,
+    Who(caller): Who,
+    Asked(listing): Asked<TaskListing>,
+) -> Result<Response, Refused> {
+    let status = match listing.status.as_deref() {
+        None | Some("") => None,
+        Some(word) => Some(parse_status(&word.to_lowercase()).ok_or_else(|| {
+            let known = toolcrib::Status::ALL.map(status_word).join(", ");
+            Error::refused(Code::ValidationError, format!("status must be one of {known}"))
+        })?),
+    };
+    let (before, limit) = page_of(listing.cursor.as_deref(), listing.limit)?;
+    let query = CallQuery {
+        run_id: listing.run_id,
+        tool_name: listing.tool_name,
+        status,
+        background: true,
+        since_ms: None,
+        before,
+        limit,
+    };
+    let page = door.engine.calls(&caller, query).await?;
+    let list = TaskList {
+        tasks: page.calls.iter().map(|call| TaskBody::new(call, None)).collect(),
+        next_cursor: page.before.map(|id| id.to_string()),
+    };
+    Ok(Json(list).into_response())
+}
+
+/// Cancels a task: whoever executes it is told. Canceling twice is the same as once.
+#[utoipa::path(post, path = "/v1/tasks/{task_id}/cancel", tag = "agents",
+    params(("task_id" = String, Path, description = "The ticket")),
+    request_body = CancelBody,
+    responses((status = 200, body = TaskBody), (status = 404, body = Problem),
+        (status = 409, description = "It has ended otherwise", body = Problem)))]
+pub(super) async fn cancel(
+    State(door): State<Door>,
+    Who(caller): Who,
+    CallPath(id): CallPath,
+    Body(body): Body<CancelBody>,
+) -> Result<Response, Refused> {
+    let call = door.engine.cancel(&caller, &id, body.reason()).await?;
+    Ok(Json(TaskBody::new(&call, None)).into_response())
+}
+
+/// Follows one task to its end: `task.submit`, `task.progress`, `task.completed` or `task.failed`.
+#[utoipa::path(get, path = "/v1/tasks/{task_id}/events", tag = "agents",
+    params(("task_id" = String, Path, description = "The ticket"), From,
+        ("Last-Event-ID" = Option<u64>, Header, description = "Go on after this event")),
+    responses((status = 200, description = "Server-sent events", content_type = "text/event-stream"),
+        (status = 404, body = Problem)))]
+pub(super) async fn events(
+    State(door): State<Door>,
+    Who(caller): Who,
+    CallPath(id): CallPath,
+    Asked(from): Asked<From>,
+    headers: HeaderMap,
+) -> Result<Messages, Refused> {
+    door.engine.call(&caller, &id).await?;
+    let after = after(&headers, &from)?.unwrap_or(0);
+    Ok(follow_task(door.engine, caller, &headers, id, after))
+}

@@ -1,0 +1,197 @@
+//! Where the server may connect to when somebody else names the address.
+//!
+//! A URL that a caller gives must not be a way into the network the server stands in: to its
+//! loopback, its neighbours, or the metadata service of its cloud. A URL is looked at when it is
+//! given ([`Outbound::check`]), which catches mistakes early; and names are resolved by a resolver
+//! that hands out permitted addresses only ([`Outbound::client`]), so the address that was checked
+//! is the one that is connected to, whatever the name's owner answers the next time.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::sync::Arc;
+
+use futures::future::BoxFuture;
+use reqwest::dns::{Addrs, Name, Resolve, Resolving};
+use reqwest::{ClientBuilder, Url, redirect};
+
+/// The rules, and how an operator changes them.
+#[derive(Debug, Clone)]
+pub struct Outbound {
+    allow_private: bool,
+    allow_hosts: Vec<String>,
+    /// The table of the configuration that they come from.
+    table: &'static str,
+}
+
+/// A name that leads nowhere we may go.
+#[derive(Debug, thiserror::Error)]
+#[error("{host} has only addresses of private networks, which {table}.allow_private forbids")]
+pub struct PrivateAddress {
+    host: String,
+    table: &'static str,
+}
+
+impl Outbound {
+    /// `allow_hosts` are names, addresses, or `*.name`, for which private addresses are fine.
+    pub fn new(table: &'static str, allow_private: bool, allow_hosts: &[String]) -> Self {
+        let allow_hosts = allow_hosts.iter().map(|host| bare(host)).collect();
+        Self { allow_private, allow_hosts, table }
+    }
+
+    /// The URL in its usual form, or what is wrong with it: a phrase to follow its field's name.
+    pub fn check(&self, text: &str) -> Result<Url, String> {
+        let mut url = Url::parse(text).map_err(|error| format!("is not a URL: {error}"))?;
+        if !matches!(url.scheme(), "http" | "https") {
+            return Err("must begin with https:// or http://".to_owned());
+        }
+        if !url.username().is_empty() || url.password().is_some() {
+            return Err("must not have a user name or password in it".to_owned());
+        }
+        let Some(host) = url.host_str().map(bare) else {
+            return Err("must name a host".to_owned());
+        };
+        if url.port() == Some(0) {
+            return Err("must not have port 0".to_owned());
+        }
+        if !self.permits_literal(&host) {
+            return Err(format!(
+                "must not lead to a private network, as {host} does; if it should, the operator \
+                 can set {table}.allow_hosts or {table}.allow_private",
+                table = self.table
+            ));
+        }
+        url.set_fragment(None);
+        Ok(url)
+    }
+
+    /// A client that connects to permitted addresses only, never through a proxy (which would
+    /// resolve names by itself) and never on to where an answer points.
+    pub fn client(&self) -> ClientBuilder {
+        self.client_resolving(|host| {
+            Box::pin(async move {
+                let found = tokio::net::lookup_host((host.as_str(), 0)).await?;
+                Ok(found.collect())
+            })
+        })
+    }
+
+    fn client_resolving(&self, lookup: impl Lookup) -> ClientBuilder {
+        let guard = Guard { rules: self.clone(), lookup: Arc::new(lookup) };
+        reqwest::Client::builder()
+            .dns_resolver(guard)
+            .redirect(redirect::Policy::none())
+            .no_proxy()
+            .user_agent(concat!("toolcrib/", env!("CARGO_PKG_VERSION")))
+    }
+
+    fn permits_literal(&self, host: &str) -> bool {
+        match host.parse::<IpAddr>() {
+            Ok(address) => self.permits(host, address),
+            Err(_) => {
+                let local = host == "localhost" || host.ends_with(".localhost");
+                !local || self.permits(host, Ipv4Addr::LOCALHOST.into())
+            }
+        }
+    }
+
+    fn permits(&self, host: &str, address: IpAddr) -> bool {
+        self.allow_private || is_public(address) || self.is_listed(&bare(host))
+    }
+
+    fn is_listed(&self, host: &str) -> bool {
+        self.allow_hosts.iter().any(|listed| match listed.strip_prefix("*.") {
+            Some(parent) => host.strip_suffix(parent).is_some_and(|rest| rest.ends_with('.')),
+            None => listed == host,
+        })
+    }
+}
+
+/// A host in lower case, without the brackets of IPv6 and the final dot of a full name.
+fn bare(host: &str) -> String {
+    let host = host.trim_start_matches('[').trim_end_matches(']').trim_end_matches('.');
+    host.to_ascii_lowercase()
+}
+
+trait Lookup:
+    Fn(String) -> BoxFuture<'static, std::io::Result<Vec<SocketAddr>>> + Send + Sync + 'static
+{
+}
+
+impl<F> Lookup for F where
+    F: Fn(String) -> BoxFuture<'static, std::io::Result<Vec<SocketAddr>>> + Send + Sync + 'static
+{
+}
+
+/// Resolves names to permitted addresses.
+struct Guard {
+    rules: Outbound,
+    lookup: Arc<dyn Lookup>,
+}
+
+impl Resolve for Guard {
+    fn resolve(&self, name: Name) -> Resolving {
+        let (rules, lookup, host) =
+            (self.rules.clone(), self.lookup.clone(), name.as_str().to_owned());
+        Box::pin(async move {
+            let mut found = lookup(host.clone()).await?;
+            if found.is_empty() {
+                return Err(format!("{host} has no address").into());
+            }
+            found.retain(|address| rules.permits(&host, address.ip()));
+            if found.is_empty() {
+                return Err(PrivateAddress { host, table: rules.table }.into());
+            }
+            Ok(Box::new(found.into_iter()) as Addrs)
+        })
+    }
+}
+
+/// Whether an address is reached over the public internet, by every way of writing it.
+pub fn is_public(address: IpAddr) -> bool {
+    match address {
+        IpAddr::V4(address) => is_public_v4(address),
+        IpAddr::V6(address) => is_public_v6(address),
+    }
+}
+
+fn is_public_v4(address: Ipv4Addr) -> bool {
+    let [a, b, c, _] = address.octets();
+    !matches!(
+        (a, b, c),
+        // This network, private, carrier-grade NAT, loopback, link-local (with the metadata
+        // services of clouds), private, IETF, documentation, 6to4 relays, private, benchmarks,
+        // documentation, documentation, multicast and reserved.
+        (0 | 10 | 127, _, _)
+            | (100, 64..=127, _)
+            | (169, 254, _)
+            | (172, 16..=31, _)
+            | (192, 0, 0 | 2)
+            | (192, 88, 99)
+            | (192, 168, _)
+            | (198, 18 | 19, _)
+            | (198, 51, 100)
+            | (203, 0, 113)
+            | (224..=255, _, _)
+    )
+}
+
+fn is_public_v6(address: Ipv6Addr) -> bool {
+    let parts = address.segments();
+    let embedded = |high: u16, low: u16| {
+        let ([a, b], [c, d]) = (high.to_be_bytes(), low.to_be_bytes());
+        is_public_v4(Ipv4Addr::new(a, b, c, d))
+    };
+    match parts {
+        // NAT64, 6to4 and mapped addresses carry an IPv4 address, which decides.
+        [0x64, 0xff9b, 0, 0, 0, 0, high, low]
+        | [0x2002, high, low, ..]
+        | [0, 0, 0, 0, 0, 0xffff, high, low] => embedded(high, low),
+        // Teredo, ORCHID and others of the IETF; documentation, twice.
+        [0x2001, 0..=0x1ff, ..] | [0x2001, 0xdb8, ..] | [0x3fff, 0..=0xfff, ..] => false,
+        // Global unicast is all that is left: not loopback, unique local, link-local, site-local,
+        // multicast, or anything that is not given out yet.
+        [first, ..] => first & 0xe000 == 0x2000,
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,400 @@
+//! Export by OTLP/HTTP: spans and metrics go to an endpoint from threads of their own.
+//!
+//! An endpoint that is down, slow or silent costs the calls nothing: spans wait in a bounded queue,
+//! what does not fit is dropped and counted, and the log says so now and then. Everything that is
+//! still waiting is sent when the server stops, within a limit.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use opentelemetry::KeyValue;
+use opentelemetry::metrics::{Histogram, MeterProvider};
+use opentelemetry_otlp::{
+    MetricExporter, Protocol, SpanExporter, WithExportConfig, WithHttpConfig,
+};
+use opentelemetry_sdk::Resource;
+use opentelemetry_sdk::error::OTelSdkResult;
+use opentelemetry_sdk::metrics::data::ResourceMetrics;
+use opentelemetry_sdk::metrics::exporter::PushMetricExporter;
+use opentelemetry_sdk::metrics::{PeriodicReader, SdkMeterProvider, Temporality};
+use opentelemetry_sdk::trace::{
+    BatchConfigBuilder, BatchSpanProcessor, SpanData, SpanExporter as ExportSpans, SpanProcessor,
+};
+use parking_lot::Mutex;
+
+use super::sampling::Sampling;
+use crate::config::{TelemetrySettings, check_endpoint};
+
+/// How long the endpoint may take to answer.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// How often the log may say that it does not.
+const SAY_AGAIN: Duration = Duration::from_secs(60);
+/// Spans that are sent at once.
+const BATCH: usize = 512;
+
+/// What exports, once it is set up.
+pub struct Otlp {
+    spans: Option<Spans>,
+    meters: Option<SdkMeterProvider>,
+    pub(super) duration: Option<Histogram<f64>>,
+    pub(super) sampling: Sampling,
+    pub(super) capture_content: bool,
+}
+
+/// The queue of spans.
+struct Spans {
+    processor: BatchSpanProcessor,
+    queued: Arc<AtomicUsize>,
+    max_queued: usize,
+}
+
+/// Where to, and with what.
+struct Destination {
+    traces: Option<String>,
+    metrics: Option<String>,
+    headers: HashMap<String, String>,
+}
+
+impl Otlp {
+    /// Sets up what is configured; none where nothing is to be exported.
+    pub async fn start(settings: &TelemetrySettings) -> anyhow::Result<Option<Arc<Self>>> {
+        let variable = |name: &str| std::env::var(name).ok().filter(|text| !text.is_empty());
+        let Some(to) = Destination::configured(settings, variable)? else { return Ok(None) };
+        let sampling =
+            Sampling::configured(settings.sample_ratio, variable).map_err(anyhow::Error::msg)?;
+        let resource = resource(settings.service_name.as_deref(), variable);
+        let shown = |url: &Option<String>| url.as_deref().map_or_else(|| "-".to_owned(), origin);
+        tracing::info!(
+            traces = shown(&to.traces),
+            metrics = shown(&to.metrics),
+            ratio = sampling.ratio,
+            "exporting by OTLP"
+        );
+        let settings = settings.clone();
+        // The blocking client must not be made on a thread of the runtime.
+        let made =
+            tokio::task::spawn_blocking(move || Self::made(&settings, &to, &resource, sampling));
+        Ok(Some(Arc::new(made.await??)))
+    }
+
+    fn made(
+        settings: &TelemetrySettings,
+        to: &Destination,
+        resource: &Resource,
+        sampling: Sampling,
+    ) -> anyhow::Result<Self> {
+        let spans = match &to.traces {
+            Some(url) => Some(Spans::made(settings, url, &to.headers, resource)?),
+            None => None,
+        };
+        let meters = match &to.metrics {
+            Some(url) => Some(meters(settings, url, &to.headers, resource)?),
+            None => None,
+        };
+        let duration = meters.as_ref().map(|meters| {
+            let bounds = (0..14).map(|n| 0.01 * f64::from(1 << n)).collect();
+            let meter = meters.meter_with_scope(super::spans::scope());
+            meter
+                .f64_histogram("gen_ai.execute_tool.duration")
+                .with_description("How long tool calls took, from being accepted to the outcome")
+                .with_unit("s")
+                .with_boundaries(bounds)
+                .build()
+        });
+        let capture_content = settings.capture_content;
+        Ok(Self { spans, meters, duration, sampling, capture_content })
+    }
+
+    /// Whether spans are exported at all.
+    pub(super) fn has_spans(&self) -> bool {
+        self.spans.is_some()
+    }
+
+    /// Puts a span in line.
+    pub(super) fn send(&self, span: SpanData) {
+        let Some(spans) = &self.spans else { return };
+        if spans.queued.fetch_add(1, Ordering::Relaxed) >= spans.max_queued {
+            spans.queued.fetch_sub(1, Ordering::Relaxed);
+            counted("dropped", 1);
+            return;
+        }
+        spans.processor.on_end(span);
+    }
+
+    /// Sends what waits, within a limit, and stops. Blocks.
+    pub fn stop(self: &Arc<Self>, limit: Duration) {
+        let until = Instant::now() + limit;
+        let (done, finished) = mpsc::channel();
+        // The metrics' own way to stop has a limit of its own, which may be longer than ours.
+        for stop in [Self::stop_spans, Self::stop_metrics] {
+            let (this, done) = (self.clone(), done.clone());
+            std::thread::spawn(move || {
+                stop(&this, limit);
+                let _ = done.send(());
+            });
+        }
+        drop(done);
+        // What could not be sent in time is lost with the process.
+        while finished.recv_timeout(until.saturating_duration_since(Instant::now())).is_ok() {}
+    }
+
+    fn stop_spans(&self, limit: Duration) {
+        if let Some(spans) = &self.spans {
+            let _ = spans.processor.shutdown_with_timeout(limit);
+        }
+    }
+
+    fn stop_metrics(&self, limit: Duration) {
+        if let Some(meters) = &self.meters {
+            let _ = meters.shutdown_with_timeout(limit);
+        }
+    }
+}
+
+fn counted(outcome: &'static str, count: usize) {
+    metrics::counter!("toolcrib_otlp_spans_total", "outcome" => outcome).increment(count as u64);
+}
+
+impl Spans {
+    fn made(
+        settings: &TelemetrySettings,
+        url: &str,
+        headers: &HashMap<String, String>,
+        resource: &Resource,
+    ) -> anyhow::Result<Self> {
+        let exporter = SpanExporter::builder()
+            .with_http()
+            .with_http_client(client(url)?)
+            .with_protocol(Protocol::HttpBinary)
+            .with_endpoint(url)
+            .with_timeout(PATIENCE)
+            .with_headers(headers.clone())
+            .build()
+            .context("spans cannot be exported")?;
+        let queued = Arc::new(AtomicUsize::new(0));
+        let watched = Watched { exporter, queued: queued.clone(), said: Said::new("spans", url) };
+        let batches = BatchConfigBuilder::default()
+            .with_max_queue_size(settings.max_queued_spans)
+            .with_max_export_batch_size(BATCH.min(settings.max_queued_spans))
+            .with_scheduled_delay(Duration::from_millis(settings.export_interval_ms))
+            .build();
+        let mut processor = BatchSpanProcessor::new(watched, batches);
+        processor.set_resource(resource);
+        Ok(Self { processor, queued, max_queued: settings.max_queued_spans })
+    }
+}
+
+fn meters(
+    settings: &TelemetrySettings,
+    url: &str,
+    headers: &HashMap<String, String>,
+    resource: &Resource,
+) -> anyhow::Result<SdkMeterProvider> {
+    let exporter = MetricExporter::builder()
+        .with_http()
+        .with_http_client(client(url)?)
+        .with_protocol(Protocol::HttpBinary)
+        .with_endpoint(url)
+        .with_timeout(PATIENCE)
+        .with_headers(headers.clone())
+        .build()
+        .context("metrics cannot be exported")?;
+    let queued = Arc::new(AtomicUsize::new(0));
+    let watched = Watched { exporter, queued, said: Said::new("metrics", url) };
+    let interval = Duration::from_millis(settings.metrics_interval_ms);
+    let reader = PeriodicReader::builder(watched).with_interval(interval).build();
+    Ok(SdkMeterProvider::builder().with_reader(reader).with_resource(resource.clone()).build())
+}
+
+fn client(url: &str) -> anyhow::Result<reqwest::blocking::Client> {
+    let mut builder = reqwest::blocking::Client::builder()
+        .timeout(PATIENCE)
+        .redirect(reqwest::redirect::Policy::none())
+        .user_agent(concat!("toolcrib/", env!("CARGO_PKG_VERSION")));
+    // A collector on this machine is never behind a proxy, whatever the environment says.
+    let local = |url: &reqwest::Url| {
+        let ip = url.host_str().and_then(|host| host.trim_matches(['[', ']']).parse().ok());
+        url.host_str() == Some("localhost")
+            || ip.is_some_and(|ip: std::net::IpAddr| ip.is_loopback())
+    };
+    if reqwest::Url::parse(url).is_ok_and(|url| local(&url)) {
+        builder = builder.no_proxy();
+    }
+    builder.build().context("no HTTP client for OTLP")
+}
+
+/// Who this is, in traces and metrics.
+fn resource(name: Option<&str>, variable: impl Fn(&str) -> Option<String>) -> Resource {
+    let named = variable("OTEL_SERVICE_NAME").is_some()
+        || variable("OTEL_RESOURCE_ATTRIBUTES").is_some_and(|text| text.contains("service.name="));
+    let builder = Resource::builder().with_attributes([
+        KeyValue::new("service.version", env!("CARGO_PKG_VERSION")),
+        KeyValue::new("service.instance.id", ulid::Ulid::generate().to_string()),
+    ]);
+    match name.or((!named).then_some("toolcrib")) {
+        Some(name) => builder.with_service_name(name.to_owned()).build(),
+        None => builder.build(),
+    }
+}
+
+impl Destination {
+    /// The setting, or else OpenTelemetry's variables.
+    fn configured(
+        settings: &TelemetrySettings,
+        variable: impl Fn(&str) -> Option<String>,
+    ) -> anyhow::Result<Option<Self>> {
+        let is = |name: &str, value: &str| {
+            variable(name).is_some_and(|given| given.trim().eq_ignore_ascii_case(value))
+        };
+        let of = |signal: &str, path: &str| {
+            let own = settings.otlp_endpoint.clone();
+            let whole = variable(&format!("OTEL_EXPORTER_OTLP_{signal}_ENDPOINT"));
+            let base = own.clone().or_else(|| variable("OTEL_EXPORTER_OTLP_ENDPOINT"));
+            let url = match (own, whole) {
+                (None, Some(whole)) => whole,
+                _ => format!("{}{path}", base?.trim_end_matches('/')),
+            };
+            Some(url).filter(|_| !is(&format!("OTEL_{signal}_EXPORTER"), "none"))
+        };
+        let (traces, metrics) = (of("TRACES", "/v1/traces"), of("METRICS", "/v1/metrics"));
+        if is("OTEL_SDK_DISABLED", "true") || (traces.is_none() && metrics.is_none()) {
+            return Ok(None);
+        }
+        for url in [&traces, &metrics].into_iter().flatten() {
+            check_endpoint(url).map_err(|why| anyhow::anyhow!("the OTLP endpoint {why}"))?;
+        }
+        if is("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc") {
+            tracing::warn!("OTLP is sent as http/protobuf; gRPC is not spoken here");
+        }
+        let headers = match &settings.otlp_headers_env {
+            Some(name) => {
+                let text = variable(name).with_context(|| {
+                    format!("telemetry.otlp_headers_env: there is no variable {name}")
+                })?;
+                // The value is a secret and is not repeated.
+                headers(&text).with_context(|| {
+                    format!("the variable {name} must be written as name=value,name=value")
+                })?
+            }
+            None => HashMap::new(),
+        };
+        Ok(Some(Self { traces, metrics, headers }))
+    }
+}
+
+/// `name=value,name=value`, with `%20` and the like in the values.
+fn headers(text: &str) -> Option<HashMap<String, String>> {
+    let pairs = text.split(',').filter(|pair| !pair.trim().is_empty());
+    let read = pairs.map(|pair| {
+        let (name, value) = pair.split_once('=')?;
+        Some((name.trim().to_ascii_lowercase(), unescaped(value.trim())?))
+    });
+    read.collect()
+}
+
+fn unescaped(text: &str) -> Option<String> {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.bytes();
+    while let Some(byte) = rest.next() {
+        if byte != b'%' {
+            bytes.push(byte);
+            continue;
+        }
+        let digits = [rest.next()?, rest.next()?];
+        bytes.push(u8::from_str_radix(std::str::from_utf8(&digits).ok()?, 16).ok()?);
+    }
+    String::from_utf8(bytes).ok()
+}
+
+/// An address as it may be logged: paths and queries of tracing services can hold keys.
+fn origin(url: &str) -> String {
+    let url = reqwest::Url::parse(url).ok();
+    url.map(|url| url.origin().ascii_serialization()).unwrap_or_default()
+}
+
+/// Says now and then that the endpoint does not answer, and once that it does again.
+#[derive(Debug)]
+struct Said {
+    what: &'static str,
+    host: String,
+    last: Mutex<Option<Instant>>,
+}
+
+impl Said {
+    fn new(what: &'static str, url: &str) -> Self {
+        Self { what, host: origin(url), last: Mutex::new(None) }
+    }
+
+    fn hear(&self, result: &OTelSdkResult) {
+        let (what, endpoint) = (self.what, &self.host);
+        let mut last = self.last.lock();
+        match result {
+            Ok(()) => {
+                if last.take().is_some() {
+                    tracing::info!(what, endpoint, "the OTLP endpoint takes them again");
+                }
+            }
+            Err(error) => {
+                if last.is_none_or(|last| last.elapsed() >= SAY_AGAIN) {
+                    tracing::warn!(what, endpoint, %error, "the OTLP endpoint does not take them");
+                    *last = Some(Instant::now());
+                }
+            }
+        }
+    }
+}
+
+/// An exporter that is watched.
+#[derive(Debug)]
+struct Watched<E> {
+    exporter: E,
+    queued: Arc<AtomicUsize>,
+    said: Said,
+}
+
+impl ExportSpans for Watched<SpanExporter> {
+    async fn export(&self, batch: Vec<SpanData>) -> OTelSdkResult {
+        let count = batch.len();
+        let result = self.exporter.export(batch).await;
+        self.queued.fetch_sub(count, Ordering::Relaxed);
+        counted(if result.is_ok() { "sent" } else { "failed" }, count);
+        self.said.hear(&result);
+        result
+    }
+
+    fn shutdown_with_timeout(&self, timeout: Duration) -> OTelSdkResult {
+        self.exporter.shutdown_with_timeout(timeout)
+    }
+
+    fn force_flush(&self) -> OTelSdkResult {
+        self.exporter.force_flush()
+    }
+
+    fn set_resource(&mut self, resource: &Resource) {
+        self.exporter.set_resource(resource);
+    }
+}
+
+impl PushMetricExporter for Watched<MetricExporter> {
+    async fn export(&self, metrics: &ResourceMetrics) -> OTelSdkResult {
+        let result = self.exporter.export(metrics).await;
+        self.said.hear(&result);
+        result
+    }
+
+    fn force_flush(&self) -> OTelSdkResult {
+        self.exporter.force_flush()
+    }
+
+    fn shutdown_with_timeout(&self, timeout: Duration) -> OTelSdkResult {
+        self.exporter.shutdown_with_timeout(timeout)
+    }
+
+    fn temporality(&self) -> Temporality {
+        self.exporter.temporality()
+    }
+}

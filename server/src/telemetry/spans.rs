@@ -1,0 +1,208 @@
+//! What a call looks like as spans and metrics, in the words of OpenTelemetry's conventions for
+//! generative AI.
+//!
+//! A span is made when its call or attempt is over, out of the times that are stored; so it is the
+//! same for a call that outlived its request or the process. Arguments and results are not part of
+//! it, and neither are the messages of faults, which may quote them: only sizes and codes are.
+
+use std::sync::LazyLock;
+use std::time::{Duration, SystemTime};
+
+use opentelemetry::trace::{
+    SpanContext, SpanId, SpanKind, Status, TraceFlags, TraceId, TraceState,
+};
+use opentelemetry::{InstrumentationScope, KeyValue};
+use opentelemetry_sdk::trace::{SpanData, SpanEvents, SpanLinks};
+use toolcrib::call::Call;
+use toolcrib::fault::Code;
+use toolcrib::observe::{Attempted, Ended, Observer};
+use toolcrib::trace::{Ids, TraceParent};
+use toolcrib::{Executor, Json};
+
+use super::otlp::Otlp;
+
+/// The version of the conventions that are spoken here; all of them are still in development.
+const SCHEMA: &str = "https://opentelemetry.io/schemas/gen-ai/1.42.0";
+
+/// Captured arguments and results are cut to this.
+const MAX_CONTENT_BYTES: usize = 32 << 10;
+
+/// Who says it.
+pub(super) fn scope() -> InstrumentationScope {
+    static SCOPE: LazyLock<InstrumentationScope> = LazyLock::new(|| {
+        InstrumentationScope::builder("toolcrib")
+            .with_version(env!("CARGO_PKG_VERSION"))
+            .with_schema_url(SCHEMA)
+            .build()
+    });
+    SCOPE.clone()
+}
+
+impl Observer for Otlp {
+    fn samples(&self, ids: &Ids) -> bool {
+        self.has_spans() && self.sampling.takes(ids)
+    }
+
+    fn attempted(&self, attempted: &Attempted<'_>) {
+        if self.samples(&attempted.ids) {
+            self.send(attempt_span(attempted));
+        }
+    }
+
+    fn ended(&self, ended: &Ended<'_>) {
+        let call = ended.call;
+        if let (Some(duration), Some(outcome)) = (&self.duration, &call.outcome) {
+            let error = outcome.error.as_ref().map(|fault| fault.code);
+            duration.record(outcome.metrics.latency_ms as f64 / 1_000.0, &measured(call, error));
+        }
+        if !self.samples(&ended.ids) {
+            return;
+        }
+        let mut span = call_span(ended);
+        if self.capture_content {
+            let result = call.outcome.as_ref().and_then(|outcome| outcome.data.as_ref());
+            let content = [
+                ("gen_ai.tool.call.arguments", Some(&call.args)),
+                ("gen_ai.tool.call.result", result),
+            ];
+            for (name, json) in content {
+                span.attributes.extend(json.map(|json| KeyValue::new(name, shown(json))));
+            }
+        }
+        self.send(span);
+    }
+}
+
+/// Agents and tools, never ids: the attributes of a metric must stay few.
+fn measured(call: &Call, error: Option<Code>) -> Vec<KeyValue> {
+    let mut attributes = vec![
+        KeyValue::new("gen_ai.tool.name", call.tool_name.clone()),
+        KeyValue::new("gen_ai.tool.type", tool_type(call.target.executor)),
+        KeyValue::new("gen_ai.agent.name", call.asked.agent.clone()),
+    ];
+    attributes.extend(error.map(|code| KeyValue::new("error.type", code.as_str())));
+    attributes
+}
+
+/// `function` is executed on a client's side, `extension` on ours.
+fn tool_type(executor: Executor) -> &'static str {
+    match executor {
+        Executor::Client => "function",
+        _ => "extension",
+    }
+}
+
+/// The whole call: from being accepted to its outcome.
+fn call_span(ended: &Ended<'_>) -> SpanData {
+    let (ids, call) = (&ended.ids, ended.call);
+    let outcome = call.outcome.as_ref();
+    let error = outcome.and_then(|outcome| outcome.error.as_ref()).map(|fault| fault.code);
+    let metrics = outcome.map(|outcome| outcome.metrics).unwrap_or_default();
+    let mut attributes = vec![
+        KeyValue::new("gen_ai.operation.name", "execute_tool"),
+        KeyValue::new("gen_ai.tool.name", call.tool_name.clone()),
+        KeyValue::new("gen_ai.tool.call.id", call.id.to_string()),
+        KeyValue::new("gen_ai.tool.type", tool_type(call.target.executor)),
+        KeyValue::new("gen_ai.agent.name", call.asked.agent.clone()),
+        KeyValue::new("gen_ai.agent.id", call.asked.agent.clone()),
+        KeyValue::new("gen_ai.conversation.id", call.run_id.clone()),
+        KeyValue::new("toolcrib.project", call.project.clone()),
+        KeyValue::new("toolcrib.source", call.target.executor.as_str()),
+        KeyValue::new("toolcrib.call.status", call.status.as_str()),
+        KeyValue::new("toolcrib.call.attempt", i64::from(call.attempt)),
+        KeyValue::new("toolcrib.call.queue_ms", signed(metrics.queue_ms)),
+        KeyValue::new("toolcrib.call.args_bytes", size(&call.args)),
+    ];
+    let optional = [
+        ("gen_ai.tool.description", (ended.description)().filter(|text| !text.is_empty())),
+        ("toolcrib.call.asked_as", call.asked.call_id.clone()),
+        ("toolcrib.client.id", call.taken_by.clone()),
+        ("toolcrib.ran_tool", Some(&call.target.tool).filter(|t| **t != call.tool_name).cloned()),
+        ("error.type", error.map(|code| code.as_str().to_owned())),
+    ];
+    attributes
+        .extend(optional.into_iter().filter_map(|(name, value)| Some(KeyValue::new(name, value?))));
+    let result = outcome.and_then(|outcome| outcome.data.as_ref());
+    attributes.extend(result.map(|r| KeyValue::new("toolcrib.call.result_bytes", size(r))));
+    let times = (call.created_ms, call.completed_ms.unwrap_or(call.created_ms));
+    let name = format!("execute_tool {}", call.tool_name);
+    SpanData {
+        parent_span_id: ids.parent.map_or(SpanId::INVALID, |p| SpanId::from_bytes(p.span_id)),
+        parent_span_is_remote: ids.parent.is_some(),
+        attributes,
+        status: status(error),
+        ..span(ids.call(true), name, SpanKind::Internal, times)
+    }
+}
+
+/// One attempt: from being given to whoever executes it until it is over.
+fn attempt_span(attempted: &Attempted<'_>) -> SpanData {
+    let (ids, call) = (&attempted.ids, attempted.call);
+    let mut attributes = vec![
+        KeyValue::new("gen_ai.tool.name", call.target.tool.clone()),
+        KeyValue::new("gen_ai.tool.call.id", call.id.to_string()),
+        KeyValue::new("toolcrib.source", call.target.executor.as_str()),
+        KeyValue::new("toolcrib.call.attempt", i64::from(call.attempt)),
+    ];
+    let taken_by = attempted.taken_by.map(str::to_owned);
+    attributes.extend(taken_by.map(|client| KeyValue::new("toolcrib.client.id", client)));
+    let error = attempted.failed;
+    attributes.extend(error.map(|code| KeyValue::new("error.type", code.as_str())));
+    let began_ms = call.attempt_ms.or(call.started_ms).unwrap_or(call.created_ms);
+    // Whoever goes on with the trace elsewhere is below a client's span.
+    let here = call.target.executor == Executor::Builtin;
+    let kind = if here { SpanKind::Internal } else { SpanKind::Client };
+    let name = format!("attempt {}", call.target.tool);
+    SpanData {
+        parent_span_id: SpanId::from_bytes(ids.call(true).span_id),
+        attributes,
+        status: status(error),
+        ..span(ids.attempt(call.attempt, true), name, kind, (began_ms, attempted.ended_ms))
+    }
+}
+
+fn span(own: TraceParent, name: String, kind: SpanKind, times: (u64, u64)) -> SpanData {
+    let (trace_id, span_id) = (TraceId::from_bytes(own.trace_id), SpanId::from_bytes(own.span_id));
+    let flags = TraceFlags::SAMPLED;
+    SpanData {
+        span_context: SpanContext::new(trace_id, span_id, flags, false, TraceState::NONE),
+        parent_span_id: SpanId::INVALID,
+        parent_span_is_remote: false,
+        span_kind: kind,
+        name: name.into(),
+        start_time: time(times.0),
+        end_time: time(times.1.max(times.0)),
+        attributes: Vec::new(),
+        dropped_attributes_count: 0,
+        events: SpanEvents::default(),
+        links: SpanLinks::default(),
+        status: Status::Unset,
+        instrumentation_scope: scope(),
+    }
+}
+
+fn status(error: Option<Code>) -> Status {
+    error.map_or(Status::Unset, |code| Status::error(code.title()))
+}
+
+fn time(ms: u64) -> SystemTime {
+    SystemTime::UNIX_EPOCH + Duration::from_millis(ms)
+}
+
+fn size(json: &Json) -> i64 {
+    json.text().len() as i64
+}
+
+fn signed(ms: u64) -> i64 {
+    i64::try_from(ms).unwrap_or(i64::MAX)
+}
+
+/// As much of it as a span may carry.
+fn shown(json: &Json) -> String {
+    let text = json.text();
+    let mut end = text.len().min(MAX_CONTENT_BYTES);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    text[..end].to_owned()
+}

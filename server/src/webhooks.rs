@@ -1,0 +1,164 @@
+//! Completion callbacks: one signed POST to the URL that was given with a call, as Standard
+//! Webhooks has it. When to send, and what an answer means, is the engine's to decide.
+//!
+//! Nothing of the answer's body is read: all that counts is the status. What is kept of a failure
+//! says what happened and never what a receiver in some network answered.
+
+mod signing;
+
+use std::error::Error as _;
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use jiff::Timestamp;
+use reqwest::header::{CONTENT_TYPE, HeaderMap, RETRY_AFTER};
+use serde::Serialize;
+use toolcrib::Call;
+use toolcrib::delivery::Answer;
+use toolcrib::notify::{Notice, Notifier};
+
+use crate::outbound::{Outbound, PrivateAddress};
+use crate::task::TaskEnd;
+
+pub use signing::{KEY_PREFIX, KeyPlace, KeyRing, new_key};
+
+/// Sends callbacks.
+pub struct Webhooks {
+    keys: KeyRing,
+    outbound: Outbound,
+    timeout: Duration,
+    max_data_bytes: usize,
+    /// Made by the first delivery, as loading certificates takes a while.
+    client: OnceLock<reqwest::Client>,
+}
+
+/// What is sent.
+#[derive(Serialize)]
+struct Payload<'a> {
+    #[serde(rename = "type")]
+    kind: &'static str,
+    /// When the call ended.
+    timestamp: String,
+    data: TaskEnd<'a>,
+}
+
+impl Webhooks {
+    /// A sender with these keys, rules and limits; or what is wrong with the keys.
+    pub fn new(
+        keys: KeyRing,
+        outbound: Outbound,
+        timeout: Duration,
+        max_data_bytes: usize,
+    ) -> Result<Self, String> {
+        keys.check()?;
+        Ok(Self { keys, outbound, timeout, max_data_bytes, client: OnceLock::new() })
+    }
+
+    fn client(&self) -> Result<&reqwest::Client, String> {
+        if let Some(client) = self.client.get() {
+            return Ok(client);
+        }
+        let made = self.outbound.client().build();
+        let made = made.map_err(|error| format!("no HTTP client: {error}"))?;
+        Ok(self.client.get_or_init(|| made))
+    }
+
+    async fn send(&self, notice: &Notice) -> Result<(u16, HeaderMap), String> {
+        let delivery = &notice.delivery;
+        let keys = self.keys.keys(&delivery.project)?;
+        // The rules may have changed since the URL was given.
+        let url = self.outbound.check(&delivery.url).map_err(|why| format!("the URL {why}"))?;
+        let payload = self.payload(&notice.call)?;
+        // By the wall, not by the engine's clock: the receiver compares it with its own.
+        let (id, timestamp) = (delivery.message_id(), Timestamp::now().as_second());
+        let signature = keys.sign(&id, timestamp, &payload);
+        let request = self
+            .client()?
+            .post(url)
+            .timeout(self.timeout)
+            .header(CONTENT_TYPE, "application/json")
+            .header("webhook-id", id)
+            .header("webhook-timestamp", timestamp)
+            .header("webhook-signature", signature)
+            .body(payload);
+        let answer = request.send().await.map_err(|error| self.why(&error))?;
+        Ok((answer.status().as_u16(), answer.headers().clone()))
+    }
+
+    fn payload(&self, call: &Call) -> Result<String, String> {
+        let end = TaskEnd::of(call, self.max_data_bytes);
+        let ended_ms = i64::try_from(call.completed_ms.unwrap_or_default()).unwrap_or_default();
+        let timestamp = Timestamp::from_millisecond(ended_ms).unwrap_or_default();
+        let payload =
+            Payload { kind: end.event(), timestamp: format!("{timestamp:.3}"), data: end };
+        serde_json::to_string(&payload).map_err(|error| format!("no payload: {error}"))
+    }
+
+    /// Why there was no answer, without the URL, which may have something secret in it.
+    fn why(&self, error: &reqwest::Error) -> String {
+        if error.is_timeout() {
+            return format!("no answer within {} ms", self.timeout.as_millis());
+        }
+        let (mut cause, mut last) = (error.source(), None);
+        while let Some(deeper) = cause {
+            if let Some(private) = deeper.downcast_ref::<PrivateAddress>() {
+                return private.to_string();
+            }
+            last = Some(deeper.to_string());
+            cause = deeper.source();
+        }
+        let what = if error.is_connect() { "cannot connect" } else { "the connection broke" };
+        last.map_or_else(|| what.to_owned(), |last| format!("{what}: {last}"))
+    }
+}
+
+#[async_trait]
+impl Notifier for Webhooks {
+    fn check(&self, project: &str, url: &str) -> Result<String, String> {
+        let url = self.outbound.check(url)?;
+        self.keys.keys(project).map_err(|why| format!("cannot be used: {why}"))?;
+        Ok(url.into())
+    }
+
+    async fn deliver(&self, notice: Notice) -> Answer {
+        match self.send(&notice).await {
+            Ok((code, headers)) => {
+                Answer { result: Ok(code), retry_after_ms: retry_after_ms(&headers) }
+            }
+            Err(why) => Answer { result: Err(why), retry_after_ms: None },
+        }
+    }
+}
+
+/// `Retry-After` in either of its forms.
+fn retry_after_ms(headers: &HeaderMap) -> Option<u64> {
+    let text = headers.get(RETRY_AFTER)?.to_str().ok()?.trim();
+    if let Ok(seconds) = text.parse::<u64>() {
+        return Some(seconds.saturating_mul(1_000));
+    }
+    let at = jiff::fmt::rfc2822::parse(text).ok()?.timestamp();
+    u64::try_from(at.as_millisecond() - Timestamp::now().as_millisecond()).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_forms_of_retry_after() {
+        let given = |text: &str| {
+            let mut headers = HeaderMap::new();
+            headers.insert(RETRY_AFTER, text.parse().unwrap());
+            retry_after_ms(&headers)
+        };
+        assert_eq!(given("120"), Some(120_000));
+        assert_eq!(given(" 0 "), Some(0));
+        assert_eq!(given("-1"), None);
+        assert_eq!(given("soon"), None);
+        assert_eq!(given("Sun, 06 Nov 1994 08:49:37 GMT"), None, "long ago");
+        let later = given("Fri, 06 Nov 2093 08:49:37 GMT").unwrap();
+        assert!(later > 86_400_000, "{later}");
+        assert_eq!(retry_after_ms(&HeaderMap::new()), None);
+    }
+}

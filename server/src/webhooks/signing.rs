@@ -1,0 +1,170 @@
+//! Signatures as Standard Webhooks wants them, and the keys they are made with.
+//!
+//! A key's value is looked up when it is used, from an environment variable or a file that the
+//! configuration names, and is in no message.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use hmac::{Hmac, KeyInit, Mac};
+use sha2::Sha256;
+
+/// What every key begins with.
+pub const KEY_PREFIX: &str = "whsec_";
+
+/// As the specification has it.
+const KEY_BYTES: std::ops::RangeInclusive<usize> = 24..=64;
+
+/// Where a key comes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KeyPlace {
+    pub variable: Option<String>,
+    /// Goes before the variable.
+    pub file: Option<PathBuf>,
+}
+
+/// Where the keys of the projects come from.
+#[derive(Debug, Clone)]
+pub struct KeyRing {
+    pub usual: KeyPlace,
+    pub projects: BTreeMap<String, KeyPlace>,
+}
+
+/// Keys to sign with: the newest first, older ones while receivers still have them.
+pub struct Keys(Vec<Vec<u8>>);
+
+impl KeyRing {
+    /// The keys of a project; or a phrase that says what is missing.
+    pub fn keys(&self, project: &str) -> Result<Keys, String> {
+        let place = self.projects.get(project).unwrap_or(&self.usual);
+        match place.text()? {
+            Some(text) => Keys::parse(&text).map_err(|why| format!("{}: {why}", place.named())),
+            None => Err(format!(
+                "there is no signing key: the operator makes one with `toolcrib webhooks key` \
+                 and puts it into {}",
+                place.named()
+            )),
+        }
+    }
+
+    /// What is wrong with a key that is there. None at all is fine until somebody needs it.
+    pub fn check(&self) -> Result<(), String> {
+        for place in self.projects.values().chain([&self.usual]) {
+            if let Some(text) = place.text()? {
+                Keys::parse(&text).map_err(|why| format!("{}: {why}", place.named()))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl KeyPlace {
+    fn named(&self) -> String {
+        match (&self.file, &self.variable) {
+            (Some(file), _) => format!("the file {}", file.display()),
+            (None, Some(variable)) => format!("the environment variable {variable}"),
+            (None, None) => "the configuration (signing_key_env or signing_key_file)".to_owned(),
+        }
+    }
+
+    fn text(&self) -> Result<Option<String>, String> {
+        if let Some(file) = &self.file {
+            let read = std::fs::read_to_string(file);
+            return read.map(Some).map_err(|error| format!("{}: {error}", self.named()));
+        }
+        let value = self.variable.as_ref().and_then(|variable| std::env::var(variable).ok());
+        Ok(value.filter(|text| !text.trim().is_empty()))
+    }
+}
+
+impl Keys {
+    /// One or more keys with spaces between them. Says what is wrong, never what was given.
+    fn parse(text: &str) -> Result<Self, String> {
+        let wrong = "a signing key is whsec_ and then 24 to 64 bytes in base64";
+        let mut keys = Vec::new();
+        for word in text.split_whitespace() {
+            let body = word.strip_prefix(KEY_PREFIX).ok_or(wrong)?;
+            let key = STANDARD.decode(body).map_err(|_| wrong)?;
+            if !KEY_BYTES.contains(&key.len()) {
+                return Err(wrong.to_owned());
+            }
+            keys.push(key);
+        }
+        if keys.is_empty() { Err(wrong.to_owned()) } else { Ok(Self(keys)) }
+    }
+
+    /// The value of `webhook-signature`: one signature by each key.
+    pub fn sign(&self, message_id: &str, timestamp: i64, payload: &str) -> String {
+        let signed = self.0.iter().filter_map(|key| {
+            let mut mac = Hmac::<Sha256>::new_from_slice(key).ok()?;
+            mac.update(format!("{message_id}.{timestamp}.").as_bytes());
+            mac.update(payload.as_bytes());
+            Some(format!("v1,{}", STANDARD.encode(mac.finalize().into_bytes())))
+        });
+        signed.collect::<Vec<_>>().join(" ")
+    }
+}
+
+/// A new key, from 32 random bytes.
+pub fn new_key(random: &[u8; 32]) -> String {
+    format!("{KEY_PREFIX}{}", STANDARD.encode(random))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const KEY: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
+
+    /// The message of the specification's libraries, which all agree on its signature.
+    #[test]
+    fn a_known_message_has_its_known_signature() {
+        let keys = Keys::parse(KEY).unwrap();
+        let signed =
+            keys.sign("msg_p5jXN8AQM9LWM0D4loKWxJek", 1_614_265_330, r#"{"test": 2432232314}"#);
+        assert_eq!(signed, "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE=");
+    }
+
+    #[test]
+    fn with_two_keys_there_are_two_signatures() {
+        let other = new_key(&[7; 32]);
+        let both = Keys::parse(&format!("{other}\n{KEY}")).unwrap().sign("msg_1", 5, "{}");
+        let (new, old) = both.split_once(' ').unwrap();
+        assert_eq!(new, Keys::parse(&other).unwrap().sign("msg_1", 5, "{}"));
+        assert_eq!(old, Keys::parse(KEY).unwrap().sign("msg_1", 5, "{}"));
+    }
+
+    #[test]
+    fn what_is_no_key_is_refused_and_not_repeated() {
+        let short = format!("whsec_{}", STANDARD.encode([1; 23]));
+        let long = format!("whsec_{}", STANDARD.encode([1; 65]));
+        let unprefixed = STANDARD.encode([1; 32]);
+        for text in ["", " ", "secret-word", "whsec_", "whsec_!!!", &short, &long, &unprefixed] {
+            let error = Keys::parse(text).err().unwrap();
+            assert!(!error.contains("secret-word") && error.contains("whsec_"), "{error}");
+        }
+        assert!(Keys::parse(&new_key(&[3; 32])).is_ok());
+    }
+
+    #[test]
+    fn a_file_goes_before_a_variable_and_a_project_before_all() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("key");
+        let place = |file: &PathBuf| KeyPlace {
+            variable: Some("TOOLCRIB_WEBHOOK_NOT_SET".into()),
+            file: Some(file.clone()),
+        };
+        let variable = KeyPlace { file: None, ..place(&file) };
+        let projects = BTreeMap::from([("acme".to_owned(), place(&file))]);
+        let ring = KeyRing { usual: variable, projects };
+        let none = ring.keys("other").err().unwrap();
+        assert!(none.contains("TOOLCRIB_WEBHOOK_NOT_SET"), "{none}");
+        assert!(ring.keys("acme").is_err(), "there is no such file yet");
+        assert!(ring.check().is_err());
+        std::fs::write(&file, format!("{KEY}\n")).unwrap();
+        assert!(ring.keys("acme").is_ok());
+        assert!(ring.check().is_ok(), "a variable that is not set is no mistake");
+    }
+}

@@ -1,0 +1,301 @@
+//! Batches: every form is answered in its own, every entry by itself, and nonsense by its field.
+
+mod refusals;
+
+use std::collections::HashSet;
+
+use serde_json::{Value, json};
+
+use crate::support::api::{Reply, offer, offer_with};
+use crate::support::{Api, Server};
+
+fn chat(id: &str, name: &str, arguments: &str) -> Value {
+    json!({ "id": id, "type": "function", "function": { "name": name, "arguments": arguments } })
+}
+
+fn eval(id: &str, expression: &str) -> Value {
+    chat(id, "calculation__eval", &json!({ "expression": expression }).to_string())
+}
+
+fn body(mode: &str, tool_calls: Value) -> Value {
+    json!({ "run_id": "run_1", "mode": mode, "tool_calls": tool_calls })
+}
+
+async fn send(api: &Api, body: Value) -> Reply {
+    api.post("/v1/tool_calls", body).await
+}
+
+async fn keyed(api: &Api, key: &str, body: Value) -> Reply {
+    let request = api.request(reqwest::Method::POST, "/v1/tool_calls");
+    api.send(request.header("idempotency-key", key).json(&body)).await
+}
+
+fn content(message: &Value) -> Value {
+    serde_json::from_str(message["content"].as_str().unwrap()).unwrap()
+}
+
+async fn listed(api: &Api) -> usize {
+    let list = api.get("/v1/tool_calls?limit=200").await.is(200);
+    list["tool_calls"].as_array().unwrap().len()
+}
+
+#[tokio::test]
+async fn every_form_is_answered_in_its_own() {
+    let server = Server::start().await;
+    let api = server.api();
+    let calls = json!([
+        { "call_id": "mine", "name": "calculation.eval", "args": { "expression": "1+1" },
+          "timeout_ms": 5000, "retry": 0 },
+        eval("call_0", "2+2"),
+        { "type": "function_call", "id": "fc_1", "call_id": "call_1", "status": "completed",
+          "name": "calculation__eval", "arguments": "{\"expression\":\"3+3\"}" },
+        { "type": "tool_use", "id": "toolu_2", "name": "calculation__eval",
+          "input": { "expression": "1/0" } },
+    ]);
+    for mode in ["serial", "parallel"] {
+        let answer = send(&api, body(mode, calls.clone())).await.is(200);
+        let results = answer["results"].as_array().unwrap();
+        let fields = ["call_id", "tool_call_id", "ok", "data", "error", "metrics"];
+        assert!(results.iter().all(|result| fields.iter().all(|f| result.get(f).is_some())));
+        let ids: Vec<&Value> = results.iter().map(|result| &result["call_id"]).collect();
+        assert_eq!(ids, ["mine", "call_0", "call_1", "toolu_2"], "in the order asked");
+        assert_eq!(results[1]["data"]["result"], 4);
+        assert_eq!((&results[3]["ok"], &results[3]["data"]), (&json!(false), &Value::Null));
+        assert!(results[0]["metrics"]["latency_ms"].is_u64());
+        let said = answer["messages"].as_array().unwrap();
+        assert_eq!((&said[0]["ok"], &said[0]["data"]["result"]), (&json!(true), &json!(2)));
+        assert_eq!(
+            (&said[1]["role"], &said[1]["tool_call_id"]),
+            (&json!("tool"), &json!("call_0"))
+        );
+        assert_eq!(content(&said[1])["result"], 4);
+        assert_eq!(said[2]["type"], "function_call_output");
+        assert_eq!(said[2]["call_id"], "call_1");
+        let output: Value = serde_json::from_str(said[2]["output"].as_str().unwrap()).unwrap();
+        assert_eq!(output["result"], 6);
+        assert_eq!((&said[3]["type"], &said[3]["is_error"]), (&json!("tool_result"), &json!(true)));
+        assert!(content(&said[3])["error"]["message"].as_str().unwrap().contains("zero"));
+        for result in results {
+            let call = api.call(result["tool_call_id"].as_str().unwrap()).await;
+            assert_eq!((&call["call_id"], &call["run_id"]), (&result["call_id"], &json!("run_1")));
+        }
+    }
+    assert_eq!(listed(&api).await, 8, "every entry is a call of its own");
+}
+
+#[tokio::test]
+async fn one_that_fails_takes_nobody_with_it() {
+    let server = Server::start().await;
+    let api = server.api();
+    let calls = json!([
+        eval("a", "6*7"),
+        chat("b", "calculation__evil", "{}"),
+        chat("c", "calculation__eval", "{\"expression\": 5}"),
+        chat("d", "calculation__eval", "{\"expression\": \"1+1\", }"),
+        "nonsense",
+        { "type": "custom", "id": "f", "custom": { "name": "x", "input": "y" } },
+        { "name": "calculation.eval", "args": { "expression": "1" }, "timeout_ms": -5 },
+        eval("h", "6*8"),
+    ]);
+    let answer = send(&api, body("parallel", calls)).await.is(200);
+    let results = answer["results"].as_array().unwrap();
+    let codes: Vec<&str> =
+        results.iter().map(|result| result["error"]["code"].as_str().unwrap_or("-")).collect();
+    let invalid = "VALIDATION_ERROR";
+    let expected = ["-", "TOOL_NOT_FOUND", invalid, invalid, invalid, invalid, invalid, "-"];
+    assert_eq!(codes, expected);
+    assert_eq!(
+        (&results[0]["data"]["result"], &results[7]["data"]["result"]),
+        (&json!(42), &json!(48))
+    );
+    assert!(results[1]["error"]["message"].as_str().unwrap().contains("calculation.eval"));
+    let place = &results[3]["error"]["detail"];
+    assert_eq!((&place["line"], &place["pointer"]), (&json!(1), &json!("/function/arguments")));
+    assert_eq!((&place["column"], &place["offset"]), (&json!(23), &json!(22)), "{place}");
+    assert!(place["near"].as_str().unwrap().contains("1+1"), "{place}");
+    assert_eq!(answer["messages"][3]["tool_call_id"], "d", "and the model can read it");
+    assert!(answer["messages"][3]["content"].as_str().unwrap().contains("line 1 column 23"));
+    assert!(results[6]["error"]["message"].as_str().unwrap().contains("timeout_ms"));
+    assert_eq!(listed(&api).await, 2, "what was refused became no call");
+}
+
+#[tokio::test]
+async fn a_denied_entry_is_an_answer_and_is_written_down() {
+    let server = Server::start().await;
+    let admin = server.keyed("p", "boss", "admin", &[]).await;
+    let agent = server.keyed("p", "ada", "agent", &["calculation.*"]).await;
+    let calls = json!([eval("a", "1+1"), chat("b", "database__query", "{\"sql\":\"SELECT 1\"}")]);
+    let answer = send(&agent, body("parallel", calls)).await.is(200);
+    assert_eq!(answer["results"][0]["ok"], true);
+    let error = &answer["results"][1]["error"];
+    assert_eq!(error["code"], "PERMISSION_DENIED");
+    assert!(content(&answer["messages"][1])["error"]["message"].as_str().unwrap().contains("ada"));
+    let audit = admin.get("/v1/audit?limit=1").await.is(200);
+    assert_eq!(audit["audit"][0]["action"], "call.denied");
+    // A name for models tells nobody of a tool they may not call.
+    let error = |reply: Reply| reply.body["error"]["message"].as_str().unwrap().to_owned();
+    let there = error(agent.get("/v1/tools/database__query").await);
+    let nowhere = error(agent.get("/v1/tools/database__quern").await);
+    assert_eq!(there.replace("query", "quern"), nowhere);
+}
+
+#[tokio::test]
+async fn two_entries_with_one_id_are_both_answered_and_told_apart() {
+    let server = Server::start().await;
+    let api = server.api();
+    let calls = json!([eval("call_0", "1+1"), eval("call_0", "2+2"), eval("call_0", "1+1")]);
+    let mut ids = HashSet::new();
+    for _ in 0..2 {
+        let answer = send(&api, body("parallel", calls.clone())).await.is(200);
+        let results = answer["results"].as_array().unwrap();
+        let data: Vec<&Value> = results.iter().map(|result| &result["data"]["result"]).collect();
+        assert_eq!(data, [2, 4, 2]);
+        assert!(results.iter().all(|result| result["call_id"] == "call_0"));
+        ids.extend(results.iter().map(|result| result["tool_call_id"].to_string()));
+        let said = answer["messages"].as_array().unwrap();
+        assert_eq!(content(&said[1])["result"], 4);
+    }
+    assert_eq!(ids.len(), 6);
+}
+
+#[tokio::test]
+async fn the_same_batch_with_the_same_key_is_the_same_tickets() {
+    let server = Server::start().await;
+    let api = server.api();
+    let batch = body("serial", json!([eval("call_0", "1+1"), eval("call_0", "2+2")]));
+    let first = keyed(&api, "turn-1", batch.clone()).await;
+    assert_eq!(first.header("idempotent-replayed"), None);
+    let first = first.is(200);
+    let mut within = batch.clone();
+    within["idempotency_key"] = json!("turn-1");
+    for again in [keyed(&api, "turn-1", batch.clone()).await, send(&api, within.clone()).await] {
+        assert_eq!(again.header("idempotent-replayed"), Some("true"));
+        let again = again.is(200);
+        assert_eq!(again["messages"], first["messages"]);
+        for (old, new) in [0, 1].map(|n| (&first["results"][n], &again["results"][n])) {
+            assert_eq!((&old["tool_call_id"], &old["data"]), (&new["tool_call_id"], &new["data"]));
+            assert_eq!(new["replayed"], true);
+        }
+    }
+    let other = body("serial", json!([eval("call_0", "1+1"), eval("call_0", "3+3")]));
+    let other = keyed(&api, "turn-1", other).await;
+    assert_eq!(other.header("idempotent-replayed"), Some("true"), "nothing new was done");
+    let other = other.is(200);
+    assert_eq!(other["results"][0]["ok"], true);
+    assert_eq!(other["results"][1]["error"]["code"], "IDEMPOTENCY_MISMATCH");
+    assert_eq!(listed(&api).await, 2);
+    keyed(&api, "turn-2", within).await.refused(400, "BAD_REQUEST");
+}
+
+#[tokio::test]
+async fn what_goes_on_comes_back_as_a_ticket() {
+    let server = Server::start().await;
+    let api = server.api();
+    let read = offer_with("slow.read", json!({ "effect": "read" }));
+    let background = offer_with("slow.task", json!({ "async": true }));
+    api.register("c1", json!([read, background, offer("slow.write")])).await;
+    let calls = json!([
+        chat("a", "slow__read", ""),
+        chat("b", "slow__task", ""),
+        eval("c", "1+1"),
+        { "call_id": "d", "name": "slow.write" },
+        { "call_id": "e", "name": "slow.write" },
+    ]);
+    let mut batch = body("parallel", calls);
+    batch["wait_ms"] = json!(300);
+    let answer = send(&api, batch).await.is(202);
+    let results = answer["results"].as_array().unwrap();
+    for open in [0, 1, 3] {
+        assert_eq!(
+            (&results[open]["ok"], &results[open]["status"]),
+            (&Value::Null, &json!("pending"))
+        );
+        let call = api.call(results[open]["tool_call_id"].as_str().unwrap()).await;
+        assert_eq!(call["status"], "PENDING");
+    }
+    assert_eq!(results[1]["task_id"], results[1]["tool_call_id"]);
+    assert!(results[0].get("task_id").is_none());
+    let told = content(&answer["messages"][1]);
+    assert_eq!(told["task_id"], results[1]["task_id"]);
+    assert!(told["message"].as_str().unwrap().contains("in the background"), "{told}");
+    // The second write was never begun: the first is in its way.
+    assert_eq!((&results[4]["ok"], &results[4]["tool_call_id"]), (&json!(false), &Value::Null));
+    assert_eq!(results[4]["error"]["code"], "CANCELED");
+    assert_eq!(results[4]["error"]["retryable"], true);
+    assert_eq!(answer["messages"][3]["status"], "pending");
+    // A ticket leads to its result.
+    let id = results[0]["tool_call_id"].as_str().unwrap();
+    api.succeed(id, json!("late")).await;
+    assert_eq!(api.finished(id).await["result"], "late");
+}
+
+#[tokio::test]
+async fn messages_keep_to_their_budget() {
+    let server = Server::start().await;
+    let api = server.api();
+    let sql = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i+1 FROM n WHERE i < 900) \
+               SELECT i, 'a row of many' FROM n";
+    let query = chat("rows", "database__query", &json!({ "sql": sql }).to_string());
+    let mut batch = body("parallel", json!([query, eval("sum", "1+1")]));
+    batch["budget_tokens"] = json!(400);
+    let answer = send(&api, batch).await.is(200);
+    assert_eq!(answer["results"][0]["digested"], true);
+    assert_eq!(answer["results"][0]["data"]["row_count"], 900, "the result is whole");
+    let said = answer["messages"][0]["content"].as_str().unwrap();
+    assert!(toolcrib::tokens::count(said) < 400, "{said}");
+    assert!(said.contains(answer["results"][0]["tool_call_id"].as_str().unwrap()), "{said}");
+    assert!(answer["results"][1].get("digested").is_none());
+    assert_eq!(content(&answer["messages"][1])["result"], 2);
+}
+
+#[tokio::test]
+async fn a_callback_that_cannot_be_used_refuses_the_batch() {
+    let server = Server::start().await;
+    let api = server.api();
+    for url in ["", "ftp://example.com/", "https://hooks.example/x"] {
+        let batch = json!({
+            "run_id": "run_1", "callback_url": url,
+            "tool_calls": [{ "name": "calculation.eval", "args": { "expression": "1" } }],
+        });
+        let error = send(&api, batch).await.refused(422, "VALIDATION_ERROR");
+        assert_eq!(error["detail"]["pointer"], "/callback_url", "{error}");
+    }
+}
+
+#[tokio::test]
+async fn definitions_can_be_put_into_a_request_as_they_are() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("mcp/files.read")])).await;
+    let plain = |name: &str| {
+        let fits = |b: u8| b.is_ascii_alphanumeric() || b == b'_' || b == b'-';
+        (1..=64).contains(&name.len()) && name.bytes().all(fits)
+    };
+    for (format, name, schema) in [
+        ("openai", "/function/name", "/function/parameters/type"),
+        ("openai_responses", "/name", "/parameters/type"),
+        ("anthropic", "/name", "/input_schema/type"),
+        ("mcp", "/name", "/inputSchema/type"),
+    ] {
+        let answer = api.get(&format!("/v1/tools?format={format}")).await.is(200);
+        let tools = answer["tools"].as_array().unwrap();
+        assert_eq!(tools.len(), 5, "{format}");
+        for tool in tools {
+            assert_eq!(tool.pointer(schema), Some(&json!("object")), "{format}: {tool}");
+            let name = tool.pointer(name).unwrap().as_str().unwrap();
+            assert!(plain(name), "{format}: {name}");
+            // The name leads back to the tool, and can be called.
+            assert_eq!(api.get(&format!("/v1/tools/{name}")).await.status, 200);
+        }
+    }
+    let ticket = api.invoke("mcp--files__read", json!({})).await;
+    assert_eq!(api.call(&ticket).await["tool_name"], "mcp/files.read");
+    let plain = api.get("/v1/tools").await.is(200);
+    assert_eq!(plain["tools"][0]["name"], "calculation.eval");
+    for format in ["gemini", "", "OpenAI"] {
+        let answer = api.get(&format!("/v1/tools?format={format}")).await;
+        let error = answer.refused(422, "VALIDATION_ERROR");
+        let message = error["message"].as_str().unwrap();
+        assert!(message.contains("format") && message.contains("openai_responses"), "{message}");
+    }
+}

@@ -1,0 +1,133 @@
+//! Somebody who receives callbacks: writes down what comes and answers as told, and checks
+//! signatures with an HMAC of its own.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex};
+
+use axum::Router;
+use axum::body::Bytes;
+use axum::extract::State;
+use axum::http::{HeaderMap, StatusCode, Uri};
+use axum::response::{IntoResponse, Response};
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+
+use super::soon;
+
+/// The key that the tests sign with.
+pub const KEY: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
+
+/// How to answer.
+#[derive(Debug, Clone)]
+pub enum Answer {
+    Code(u16),
+    /// With this header.
+    With(u16, &'static str, String),
+    /// Not at all.
+    Hang,
+}
+
+/// One request, as it came.
+#[derive(Debug, Clone)]
+pub struct Received {
+    pub path: String,
+    pub headers: HeaderMap,
+    pub body: String,
+}
+
+impl Received {
+    pub fn header(&self, name: &str) -> &str {
+        self.headers[name].to_str().unwrap()
+    }
+
+    pub fn json(&self) -> Value {
+        serde_json::from_str(&self.body).unwrap()
+    }
+
+    /// Whether one of its signatures was made with this key.
+    pub fn is_signed_with(&self, key: &str) -> bool {
+        let (id, time) = (self.header("webhook-id"), self.header("webhook-timestamp"));
+        let expected = format!("v1,{}", hmac(key, &format!("{id}.{time}.{}", self.body)));
+        self.header("webhook-signature").split(' ').any(|signature| signature == expected)
+    }
+}
+
+/// HMAC-SHA256 as RFC 2104 defines it, in base64.
+fn hmac(key: &str, message: &str) -> String {
+    let key = STANDARD.decode(key.strip_prefix("whsec_").unwrap()).unwrap();
+    assert!(key.len() <= 64);
+    let pad = |byte: u8| {
+        let mut block = [byte; 64];
+        block.iter_mut().zip(&key).for_each(|(byte, key)| *byte ^= key);
+        block
+    };
+    let inner = Sha256::new().chain_update(pad(0x36)).chain_update(message).finalize();
+    STANDARD.encode(Sha256::new().chain_update(pad(0x5c)).chain_update(inner).finalize())
+}
+
+struct Desk {
+    answers: Mutex<VecDeque<Answer>>,
+    came: watch::Sender<Vec<Received>>,
+}
+
+/// A receiver on a free port of loopback.
+#[derive(Clone)]
+pub struct Receiver {
+    pub url: String,
+    desk: Arc<Desk>,
+}
+
+impl Receiver {
+    /// Gives these answers in their order, and 200 after them.
+    pub async fn answering(answers: impl IntoIterator<Item = Answer>) -> Self {
+        let answers = Mutex::new(answers.into_iter().collect());
+        let desk = Arc::new(Desk { answers, came: watch::Sender::new(Vec::new()) });
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let router = Router::new().fallback(receive).with_state(desk.clone());
+        tokio::spawn(async move { axum::serve(listener, router).await });
+        Self { url, desk }
+    }
+
+    /// What has come so far.
+    pub fn came(&self) -> Vec<Received> {
+        self.desk.came.borrow().clone()
+    }
+
+    /// What has come, once it is so many.
+    pub async fn received(&self, count: usize) -> Vec<Received> {
+        let mut came = self.desk.came.subscribe();
+        let enough = came.wait_for(|came| came.len() >= count);
+        soon(&format!("{count} callbacks"), enough).await.unwrap().clone()
+    }
+}
+
+async fn receive(
+    State(desk): State<Arc<Desk>>,
+    uri: Uri,
+    headers: HeaderMap,
+    body: Bytes,
+) -> Response {
+    let body = String::from_utf8(body.to_vec()).unwrap();
+    let received = Received { path: uri.to_string(), headers, body };
+    desk.came.send_modify(|came| came.push(received));
+    let answer = desk.answers.lock().unwrap().pop_front().unwrap_or(Answer::Code(200));
+    match answer {
+        Answer::Code(code) => StatusCode::from_u16(code).unwrap().into_response(),
+        Answer::With(code, name, value) => {
+            (StatusCode::from_u16(code).unwrap(), [(name, value)]).into_response()
+        }
+        Answer::Hang => std::future::pending().await,
+    }
+}
+
+/// The signature that the specification's own libraries test with.
+#[test]
+fn the_test_itself_signs_rightly() {
+    let signed = hmac(KEY, "msg_p5jXN8AQM9LWM0D4loKWxJek.1614265330.{\"test\": 2432232314}");
+    assert_eq!(signed, "g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE=");
+}

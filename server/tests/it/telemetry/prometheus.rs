@@ -1,0 +1,157 @@
+//! `/metrics`: every promised name, explained and typed, there from the start.
+
+use serde_json::json;
+
+use crate::support::process;
+
+/// Every name, its type, and labels that it must have.
+const PROMISED: [(&str, &str, &[&str]); 18] = [
+    ("toolcrib_tool_calls_accepted_total", "counter", &["source"]),
+    ("toolcrib_tool_calls_total", "counter", &["source", "status", "error_code"]),
+    ("toolcrib_tool_call_duration_seconds", "histogram", &["source", "tool", "le"]),
+    ("toolcrib_tool_call_queue_seconds", "histogram", &["source", "tool", "le"]),
+    ("toolcrib_tool_calls_open", "gauge", &["state"]),
+    ("toolcrib_tool_calls_waiting", "gauge", &[]),
+    ("toolcrib_dispatch_attempts_total", "counter", &["source", "outcome"]),
+    ("toolcrib_late_results_total", "counter", &["reason"]),
+    ("toolcrib_idempotent_replays_total", "counter", &[]),
+    ("toolcrib_policy_decisions_total", "counter", &["decision"]),
+    ("toolcrib_clients_connected", "gauge", &[]),
+    ("toolcrib_oldest_open_call_age_seconds", "gauge", &[]),
+    ("toolcrib_store_commit_duration_seconds", "histogram", &["le"]),
+    ("toolcrib_store_commit_group_size", "histogram", &["le"]),
+    ("toolcrib_store_size_bytes", "gauge", &[]),
+    ("toolcrib_reconciled_calls_total", "counter", &[]),
+    ("toolcrib_otlp_spans_total", "counter", &["outcome"]),
+    ("toolcrib_build_info", "gauge", &["version"]),
+];
+
+struct Scrape(String);
+
+impl Scrape {
+    async fn of(server: &process::Server) -> Self {
+        let answer = server.http.get(server.url("/metrics")).send().await.unwrap();
+        Self(answer.text().await.unwrap())
+    }
+
+    /// The value of a series, written as it is shown.
+    #[track_caller]
+    fn value(&self, series: &str) -> f64 {
+        let found = self.0.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
+        found.unwrap_or_else(|| panic!("no {series} in\n{}", self.0)).parse().unwrap()
+    }
+}
+
+#[tokio::test]
+async fn every_promised_name_is_there_with_help_and_type() {
+    let mut server = process::Server::new();
+    server.start().await;
+    server.evaluated("6*7").await;
+    server.register("c1", "a.tool", "read").await;
+    let waits = server.ticket("a.tool", json!({ "run_id": "r", "args": {} })).await;
+    let body = json!({ "run_id": "r", "args": { "expression": "1/0" }, "wait_ms": 10_000 });
+    let failed = server.invoke("calculation.eval", body).await;
+    let scrape = Scrape::of(&server).await;
+    for (name, kind, labels) in PROMISED {
+        let text = &scrape.0;
+        assert!(text.contains(&format!("# TYPE {name} {kind}\n")), "type of {name} in\n{text}");
+        let help = format!("# HELP {name} ");
+        let said = text.lines().find_map(|line| line.strip_prefix(&help));
+        assert!(said.is_some_and(|text| text.len() > 5), "help of {name} in\n{text}");
+        let series = if kind == "histogram" { format!("{name}_bucket") } else { name.to_owned() };
+        let is_it = |line: &&str| line.starts_with(&series) && line.contains([' ', '{']);
+        let line = text.lines().find(is_it).unwrap_or_else(|| panic!("{series} in\n{text}"));
+        for label in labels {
+            assert!(line.contains(&format!("{label}=\"")), "{label} in {line}");
+        }
+    }
+    let counted = [
+        ("toolcrib_tool_calls_total{source=\"builtin\",status=\"SUCCEEDED\",error_code=\"\"}", 1.0),
+        (
+            "toolcrib_tool_call_duration_seconds_count{source=\"builtin\",tool=\"calculation.eval\"}",
+            2.0,
+        ),
+        ("toolcrib_tool_calls_open{state=\"parked\"}", 1.0),
+        ("toolcrib_tool_calls_open{state=\"running\"}", 0.0),
+        ("toolcrib_dispatch_attempts_total{source=\"builtin\",outcome=\"ok\"}", 1.0),
+        ("toolcrib_policy_decisions_total{decision=\"allow\"}", 3.0),
+        // Nothing of the kind has happened: shown as 0, not left out.
+        ("toolcrib_tool_calls_total{source=\"client\",status=\"SUCCEEDED\",error_code=\"\"}", 0.0),
+        ("toolcrib_late_results_total{reason=\"ended\"}", 0.0),
+        ("toolcrib_idempotent_replays_total", 0.0),
+        ("toolcrib_policy_decisions_total{decision=\"deny\"}", 0.0),
+    ];
+    for (series, value) in counted {
+        assert_eq!(scrape.value(series), value, "{series}");
+    }
+    for id in [&waits, &process::text(&failed, "tool_call_id")] {
+        assert!(!scrape.0.contains(id.as_str()), "no ids in labels");
+    }
+}
+
+#[tokio::test]
+async fn counters_are_there_before_the_first_call() {
+    let mut server = process::Server::new();
+    server.start().await;
+    let scrape = Scrape::of(&server).await;
+    for source in ["builtin", "client"] {
+        let series = format!("toolcrib_tool_calls_accepted_total{{source=\"{source}\"}}");
+        assert_eq!(scrape.value(&series), 0.0);
+    }
+}
+
+#[tokio::test]
+async fn what_a_start_finds_is_counted() {
+    let mut server = process::Server::new();
+    server.start().await;
+    server.register("c1", "a.tool", "read").await;
+    let id = server.ticket("a.tool", json!({ "run_id": "r", "args": {} })).await;
+    server.kill();
+    server.start().await;
+    server.submit(&id, json!({ "status": "SUCCEEDED", "result": 1 })).await;
+    let scrape = Scrape::of(&server).await;
+    assert_eq!(scrape.value("toolcrib_reconciled_calls_total"), 1.0);
+    let ended = "toolcrib_tool_calls_total{source=\"client\",status=\"SUCCEEDED\",error_code=\"\"}";
+    assert_eq!(scrape.value(ended), 1.0);
+}
+
+#[tokio::test]
+async fn a_projects_tools_are_named_only_while_there_is_nobody_to_hide_them_from() {
+    let finished = async |server: &process::Server, key: Option<&str>| {
+        let send = async |path: &str, body: serde_json::Value| {
+            let mut request = server.http.post(server.url(path)).json(&body);
+            if let Some(key) = key {
+                request = request.bearer_auth(key);
+            }
+            let answer = request.send().await.unwrap();
+            assert!(answer.status().is_success(), "{path}: {}", answer.text().await.unwrap());
+            answer.json::<serde_json::Value>().await.unwrap()
+        };
+        let tools = json!([{ "name": "a.secret.name", "schema": { "type": "object" } }]);
+        send("/internal/tools/register", json!({ "client_id": "c", "tools": tools })).await;
+        let call = json!({ "run_id": "r", "args": {} });
+        let ticket = send("/v1/tools/a.secret.name/invoke", call).await;
+        let id = ticket["tool_call_id"].as_str().unwrap();
+        let result = json!({ "status": "SUCCEEDED", "result": 1 });
+        send(&format!("/internal/tool_calls/{id}/submit"), result).await;
+    };
+    let count = |tool: &str| {
+        format!("toolcrib_tool_call_duration_seconds_count{{source=\"client\",tool=\"{tool}\"}}")
+    };
+    let mut server = process::Server::new();
+    server.start().await;
+    finished(&server, None).await;
+    assert_eq!(Scrape::of(&server).await.value(&count("a.secret.name")), 1.0);
+
+    let mut keyed = process::Server::new();
+    let create = ["keys", "create", "--agent", "operator", "--role", "admin", "--json"];
+    let made = keyed.command(&create).output().unwrap();
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let shown: serde_json::Value = serde_json::from_slice(&made.stdout).unwrap();
+    let key = process::text(&shown, "key");
+    keyed.start().await;
+    finished(&keyed, Some(&key)).await;
+    let scrape = Scrape::of(&keyed).await;
+    assert_eq!(scrape.value(&count("other")), 1.0);
+    assert!(!scrape.0.contains("a.secret.name"), "{}", scrape.0);
+}

@@ -1,0 +1,46 @@
+-- Background tasks, and telling callers that their calls have ended. A call that is neither pays
+-- for none of it.
+
+-- The calls that are background tasks, so that they can be listed without looking at all others.
+CREATE TABLE tasks (
+    project TEXT NOT NULL,
+    call_id TEXT NOT NULL,
+    place   INTEGER NOT NULL,
+    PRIMARY KEY (project, call_id)
+) STRICT, WITHOUT ROWID;
+
+INSERT INTO tasks
+    SELECT project, id, place FROM calls WHERE json_extract(envelope, '$.background') = 1;
+
+-- One for each call that was asked with a callback URL. `place` is the call's.
+CREATE TABLE deliveries (
+    place      INTEGER PRIMARY KEY,
+    project    TEXT NOT NULL,
+    call_id    TEXT NOT NULL,
+    url        TEXT NOT NULL,
+    status     TEXT NOT NULL
+        CHECK (status IN ('waiting', 'pending', 'delivered', 'gone', 'exhausted')),
+    -- When it is tried next.
+    due_ms     INTEGER,
+    tries      INTEGER NOT NULL,
+    -- Since it became due or was asked for again: the place in the schedule.
+    failures   INTEGER NOT NULL,
+    last_error TEXT,
+    version    INTEGER NOT NULL CHECK (version > 0),
+    CHECK ((status = 'pending') = (due_ms IS NOT NULL))
+) STRICT;
+
+CREATE INDEX deliveries_due ON deliveries (due_ms, call_id) WHERE due_ms IS NOT NULL;
+CREATE UNIQUE INDEX deliveries_by_call ON deliveries (project, call_id);
+CREATE INDEX deliveries_by_status ON deliveries (project, status, call_id);
+
+-- The last tries of each, numbered from 1.
+CREATE TABLE tries (
+    place       INTEGER NOT NULL,
+    number      INTEGER NOT NULL,
+    at_ms       INTEGER NOT NULL,
+    duration_ms INTEGER NOT NULL,
+    status_code INTEGER,
+    error       TEXT,
+    PRIMARY KEY (place, number)
+) STRICT, WITHOUT ROWID;

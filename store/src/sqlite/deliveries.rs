@@ -1,0 +1,177 @@
+//! Deliveries and background tasks: their SQL. Only calls that are asked with a callback URL, or
+//! are tasks, have rows here.
+
+use rusqlite::{Connection, OptionalExtension, Row, ToSql, params};
+use toolcrib::call::Call;
+use toolcrib::delivery::{Delivery, KEPT_TRIES, Try};
+use toolcrib::id::CallId;
+use toolcrib::store::{DeliveryFilter, Saved, StoreError};
+
+use super::reader::collect;
+use super::writer::Desk;
+
+/// The columns that a delivery is read from, in this order.
+const COLUMNS: &str = "project, call_id, url, status, due_ms, tries, failures, last_error, version";
+
+impl Desk {
+    /// What a new call brings besides itself.
+    pub(super) fn add_extras(&self, call: &Call, place: i64) -> rusqlite::Result<()> {
+        if call.asked.background {
+            self.connection
+                .prepare_cached("INSERT INTO tasks VALUES (?1, ?2, ?3)")?
+                .execute(params![call.project, call.id.as_str(), place])?;
+        }
+        let Some(delivery) = Delivery::of(call) else { return Ok(()) };
+        let sql = format!(
+            "INSERT INTO deliveries ({COLUMNS}, place) \
+             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10)"
+        );
+        self.connection.prepare_cached(&sql)?.execute(params![
+            delivery.project,
+            delivery.call_id.as_str(),
+            delivery.url,
+            delivery.status.as_str(),
+            delivery.due_ms.map(|ms| ms as i64),
+            delivery.tries,
+            delivery.failures,
+            delivery.last_error,
+            delivery.version as i64,
+            place,
+        ])?;
+        Ok(())
+    }
+
+    /// The call at this place has ended: its delivery is due.
+    pub(super) fn make_due(&self, place: i64, at_ms: u64) -> rusqlite::Result<()> {
+        self.connection
+            .prepare_cached(
+                "UPDATE deliveries SET status = 'pending', due_ms = ?1, version = version + 1 \
+                 WHERE place = ?2 AND status = 'waiting'",
+            )?
+            .execute(params![at_ms as i64, place])
+            .map(|_| ())
+    }
+
+    pub(super) fn save_delivery(
+        &self,
+        delivery: &Delivery,
+        tried: Option<&Try>,
+    ) -> rusqlite::Result<Saved> {
+        let place: Option<i64> = self
+            .connection
+            .prepare_cached(
+                "UPDATE deliveries SET status = ?1, due_ms = ?2, tries = ?3, failures = ?4, \
+                 last_error = ?5, version = ?6 \
+                 WHERE project = ?7 AND call_id = ?8 AND version = ?6 - 1 RETURNING place",
+            )?
+            .query_row(
+                params![
+                    delivery.status.as_str(),
+                    delivery.due_ms.map(|ms| ms as i64),
+                    delivery.tries,
+                    delivery.failures,
+                    delivery.last_error,
+                    delivery.version as i64,
+                    delivery.project,
+                    delivery.call_id.as_str(),
+                ],
+                |row| row.get(0),
+            )
+            .optional()?;
+        let Some(place) = place else { return Ok(Saved::Stale) };
+        if let Some(tried) = tried {
+            self.connection
+                .prepare_cached("INSERT INTO tries VALUES (?1, ?2, ?3, ?4, ?5, ?6)")?
+                .execute(params![
+                    place,
+                    tried.number,
+                    tried.at_ms as i64,
+                    tried.duration_ms as i64,
+                    tried.status_code,
+                    tried.error,
+                ])?;
+            self.connection
+                .prepare_cached("DELETE FROM tries WHERE place = ?1 AND number <= ?2")?
+                .execute(params![place, i64::from(tried.number) - i64::from(KEPT_TRIES)])?;
+        }
+        Ok(Saved::Yes)
+    }
+}
+
+fn read(row: &Row<'_>) -> Result<Delivery, StoreError> {
+    let unreadable = |error: rusqlite::Error| StoreError::Corrupt(error.to_string());
+    let text = |n: usize| row.get::<_, String>(n).map_err(unreadable);
+    let (id, status) = (text(1)?, text(3)?);
+    Ok(Delivery {
+        project: text(0)?,
+        call_id: id.parse().map_err(|_| StoreError::Corrupt(format!("call id {id}")))?,
+        url: text(2)?,
+        status: status.parse().map_err(|()| StoreError::Corrupt(format!("status {status}")))?,
+        due_ms: row.get::<_, Option<i64>>(4).map_err(unreadable)?.map(|ms| ms as u64),
+        tries: row.get(5).map_err(unreadable)?,
+        failures: row.get(6).map_err(unreadable)?,
+        last_error: row.get(7).map_err(unreadable)?,
+        version: row.get::<_, i64>(8).map_err(unreadable)? as u64,
+    })
+}
+
+fn read_try(row: &Row<'_>) -> Result<Try, StoreError> {
+    let unreadable = |error: rusqlite::Error| StoreError::Corrupt(error.to_string());
+    Ok(Try {
+        number: row.get(0).map_err(unreadable)?,
+        at_ms: row.get::<_, i64>(1).map_err(unreadable)? as u64,
+        duration_ms: row.get::<_, i64>(2).map_err(unreadable)? as u64,
+        status_code: row.get(3).map_err(unreadable)?,
+        error: row.get(4).map_err(unreadable)?,
+    })
+}
+
+pub(super) fn pending(
+    connection: &Connection,
+    after: Option<&(u64, CallId)>,
+    limit: usize,
+) -> Result<Vec<Delivery>, StoreError> {
+    let (after_ms, after_id) = after.map_or((-1, ""), |(ms, id)| (*ms as i64, id.as_str()));
+    let sql = format!(
+        "SELECT {COLUMNS} FROM deliveries INDEXED BY deliveries_due \
+         WHERE due_ms IS NOT NULL AND (due_ms, call_id) > (?1, ?2) \
+         ORDER BY due_ms, call_id LIMIT ?3"
+    );
+    let limit = i64::try_from(limit).unwrap_or(i64::MAX);
+    collect(connection, &sql, params![after_ms, after_id, limit], read)
+}
+
+pub(super) fn list(
+    connection: &Connection,
+    filter: &DeliveryFilter,
+) -> Result<Vec<Delivery>, StoreError> {
+    let mut sql = format!("SELECT {COLUMNS} FROM deliveries WHERE project = ?1");
+    let mut bound: Vec<Box<dyn ToSql>> = vec![Box::new(filter.project.clone())];
+    if let Some(status) = filter.status {
+        bound.push(Box::new(status.as_str()));
+        sql.push_str(&format!(" AND status = ?{}", bound.len()));
+    }
+    if let Some(before) = &filter.before {
+        bound.push(Box::new(before.as_str().to_owned()));
+        sql.push_str(&format!(" AND call_id < ?{}", bound.len()));
+    }
+    let limit = i64::try_from(filter.limit).unwrap_or(i64::MAX);
+    sql.push_str(&format!(" ORDER BY call_id DESC LIMIT {limit}"));
+    let bound: Vec<&dyn ToSql> = bound.iter().map(AsRef::as_ref).collect();
+    collect(connection, &sql, &bound, read)
+}
+
+pub(super) fn one(
+    connection: &Connection,
+    project: &str,
+    id: &CallId,
+) -> Result<Option<(Delivery, Vec<Try>)>, StoreError> {
+    let sql = format!("SELECT {COLUMNS} FROM deliveries WHERE project = ?1 AND call_id = ?2");
+    let found = collect(connection, &sql, params![project, id.as_str()], read)?.pop();
+    let Some(delivery) = found else { return Ok(None) };
+    let sql = "SELECT number, at_ms, duration_ms, status_code, error FROM tries \
+               WHERE place = (SELECT place FROM deliveries WHERE project = ?1 AND call_id = ?2) \
+               ORDER BY number";
+    let tries = collect(connection, sql, params![project, id.as_str()], read_try)?;
+    Ok(Some((delivery, tries)))
+}

@@ -1,0 +1,218 @@
+//! Deliveries: stored with their call, due with its end, saved by version; and the background
+//! tasks among the calls.
+
+use toolcrib::call::{Asked, Call, Status};
+use toolcrib::delivery::{Answer, Delivery, DeliveryStatus, KEPT_TRIES, Schedule, Try};
+use toolcrib::event::Kind;
+use toolcrib::id::CallId;
+use toolcrib::store::{CallFilter, Created, DeliveryFilter, Saved, Store};
+
+use crate::support::{
+    NOW, append, call, call_at, call_of, ended, ids, key, put, put_keyed, put_with_status, record,
+    running, save,
+};
+
+const URL: &str = "https://hooks.example/done?a=1";
+
+fn told(call: Call) -> Call {
+    let callback_url = Some(URL.to_owned());
+    Call { asked: Asked { callback_url, ..call.asked.clone() }, ..call }
+}
+
+async fn one(store: &dyn Store, call: &Call) -> Option<(Delivery, Vec<Try>)> {
+    store.delivery(&call.project, &call.id).await.unwrap()
+}
+
+async fn pending(store: &dyn Store) -> Vec<CallId> {
+    let all = store.pending_deliveries(None, 1_000).await.unwrap();
+    all.into_iter().map(|delivery| delivery.call_id).collect()
+}
+
+async fn put_due(store: &dyn Store, at_ms: u64) -> Delivery {
+    let fresh = told(call_at(at_ms - 1));
+    put(store, &fresh).await;
+    save(store, &ended(&fresh, Status::Succeeded, at_ms)).await;
+    one(store, &fresh).await.unwrap().0
+}
+
+fn answered(code: u16) -> Answer {
+    Answer { result: Ok(code), retry_after_ms: None }
+}
+
+pub async fn a_delivery_is_stored_with_its_call_and_due_with_its_end(store: &dyn Store) {
+    let fresh = told(call());
+    put(store, &fresh).await;
+    let expected = Delivery::of(&fresh).unwrap();
+    assert_eq!(one(store, &fresh).await, Some((expected.clone(), vec![])));
+    assert_eq!((expected.status, expected.url.as_str()), (DeliveryStatus::Waiting, URL));
+    let begun = running(&fresh);
+    save(store, &begun).await;
+    assert_eq!(one(store, &fresh).await, Some((expected.clone(), vec![])), "still under way");
+    assert_eq!(pending(store).await, []);
+    save(store, &ended(&begun, Status::Failed, NOW + 70)).await;
+    let due = expected.made_due(NOW + 70).unwrap();
+    assert_eq!(one(store, &fresh).await, Some((due, vec![])));
+    assert_eq!(pending(store).await, [fresh.id]);
+}
+
+pub async fn a_call_without_a_url_has_no_delivery(store: &dyn Store) {
+    let done = put_with_status(store, &call(), Status::Succeeded).await;
+    assert_eq!(one(store, &done).await, None);
+    assert_eq!(pending(store).await, []);
+    let unknown = Delivery::of(&told(call())).unwrap();
+    let next = Delivery { version: 2, ..unknown };
+    assert_eq!(store.save_delivery(next, None).await.unwrap(), Saved::Stale);
+}
+
+pub async fn a_replayed_call_brings_no_second_delivery(store: &dyn Store) {
+    let first = told(call());
+    put_keyed(store, &first, &key("ada", "k", "f")).await;
+    let again = told(call());
+    let created = put_keyed(store, &again, &key("ada", "k", "f")).await;
+    assert!(matches!(created, Created::Replayed(known) if known.id == first.id));
+    assert_eq!(one(store, &again).await, None);
+}
+
+pub async fn what_is_pending_comes_in_the_order_it_is_due_and_in_pages(store: &dyn Store) {
+    let mut expected = vec![];
+    for n in [4, 1, 3, 1, 2] {
+        let due = put_due(store, NOW + n).await;
+        expected.push((due.due_ms.unwrap(), due.call_id));
+    }
+    put(store, &told(call())).await;
+    expected.sort();
+    let (mut seen, mut after) = (vec![], None);
+    loop {
+        let page = store.pending_deliveries(after.clone(), 2).await.unwrap();
+        let Some(last) = page.last() else { break };
+        after = Some((last.due_ms.unwrap(), last.call_id.clone()));
+        seen.extend(page.into_iter().map(|delivery| (delivery.due_ms.unwrap(), delivery.call_id)));
+    }
+    assert_eq!(seen, expected);
+}
+
+pub async fn saving_the_next_version_replaces_the_delivery_and_keeps_the_try(store: &dyn Store) {
+    let due = put_due(store, NOW).await;
+    let schedule = Schedule { retry_ms: vec![500], jitter: 0.0 };
+    let late = Answer { result: Err("no answer within 20000 ms".into()), retry_after_ms: None };
+    let (second, first_try) = due.tried(&late, (NOW + 5, NOW + 25), &schedule);
+    let saved = store.save_delivery(second.clone(), Some(first_try.clone())).await.unwrap();
+    assert_eq!(saved, Saved::Yes);
+    let stored = store.delivery("p", &due.call_id).await.unwrap();
+    assert_eq!(stored, Some((second.clone(), vec![first_try.clone()])));
+    assert_eq!(second.due_ms, Some(NOW + 525));
+    // Decided on what is not there any more: nothing changes.
+    let (stale, lost) = due.tried(&answered(200), (NOW + 6, NOW + 7), &schedule);
+    assert_eq!(store.save_delivery(stale, Some(lost)).await.unwrap(), Saved::Stale);
+    let (third, second_try) = second.tried(&answered(204), (NOW + 530, NOW + 531), &schedule);
+    store.save_delivery(third.clone(), Some(second_try.clone())).await.unwrap();
+    let stored = store.delivery("p", &due.call_id).await.unwrap();
+    assert_eq!(stored, Some((third.clone(), vec![first_try, second_try])));
+    assert_eq!((third.status, third.last_error), (DeliveryStatus::Delivered, None));
+    assert_eq!(pending(store).await, []);
+}
+
+pub async fn of_many_tries_the_last_are_kept(store: &dyn Store) {
+    let mut delivery = put_due(store, NOW).await;
+    for n in 0..u64::from(KEPT_TRIES) + 3 {
+        let (next, tried) = delivery.noted(&answered(500), (NOW + n, NOW + n));
+        assert_eq!(store.save_delivery(next.clone(), Some(tried)).await.unwrap(), Saved::Yes);
+        delivery = next;
+    }
+    let (_, tries) = store.delivery("p", &delivery.call_id).await.unwrap().unwrap();
+    let numbers: Vec<u32> = tries.iter().map(|tried| tried.number).collect();
+    assert_eq!(numbers, (4..=KEPT_TRIES + 3).collect::<Vec<_>>());
+}
+
+pub async fn deliveries_are_listed_by_project_status_and_page(store: &dyn Store) {
+    let due = [put_due(store, NOW + 1).await, put_due(store, NOW + 2).await];
+    let (gone, tried) = due[0].tried(&answered(410), (NOW, NOW), &Schedule::default());
+    store.save_delivery(gone, Some(tried)).await.unwrap();
+    let waiting = told(call_at(NOW + 3));
+    put(store, &waiting).await;
+    put(store, &told(Call { project: "q".into(), ..call_of("q", "r", "t") })).await;
+    let listed = async |status, before, limit| {
+        let filter = DeliveryFilter { project: "p".into(), status, before, limit };
+        let found = store.deliveries(filter).await.unwrap();
+        found.into_iter().map(|delivery| delivery.call_id.to_string()).collect::<Vec<_>>()
+    };
+    let ids = [&waiting.id, &due[1].call_id, &due[0].call_id].map(CallId::as_str);
+    assert_eq!(listed(None, None, 10).await, ids);
+    assert_eq!(listed(None, Some(waiting.id.clone()), 1).await, ids[1..2]);
+    assert_eq!(listed(Some(DeliveryStatus::Gone), None, 10).await, ids[2..]);
+    assert_eq!(listed(Some(DeliveryStatus::Exhausted), None, 10).await, ids[3..]);
+    let other = store.delivery("q", &waiting.id).await.unwrap();
+    assert_eq!(other, None, "of another project there is none");
+}
+
+pub async fn deliveries_and_tasks_go_with_their_call(store: &dyn Store) {
+    let due = put_due(store, NOW).await;
+    let (next, tried) = due.tried(&answered(500), (NOW, NOW), &Schedule::default());
+    store.save_delivery(next.clone(), Some(tried)).await.unwrap();
+    let task = background(call_at(NOW - 1));
+    put(store, &task).await;
+    save(store, &ended(&task, Status::Succeeded, NOW)).await;
+    assert_eq!(store.purge(NOW + 1, 100).await.unwrap(), 2);
+    assert_eq!(store.delivery("p", &due.call_id).await.unwrap(), None);
+    assert_eq!(pending(store).await, []);
+    assert_eq!(ids(store, tasks()).await, []);
+    let (late, tried) = next.tried(&answered(200), (NOW, NOW), &Schedule::default());
+    assert_eq!(store.save_delivery(late, Some(tried)).await.unwrap(), Saved::Stale);
+    // What takes the place that became free has nothing of it.
+    let fresh = put_due(store, NOW + 5).await;
+    assert_eq!(store.delivery("p", &fresh.call_id).await.unwrap(), Some((fresh, vec![])));
+}
+
+fn background(call: Call) -> Call {
+    Call { asked: Asked { background: true, ..call.asked.clone() }, ..call }
+}
+
+fn tasks() -> CallFilter {
+    CallFilter { project: "p".into(), background: true, limit: 100, ..CallFilter::default() }
+}
+
+pub async fn background_tasks_are_listed_among_the_calls(store: &dyn Store) {
+    let mut expected = vec![];
+    for (n, status) in Status::ALL.into_iter().enumerate() {
+        let at_ms = NOW + 10 * n as u64;
+        put_with_status(store, &call_at(at_ms), status).await;
+        let run_id = format!("r{}", n % 2);
+        let task = Call { run_id, ..background(call_at(at_ms + 1)) };
+        expected.push(put_with_status(store, &task, status).await);
+    }
+    put(store, &background(Call { project: "q".into(), ..call() })).await;
+    expected.reverse();
+    let listed = async |filter: CallFilter, fits: &dyn Fn(&Call) -> bool| {
+        let what = format!("{filter:?}");
+        let fitting = expected.iter().filter(|call| fits(call)).map(|call| call.id.clone());
+        assert_eq!(ids(store, filter).await, fitting.collect::<Vec<_>>(), "{what}");
+    };
+    listed(tasks(), &|_| true).await;
+    for status in Status::ALL {
+        let filter = CallFilter { status: Some(status), ..tasks() };
+        listed(filter, &|call| call.status == status).await;
+    }
+    let filter = CallFilter { run_id: Some("r1".into()), ..tasks() };
+    listed(filter, &|call| call.run_id == "r1").await;
+    let filter = CallFilter { before: Some(expected[2].id.clone()), ..tasks() };
+    listed(filter, &|call| call.id < expected[2].id).await;
+    let filter = CallFilter { since_ms: Some(NOW + 30), ..tasks() };
+    listed(filter, &|call| call.created_ms >= NOW + 30).await;
+    let none = CallFilter { tool_name: Some("other".into()), ..tasks() };
+    listed(none, &|_| false).await;
+}
+
+pub async fn the_newest_record_of_a_kind_is_found(store: &dyn Store) {
+    let fresh = call();
+    put(store, &fresh).await;
+    let newest = async |kind| store.newest_record("p", &fresh.id, kind).await.unwrap();
+    assert_eq!(newest(Kind::Progress).await, None);
+    for percent in [10, 20] {
+        append(store, &fresh, record(Kind::Progress).with("percent", percent)).await;
+    }
+    append(store, &fresh, record(Kind::Late)).await;
+    let found = newest(Kind::Progress).await.unwrap();
+    assert_eq!(found.data["percent"], 20);
+    assert_eq!(newest(Kind::Requested).await.unwrap().kind, Kind::Requested);
+    assert_eq!(store.newest_record("q", &fresh.id, Kind::Progress).await.unwrap(), None);
+}
