@@ -60,8 +60,8 @@ pub mod store;
 pub mod task;
 pub mod tokens;
 pub mod tool;
-pub mod utp;
 pub mod trace;
+pub mod utp;
 
 pub use batch::{Batch, BatchAnswer};
 pub use call::{Call, Outcome, Status};

@@ -15,8 +15,8 @@ use crate::doors::http::{Door, Settings};
 use crate::sources::builtin;
 use crate::sources::utp::Commands;
 use crate::telemetry::{self, Otlp};
-use crate::webhooks::Webhooks;
 use crate::utp::Link;
+use crate::webhooks::Webhooks;
 
 /// Two servers on one database would each believe to be the only writer: the first keeps this
 /// file locked for as long as it lives, however it ends.

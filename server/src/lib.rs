@@ -15,5 +15,5 @@ pub mod sources;
 pub mod task;
 pub mod telemetry;
 pub mod utp;
-pub mod yaml;
 pub mod webhooks;
+pub mod yaml;

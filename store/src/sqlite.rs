@@ -6,8 +6,8 @@ mod directory;
 mod history;
 mod open;
 mod reader;
-mod utp;
 mod runs;
+mod utp;
 mod writer;
 
 use std::path::{Path, PathBuf};

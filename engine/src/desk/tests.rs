@@ -39,7 +39,6 @@ impl Room {
             tool: "t".into(),
             effect,
             args: Json::empty_object(),
-            traceparent: None,
             command: None,
             deadline_ms: u64::MAX,
             traceparent: None,

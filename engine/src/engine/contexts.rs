@@ -315,5 +315,6 @@ pub(super) fn own_tool(project: &str, name: &str, timeout_ms: u64) -> Definition
         policy: Default::default(),
         fallback: Vec::new(),
         metadata: None,
+        utp: None,
     }
 }

@@ -10,8 +10,8 @@ pub mod events;
 pub mod idempotency;
 pub mod lists;
 pub mod purge;
-pub mod utp;
 pub mod runs;
+pub mod utp;
 
 /// Every behaviour, as tests of the store that this expression opens.
 macro_rules! conformance {

@@ -2,9 +2,9 @@
 
 mod admin;
 mod agents;
+mod batch;
 mod calls;
 mod cards;
-mod batch;
 mod contexts;
 mod deliveries;
 mod events;

@@ -83,6 +83,7 @@ impl OwnTool {
             policy: PolicyPatch::default(),
             fallback: Vec::new(),
             metadata: None,
+            utp: None,
         }
     }
 }
@@ -159,6 +160,7 @@ impl CallsBody {
                 client_id: None,
                 user_id: None,
                 traceparent: traceparent.map(str::to_owned),
+                turn: None,
                 callback_url: None,
             };
             let result = result.transpose()?;
