@@ -18,6 +18,10 @@ pub enum Topic {
     Run { project: String, run_id: String },
     /// Anything new in the project.
     Project(String),
+    /// Something new in an agent's inbox.
+    Inbox { project: String, agent: String },
+    /// Something new to publish.
+    Outbox,
     /// Tools, keys or rules changed.
     Directory,
 }

@@ -111,6 +111,8 @@ pub struct Asked {
     pub traceparent: Option<String>,
     /// Nobody waits for it: its result arrives later.
     pub background: bool,
+    /// The turn it was made in; boxed, because most calls have none.
+    pub turn: Option<Box<crate::utp::Route>>,
     /// Where to tell that it has ended.
     pub callback_url: Option<String>,
 }
@@ -184,6 +186,8 @@ impl Call {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Outcome {
     pub ok: bool,
+    /// It worked, but not all of it: there could be more in `data`.
+    pub partial: bool,
     pub data: Option<Json>,
     pub error: Option<Fault>,
     pub metrics: Metrics,

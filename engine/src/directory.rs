@@ -7,6 +7,7 @@
 use crate::caller::Role;
 use crate::policy::Rule;
 use crate::tool::Definition;
+use crate::utp::Member;
 
 /// A key, without its secret: only the digest is kept.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -40,11 +41,23 @@ pub struct Offer {
     pub client_id: String,
 }
 
+/// A tenant that was made on purpose. A project that has a key is there as well.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Project {
+    pub id: String,
+    pub title: String,
+    pub created_ms: u64,
+}
+
 /// All of it, at one version.
 #[derive(Debug, Clone, Default)]
 pub struct Directory {
     pub version: u64,
+    /// Those that clients offer, and those of the projects themselves.
     pub tools: Vec<Definition>,
+    pub projects: Vec<Project>,
+    /// The agents that can be woken.
+    pub roster: Vec<Member>,
     pub clients: Vec<Client>,
     pub offers: Vec<Offer>,
     pub keys: Vec<Key>,
@@ -65,6 +78,19 @@ pub enum Change {
         project: String,
         client_id: String,
         tool: String,
+    },
+    AddProject(Project),
+    /// A tool of the project itself; what it was before is kept for the calls that used it.
+    PutTool(Box<Definition>),
+    DropTool {
+        project: String,
+        name: String,
+    },
+    /// Replaces what was known of the agent.
+    PutMember(Member),
+    DropMember {
+        project: String,
+        agent_id: String,
     },
     AddKey(Key),
     RevokeKey {

@@ -11,9 +11,13 @@ mod advance;
 mod ahead;
 mod attempt;
 mod builder;
+mod cards;
 mod catalog;
 mod contexts;
+mod envelope;
 mod gate;
+mod inbox;
+mod ingest;
 mod ingress;
 mod invoke;
 mod live;
@@ -21,12 +25,14 @@ mod measure;
 mod notices;
 mod observing;
 mod permit;
+mod projects;
 mod record;
 mod recover;
 mod report;
 mod result;
 mod search;
 mod surely;
+mod turns;
 mod wait;
 
 use std::collections::HashMap;
@@ -53,13 +59,16 @@ pub use admin::{NewKey, ShownKey};
 pub use builder::Builder;
 pub use catalog::{Catalog, Entry as CatalogEntry, Registration};
 pub use contexts::{CONTEXT_CALLS, RunTools, Style};
+pub use ingest::{Ingested, Rejected, ToolReport, Unreadable};
 pub use ingress::Connecting;
 pub use invoke::{Invocation, Ticket};
 pub use notices::{DeliveryPage, DeliveryQuery};
+pub use projects::{DEFAULT_PROJECT, check_arrays};
 pub use record::{MAX_RECORDED, OwnCall, OwnResult};
 pub use report::Report;
 pub use result::{Given, RESULT_READ};
 pub use search::Found;
+pub use turns::{Dispatch, Dispatched, Lease, Resumed, StepCall, StepResult};
 pub use wait::{CallPage, CallQuery, EventQuery};
 
 use gate::Gate;
@@ -154,6 +163,10 @@ pub(crate) struct Inner {
     pub(crate) policies: Policies,
     /// This process, told apart from the one before a restart.
     pub(crate) node: String,
+    /// Whether somebody publishes what is in the outbox.
+    pub(crate) publishes: bool,
+    /// The traces that reports under way come out of.
+    pub(crate) inbound: parking_lot::Mutex<HashMap<crate::id::CallId, String>>,
     /// Whether the metrics name projects' tools; unless said, while there are no keys.
     pub(crate) tool_names: Option<bool>,
     pub(crate) observer: Option<Arc<dyn Observer>>,
@@ -195,6 +208,13 @@ impl Engine {
     /// Whether the store can be read and written now.
     pub async fn check_store(&self) -> Result<(), Error> {
         self.inner.store.check().await.map_err(unavailable)
+    }
+
+    /// How that is which the sources depend on.
+    pub fn sources_health(&self) -> Vec<crate::source::Health> {
+        let mut all: Vec<_> = self.inner.sources.values().filter_map(|s| s.health()).collect();
+        all.sort_by_key(|health| health.name);
+        all
     }
 
     /// How much room the store takes.

@@ -145,6 +145,7 @@ impl FnTool {
             policy: PolicyPatch::default(),
             fallback: Vec::new(),
             metadata: None,
+            utp: None,
         };
         Self { definition, body }
     }

@@ -62,6 +62,7 @@ pub mod task;
 pub mod tokens;
 pub mod tool;
 pub mod trace;
+pub mod utp;
 
 pub use batch::{Batch, BatchAnswer};
 pub use call::{Call, Outcome, Status};

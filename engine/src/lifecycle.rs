@@ -35,12 +35,25 @@ pub enum Event {
     Ask { attempt: u32, questions: Questions },
     /// Somebody answers some of them.
     Answer { by: String, answers: Map<String, Value> },
+    /// An attempt did not simply work or fail: whoever executed it says how it ended.
+    Told { attempt: u32, by: String, told: Told },
     /// The clock reached the call's deadline.
     Deadline,
     /// Somebody does not want it any more.
     Cancel { by: String, reason: Option<String> },
     /// The process that held it is gone.
     Lost { node: String },
+}
+
+/// Ends that only a tool service can tell of.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Told {
+    /// It worked, but not all of it.
+    Partial(Json),
+    /// It gave up by its own clock.
+    TimedOut(Fault),
+    /// Somebody canceled it over there.
+    Canceled(Fault),
 }
 
 /// What to do after the commit.
@@ -89,6 +102,7 @@ pub fn step(call: &Call, event: &Event, now_ms: u64) -> Result<Step, Refusal> {
         }
         Event::Ask { attempt, questions } => ask(call, *attempt, questions, now_ms),
         Event::Answer { by, answers } => answer(call, by, answers, now_ms),
+        Event::Told { attempt, by, told: how } => told(call, *attempt, by, how, now_ms),
         Event::Deadline => deadline(call, now_ms),
         Event::Cancel { by, reason } => cancel(call, by, reason.as_deref(), now_ms),
         Event::Lost { node } => lost(call, node, now_ms),
@@ -181,6 +195,51 @@ fn report(
         }
         Err(fault) => Ok(failed(next, records, fault, now_ms)),
     }
+}
+
+/// An end that is final whatever the policy says: nothing is tried again.
+fn told(call: &Call, attempt: u32, by: &str, told: &Told, now_ms: u64) -> Result<Step, Refusal> {
+    let (status, kind, outcome) = match told {
+        Told::Partial(data) => {
+            (Status::Succeeded, Kind::Finished, (true, Some(data.clone()), None))
+        }
+        Told::TimedOut(fault) => {
+            (Status::Timeout, Kind::Timeout, (false, None, Some(fault.clone())))
+        }
+        Told::Canceled(fault) => {
+            (Status::Canceled, Kind::Canceled, (false, None, Some(fault.clone())))
+        }
+    };
+    let partial = status == Status::Succeeded;
+    if call.status.is_terminal() {
+        let known = call.outcome.as_ref();
+        let same = known.is_some_and(|known| {
+            known.partial == partial && known.data == outcome.1 && known.error == outcome.2
+        });
+        if same && call.status == status {
+            return Err(Refusal::Repeated);
+        }
+        let why = format!("reported after the call was {}", call.status.as_str());
+        let late = late(call, now_ms, &why).with("by", by).with("reported", status.as_str());
+        return Err(Refusal::Ended(late));
+    }
+    if !call.attempt_is_out() || attempt != call.attempt {
+        let late = late(call, now_ms, "reported for an attempt that is not out").with("by", by);
+        return Err(Refusal::WrongAttempt(late.with("reported", status.as_str())));
+    }
+    let mut next = call.clone();
+    let mut records = Vec::new();
+    if next.status == Status::Pending {
+        records.push(begin(&mut next, now_ms));
+    }
+    next.taken_by = Some(by.to_owned());
+    let mut end = end(next, status, outcome, now_ms);
+    if let Some(outcome) = &mut end.outcome {
+        outcome.partial = partial;
+    }
+    let record = ending(&end, kind, now_ms).with("by", by);
+    records.push(if partial { record.with("partial", true) } else { record });
+    Ok(committed(end, records, vec![Action::Ended]))
 }
 
 /// An attempt failed: again, otherwise, or not at all.
@@ -288,10 +347,13 @@ fn deadline(call: &Call, now_ms: u64) -> Result<Step, Refusal> {
             "{} did not answer within {allowed_ms} ms; it was under way and may have taken effect",
             call.target.tool
         ),
-        (_, Some(Hold::Parked), _) => format!(
-            "nobody took {} within {allowed_ms} ms: is the client that offers it connected?",
-            call.target.tool
-        ),
+        (_, Some(Hold::Parked), _) => {
+            let who = match call.target.executor {
+                Executor::Utp => "is its tool service running, and NATS there",
+                _ => "is the client that offers it connected",
+            };
+            format!("nobody took {} within {allowed_ms} ms: {who}?", call.target.tool)
+        }
         (_, Some(Hold::Input), _) => {
             format!("{} asked something and had no answer for {allowed_ms} ms", call.target.tool)
         }
@@ -387,7 +449,7 @@ fn end(mut call: Call, status: Status, (ok, data, error): End, now_ms: u64) -> C
     call.status = status;
     call.hold = None;
     call.completed_ms = Some(completed_ms);
-    call.outcome = Some(Outcome { ok, data, error, metrics });
+    call.outcome = Some(Outcome { ok, partial: false, data, error, metrics });
     call
 }
 
@@ -414,10 +476,7 @@ fn late(call: &Call, now_ms: u64, why: &str) -> Record {
 }
 
 fn with_report(record: Record, by: Option<&str>, result: &Result<Json, Fault>) -> Record {
-    let record = match by {
-        Some(by) => record.with("by", by),
-        None => record,
-    };
+    let record = by.into_iter().fold(record, |record, by| record.with("by", by));
     match result {
         Ok(data) => record.with("reported", "SUCCEEDED").with("result_bytes", data.text().len()),
         Err(fault) => record.with("reported", "FAILED").with("code", fault.code.as_str()),

@@ -12,6 +12,7 @@ use crate::id::CallId;
 use crate::json::Json;
 use crate::tool::{Definition, Effect, Executor};
 use crate::trace::TraceParent;
+use crate::utp::{Binding, Route};
 
 /// One try at executing a call.
 #[derive(Debug, Clone)]
@@ -27,6 +28,8 @@ pub struct Attempt {
     pub deadline_ms: u64,
     /// The span that it is: what it does is part of that.
     pub traceparent: Option<TraceParent>,
+    /// What a tool service is told; only of tools that one executes.
+    pub command: Option<Box<Command>>,
     /// The client the call is pinned to.
     pub client_id: Option<String>,
     /// The client that has taken this very attempt before (it is being handed over again).
@@ -38,6 +41,17 @@ pub struct Attempt {
     pub dialogue: Option<Box<Dialogue>>,
 }
 
+/// What a tool service must know to execute an attempt.
+#[derive(Debug, Clone)]
+pub struct Command {
+    pub route: Route,
+    pub binding: Binding,
+    /// The card that has the arguments.
+    pub card_id: String,
+    /// The trace that the tool service goes on with.
+    pub traceparent: String,
+}
+
 /// What starting an attempt came to.
 #[derive(Debug)]
 pub enum Started {
@@ -47,6 +61,14 @@ pub enum Started {
     Parked,
     /// It has to know something first: it is over, and the next one gets the answers.
     Asks(Questions),
+}
+
+/// How something that a source depends on is.
+#[derive(Debug, Clone)]
+pub struct Health {
+    pub name: &'static str,
+    /// None when it is well.
+    pub trouble: Option<String>,
 }
 
 /// Where an attempt's progress goes.
@@ -66,6 +88,11 @@ pub trait Source: Send + Sync + 'static {
 
     /// Stops an attempt, as far as that is possible.
     fn cancel(&self, call_id: &CallId, attempt: u32);
+
+    /// How whoever executes them is, where that can be known.
+    fn health(&self) -> Option<Health> {
+        None
+    }
 
     /// The attempt is over, whichever way: nothing need be kept for it.
     fn settled(&self, _call_id: &CallId, _attempt: u32) {}

@@ -5,6 +5,7 @@
 //! crate `toolcrib-store`.
 
 mod memory;
+pub mod utp;
 
 use std::sync::Arc;
 
@@ -233,6 +234,9 @@ pub trait Store: Send + Sync + 'static {
 
     /// Whether the store can be read and written now.
     async fn check(&self) -> Result<(), StoreError>;
+
+    /// Cards, turns and inboxes.
+    fn utp(&self) -> &dyn utp::UtpStore;
 
     /// How much room it takes.
     async fn size_bytes(&self) -> Result<u64, StoreError>;

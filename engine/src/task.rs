@@ -8,6 +8,7 @@ pub mod notify;
 pub mod purge;
 pub mod refresh;
 pub mod sweep;
+pub mod watchdog;
 
 use crate::engine::Engine;
 
@@ -17,6 +18,7 @@ pub(crate) fn spawn_all(engine: &Engine, retention_ms: Option<u64>) {
     tasks.spawn(dispatch::run(engine.clone()));
     tasks.spawn(sweep::run(engine.clone()));
     tasks.spawn(refresh::run(engine.clone()));
+    tasks.spawn(watchdog::run(engine.clone()));
     if engine.inner.notices.notifier.is_some() {
         tasks.spawn(notify::run(engine.clone()));
     }

@@ -143,6 +143,8 @@ pub struct Definition {
     pub policy: PolicyPatch,
     pub fallback: Vec<Alternate>,
     pub metadata: Option<Json>,
+    /// How a tool service is reached; only of tools that one executes.
+    pub utp: Option<crate::utp::Binding>,
 }
 
 impl Definition {
@@ -159,6 +161,12 @@ impl Definition {
             hash.update(json::canonical(&output.value()).as_bytes());
         }
         hash.update([self.effect as u8, self.risk as u8, self.executor as u8]);
+        if let Some(utp) = &self.utp {
+            hash.update([2, utp.after_execution as u8]);
+            hash.update(utp.target_subject.as_bytes());
+            hash.update([0]);
+            hash.update(json::canonical(&utp.options.value()).as_bytes());
+        }
         hex(&hash.finalize()[..8])
     }
 }

@@ -15,7 +15,9 @@ use crate::config::Config;
 use crate::doors::http::{Door, Settings};
 use crate::doors::mcp;
 use crate::sources::builtin;
+use crate::sources::utp::Commands;
 use crate::telemetry::{self, Otlp};
+use crate::utp::Link;
 use crate::webhooks::Webhooks;
 
 /// Two servers on one database would each believe to be the only writer: the first keeps this
@@ -42,6 +44,7 @@ fn lock(store: &Path) -> anyhow::Result<File> {
 /// A server's engine, and what keeps its database its own.
 pub struct Served {
     pub engine: Engine,
+    _nats: Option<crate::doors::nats::Open>,
     otlp: Option<Arc<Otlp>>,
     _lock: File,
 }
@@ -66,8 +69,14 @@ pub async fn engine(config: &Config) -> anyhow::Result<Served> {
         tokio::task::spawn_blocking(move || SqliteStore::open(&path)).await?
     };
     let store = opened.with_context(|| format!("cannot open {}", path.display()))?;
+    let link = match config.nats.address() {
+        Some(address) => Some(Link::connect(&address, "toolcrib").await.context("NATS")?),
+        None => None,
+    };
     let mut builder = Engine::builder()
         .store(Arc::new(store))
+        .source(Arc::new(Commands::new(link.clone())))
+        .publishes(link.is_some())
         .limits(config.limits())
         .policies(config.policies())
         .notifier(Arc::new(webhooks(config)?), config.webhooks.notifying())
@@ -88,7 +97,9 @@ pub async fn engine(config: &Config) -> anyhow::Result<Served> {
     if let Some(otlp) = &otlp {
         builder = builder.observer(otlp.clone());
     }
-    Ok(Served { engine: builder.start().await?, otlp, _lock: lock })
+    let engine = builder.start().await?;
+    let nats = link.map(|link| crate::doors::nats::open(engine.clone(), link));
+    Ok(Served { engine, otlp, _nats: nats, _lock: lock })
 }
 
 /// An engine for a look at the directory or a change to it: it runs nothing by itself, and may be
@@ -156,7 +167,8 @@ fn webhooks(config: &Config) -> anyhow::Result<Webhooks> {
         .map_err(|why| anyhow::anyhow!("callbacks cannot be signed: {why}"))
 }
 
-fn builtin_tools(config: &Config) -> anyhow::Result<Vec<Arc<dyn Tool>>> {
+/// The tools that come with the server, as configured.
+pub fn builtin_tools(config: &Config) -> anyhow::Result<Vec<Arc<dyn Tool>>> {
     let mut tools = Vec::new();
     if config.builtin.enabled {
         tools = builtin::tools(builtin::Settings {

@@ -17,6 +17,7 @@ mod mcp;
 mod output;
 mod sse;
 mod tools;
+mod utp;
 mod watch;
 mod webhooks;
 
@@ -99,6 +100,8 @@ Examples:
     Watch(watch::WatchArgs),
     /// Be an MCP server on standard input and output, for clients that start their servers
     Mcp(mcp::McpArgs),
+    /// Serve the built-in tools to other systems over NATS
+    Utp(utp::UtpArgs),
     /// See what became of callbacks, send one again, make a signing key
     Webhooks(webhooks::WebhooksArgs),
     /// Make, list and revoke keys
@@ -119,6 +122,8 @@ Examples:
     BenchFloor(bench::FloorArgs),
     #[command(hide = true)]
     BenchFill(bench::FillArgs),
+    #[command(hide = true)]
+    BenchUtp(bench::HostArgs),
 }
 
 #[derive(Debug, Default, Args)]
@@ -126,6 +131,9 @@ struct ServeArgs {
     /// Address and port to listen on
     #[arg(long, value_name = "ADDRESS")]
     listen: Option<String>,
+    /// NATS server for tools over NATS: nats://127.0.0.1:4222
+    #[arg(long, value_name = "URL")]
+    nats: Option<String>,
     #[command(flatten)]
     place: Place,
 }
@@ -175,7 +183,11 @@ impl Ready {
     pub fn serves(&self) -> bool {
         matches!(
             self.command,
-            Command::Serve(_) | Command::Mcp(_) | Command::BenchFloor(_) | Command::BenchFill(_)
+            Command::Serve(_)
+                | Command::Mcp(_)
+                | Command::Utp(_)
+                | Command::BenchFloor(_)
+                | Command::BenchFill(_)
         )
     }
 }
@@ -252,6 +264,7 @@ async fn dispatch(context: &Context, command: Command) -> Result<(), Failure> {
         Command::Calls(args) => calls::run(context, args).await,
         Command::Watch(args) => watch::run(context, args).await,
         Command::Mcp(args) => mcp::run(context, args).await,
+        Command::Utp(args) => utp::run(context, args).await,
         Command::Webhooks(args) => webhooks::run(context, args).await,
         Command::Keys(args) => admin::keys(context, args).await,
         Command::Allow(args) => admin::set(context, args, toolcrib::policy::Verdict::Allow).await,
@@ -261,11 +274,16 @@ async fn dispatch(context: &Context, command: Command) -> Result<(), Failure> {
         Command::Doctor(args) => doctor::run(context, args).await,
         Command::Bench(args) => bench::run(context, args).await,
         Command::BenchFloor(args) => bench::floor(args).await,
+        Command::BenchUtp(args) => bench::host(args).await,
         Command::BenchFill(args) => bench::fill(args).await,
     }
 }
 
 async fn serve(context: &Context, args: ServeArgs) -> Result<(), Failure> {
-    let config = context.config(args.listen.as_ref(), &args.place)?;
+    let mut config = context.config(args.listen.as_ref(), &args.place)?;
+    if args.nats.is_some() {
+        config.nats.url = args.nats;
+        config.validate()?;
+    }
     Ok(crate::serve::run(config).await?)
 }

@@ -72,6 +72,8 @@ pub struct Config {
     pub builtin: BuiltinSettings,
     /// The ways in.
     pub doors: DoorSettings,
+    /// Tools over NATS.
+    pub nats: NatsSettings,
     /// Traces and metrics.
     pub telemetry: TelemetrySettings,
     /// The file that was read; not a setting.
@@ -98,6 +100,7 @@ impl Default for Config {
             webhooks: WebhookSettings::default(),
             builtin: BuiltinSettings::default(),
             doors: DoorSettings::default(),
+            nats: NatsSettings::default(),
             telemetry: TelemetrySettings::default(),
             file: None,
         }
@@ -353,6 +356,32 @@ impl Default for BuiltinSettings {
     fn default() -> Self {
         let (database, weather) = (DatabaseSettings::default(), WeatherSettings::default());
         Self { enabled: true, database, weather }
+    }
+}
+
+/// Tools over NATS.
+#[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct NatsSettings {
+    /// `nats://HOST:PORT`; without it there is no NATS, and everything else works.
+    pub url: Option<String>,
+    /// The version of the protocol, which is a part of every subject: `v1r3` or `v1r4`.
+    pub version: String,
+    /// A file with NATS credentials.
+    pub credentials: Option<PathBuf>,
+}
+
+impl Default for NatsSettings {
+    fn default() -> Self {
+        Self { url: None, version: crate::utp::DEFAULT_VERSION.into(), credentials: None }
+    }
+}
+
+impl NatsSettings {
+    /// Where to connect to, if anywhere.
+    pub fn address(&self) -> Option<crate::utp::link::Address> {
+        let (version, credentials) = (self.version.clone(), self.credentials.clone());
+        Some(crate::utp::link::Address { url: self.url.clone()?, credentials, version })
     }
 }
 

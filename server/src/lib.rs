@@ -14,4 +14,6 @@ pub mod serve;
 pub mod sources;
 pub mod task;
 pub mod telemetry;
+pub mod utp;
 pub mod webhooks;
+pub mod yaml;

@@ -2,3 +2,4 @@
 //! the store, another source or a door.
 
 pub mod builtin;
+pub mod utp;

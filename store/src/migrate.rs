@@ -5,10 +5,11 @@ use rusqlite::{Connection, TransactionBehavior};
 
 use crate::sqlite::OpenError;
 
-const MIGRATIONS: [&str; 3] = [
+const MIGRATIONS: [&str; 4] = [
     include_str!("../migrations/sqlite/0001_init.sql"),
     include_str!("../migrations/sqlite/0002_callbacks.sql"),
     include_str!("../migrations/sqlite/0003_runs.sql"),
+    include_str!("../migrations/sqlite/0004_utp.sql"),
 ];
 
 /// The version this program writes.

@@ -17,6 +17,7 @@ use toolcrib::json::Json;
 use toolcrib::retry::Backoff;
 use toolcrib::store::StoreError;
 use toolcrib::tool::{Effect, Executor};
+use toolcrib::utp::Route;
 
 pub(crate) use definition::{definition_text, read_definition};
 
@@ -42,6 +43,7 @@ struct Envelope<'a> {
     #[serde(default, skip_serializing_if = "is_false")]
     background: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    turn: Option<Cow<'a, Route>>,
     callback_url: Option<String>,
     max_retries: u32,
     /// Only where it is not the usual one.
@@ -75,6 +77,8 @@ struct State<'a> {
     node: Option<Cow<'a, str>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     dialogue: Option<Cow<'a, Dialogue>>,
+    #[serde(default, skip_serializing_if = "is_false")]
+    partial: bool,
 }
 
 /// Rows are small because they are flushed: what a column says already is left out, and what an
@@ -147,6 +151,7 @@ impl CallRow {
             idempotency_key: call.asked.idempotency_key.as_deref().map(Cow::Borrowed),
             traceparent: call.asked.traceparent.as_deref().map(Cow::Borrowed),
             background: call.asked.background,
+            turn: call.asked.turn.as_deref().map(Cow::Borrowed),
             callback_url: call.asked.callback_url.clone(),
             max_retries: call.max_retries,
             backoff: Cow::Borrowed(&call.backoff),
@@ -184,6 +189,7 @@ impl CallRow {
             taken_by: call.taken_by.as_deref().map(Cow::Borrowed),
             node: call.node.as_deref().map(Cow::Borrowed),
             dialogue: call.dialogue.as_deref().map(Cow::Borrowed),
+            partial: outcome.is_some_and(|outcome| outcome.partial),
         };
         let state = encode(&state)?;
         Ok(Self {
@@ -248,6 +254,7 @@ pub(crate) fn read_call(row: &Row<'_>) -> Result<(u64, Call), StoreError> {
     let completed_ms = time(11)?.map(|ms| ms as u64);
     let outcome = completed_ms.map(|completed_ms| Outcome {
         ok: status == Status::Succeeded,
+        partial: state.partial,
         data,
         error,
         metrics: Metrics::of(created_ms, started_ms, completed_ms, state.attempt),
@@ -271,6 +278,7 @@ pub(crate) fn read_call(row: &Row<'_>) -> Result<(u64, Call), StoreError> {
             idempotency_key: envelope.idempotency_key.map(Cow::into_owned),
             traceparent: envelope.traceparent.map(Cow::into_owned),
             background: envelope.background,
+            turn: envelope.turn.map(|turn| Box::new(turn.into_owned())),
             callback_url: envelope.callback_url,
         },
         target: target(state.target),

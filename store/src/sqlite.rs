@@ -7,6 +7,7 @@ mod history;
 mod open;
 mod reader;
 mod runs;
+mod utp;
 mod writer;
 
 use std::path::{Path, PathBuf};
@@ -116,6 +117,23 @@ impl SqliteStore {
         self.writer.send(op(reply))?;
         let gone = |_| StoreError::Unavailable("the writer has stopped".to_owned());
         answer.await.map_err(gone)?
+    }
+
+    /// Does something in the writer's next commit. It must not fail for what is in the data: that
+    /// would fail everybody who shares the commit.
+    async fn work<T: Send + 'static>(
+        &self,
+        mut work: impl FnMut(&Connection) -> rusqlite::Result<T> + Send + 'static,
+    ) -> Result<T, StoreError> {
+        let made = Arc::new(parking_lot::Mutex::new(None));
+        let slot = made.clone();
+        let work = Box::new(move |connection: &Connection| {
+            *slot.lock() = Some(work(connection)?);
+            Ok(())
+        });
+        self.write(|reply| Op::Work { work, reply }).await?;
+        let gone = || StoreError::Unavailable("the writer has stopped".to_owned());
+        made.lock().take().ok_or_else(gone)
     }
 
     async fn read<T: Send + 'static>(
@@ -284,6 +302,10 @@ impl Store for SqliteStore {
     async fn check(&self) -> Result<(), StoreError> {
         self.read(|connection| directory::version(connection).map(|_| ())).await?;
         self.write(|reply| Op::Check { reply }).await
+    }
+
+    fn utp(&self) -> &dyn toolcrib::store::utp::UtpStore {
+        self
     }
 
     async fn size_bytes(&self) -> Result<u64, StoreError> {

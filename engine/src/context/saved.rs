@@ -158,6 +158,7 @@ pub(crate) mod definitions {
             policy: tool.policy,
             fallback: tool.fallback,
             metadata: tool.metadata,
+            utp: None,
         });
         Ok(read.collect())
     }

@@ -30,6 +30,7 @@ fn tool(name: &str, description: &str) -> Definition {
         policy: PolicyPatch::default(),
         fallback: vec![],
         metadata: None,
+        utp: None,
     }
 }
 

@@ -39,6 +39,7 @@ impl Room {
             tool: "t".into(),
             effect,
             args: Json::empty_object(),
+            command: None,
             deadline_ms: u64::MAX,
             traceparent: None,
             client_id: pinned.map(str::to_owned),

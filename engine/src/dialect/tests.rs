@@ -184,6 +184,7 @@ fn tool(schema: &str, effect: Effect) -> Definition {
         policy: Default::default(),
         fallback: Vec::new(),
         metadata: None,
+        utp: None,
     }
 }
 

@@ -168,7 +168,11 @@ impl Engine {
     }
 
     /// An admin's key rules its own project; only the operator at the machine rules them all.
-    fn require_admin(&self, caller: &Caller, project: Option<&str>) -> Result<(), Error> {
+    pub(super) fn require_admin(
+        &self,
+        caller: &Caller,
+        project: Option<&str>,
+    ) -> Result<(), Error> {
         let own = project.is_none_or(|project| project == caller.project);
         if caller.may_administer() && (own || caller.trust == Trust::Local) {
             return Ok(());

@@ -62,6 +62,9 @@ impl Inner {
             self.live.moved(&before, &after);
             self.settle(&entry, &before, &after);
             self.perform(&entry, &after, &step.actions);
+            if after.status.is_terminal() {
+                self.ended(&after).await;
+            }
             measure::moved(&before, &after, || self.may_name(&after));
             self.tell_observer(&before, &after, attempt, now_ms);
             self.announce(&after);

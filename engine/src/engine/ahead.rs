@@ -19,6 +19,7 @@ use crate::source::{ProgressSink, Started};
 use crate::tool::{Effect, Executor};
 
 /// How far a read is before its ticket is stored.
+#[allow(clippy::large_enum_variant, reason = "there is one at a time, and it is not kept")]
 pub(super) enum Ahead {
     /// It may not begin before.
     Waits,

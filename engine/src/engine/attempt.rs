@@ -8,13 +8,15 @@ use crate::dialogue::Questions;
 use crate::fault::{Code, Fault};
 use crate::function::Progress;
 use crate::lifecycle::Event;
-use crate::source::{Attempt, ProgressSink, Started};
+use crate::source::{Attempt, Command, ProgressSink, Started};
+use crate::tool::Executor;
+use crate::utp;
 
 impl Inner {
     /// Starts the attempt that is out. Parking happens at once and in order; what is executed in
     /// this process gets its own task, and whatever becomes of that task is reported.
     pub(super) fn start_attempt(self: &Arc<Self>, call: &Arc<Call>, again: bool) {
-        let attempt = self.attempt(call, again);
+        let mut attempt = self.attempt(call, again);
         let (inner, call) = (self.clone(), call.clone());
         self.attempts.spawn(async move {
             let executor = call.target.executor;
@@ -23,6 +25,12 @@ impl Inner {
                 let fault = Fault::new(Code::UpstreamUnavailable, message).not_happened();
                 return inner.report_attempt(&call, Err(fault.retryable(false))).await;
             };
+            if executor == Executor::Utp {
+                attempt.command = match inner.command(&call).await {
+                    Ok(command) => Some(Box::new(command)),
+                    Err(fault) => return inner.report_attempt(&call, Err(fault)).await,
+                };
+            }
             let sink = inner.progress_sink(&call);
             let started = source.start(attempt, sink).await;
             inner.take_back(&call, started).await;
@@ -65,6 +73,22 @@ impl Inner {
         self.advance_surely(&call.project, &call.id, event).await;
     }
 
+    /// What a tool service is told of the attempt that is out.
+    async fn command(&self, call: &Call) -> Result<Command, Fault> {
+        let found = self.binding_of(call).await.map_err(|error| {
+            let message = format!("the definition cannot be read: {error}");
+            Fault::new(Code::UpstreamUnavailable, message).not_happened()
+        })?;
+        let Some(binding) = found else {
+            let message = format!("the definition of {} is gone", call.target.tool);
+            return Err(Fault::new(Code::Internal, message).not_happened().retryable(false));
+        };
+        let card_id = utp::card::id_of(&call.id, utp::card::TOOL_CALL);
+        let handed_on = self.handed_on(call).map(|span| span.to_string());
+        let traceparent = handed_on.unwrap_or_else(|| utp::trace::of_call(call));
+        Ok(Command { route: utp::Route::of(call), binding, card_id, traceparent })
+    }
+
     fn progress_sink(self: &Arc<Self>, call: &Arc<Call>) -> ProgressSink {
         let (inner, call) = (self.clone(), call.clone());
         Arc::new(move |progress: Progress| inner.note_progress_soon(&call, progress))
@@ -95,6 +119,7 @@ impl Inner {
             args: call.target.args.clone(),
             deadline_ms: call.deadline_ms,
             traceparent: self.handed_on(call),
+            command: None,
             client_id: call.asked.client_id.clone(),
             taken_by: call.taken_by.clone(),
             again,

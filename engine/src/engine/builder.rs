@@ -39,6 +39,7 @@ pub struct Builder {
     limits: Limits,
     policies: Policies,
     retention_ms: Option<u64>,
+    publishes: bool,
     reads_results: bool,
     notifier: Option<Arc<dyn Notifier>>,
     notifying: Notifying,
@@ -122,6 +123,12 @@ impl Builder {
         self
     }
 
+    /// Somebody publishes what is in the outbox: wakeups are put there.
+    pub fn publishes(mut self, publishes: bool) -> Self {
+        self.publishes = publishes;
+        self
+    }
+
     /// Who is told how attempts and calls went; nobody unless said, and then it costs nothing.
     pub fn observer(mut self, observer: Arc<dyn Observer>) -> Self {
         self.observer = Some(observer);
@@ -189,6 +196,8 @@ impl Builder {
             limits: self.limits,
             policies: self.policies,
             node,
+            publishes: self.publishes,
+            inbound: parking_lot::Mutex::default(),
             tool_names: self.tool_names,
             observer: self.observer,
             draining: AtomicBool::new(false),

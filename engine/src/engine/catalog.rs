@@ -20,7 +20,7 @@ use crate::policy::{self, Decision};
 use crate::retry::TIMEOUT_MS_RANGE;
 use crate::schema::Schema;
 use crate::store::Saved;
-use crate::tool::{Definition, check_name};
+use crate::tool::{Definition, Executor, check_name};
 
 /// A tool, ready to be called.
 #[derive(Debug)]
@@ -464,6 +464,10 @@ fn check_against(
         }
         let place = (caller.project.clone(), tool.name.clone());
         let Some(known) = catalog.own.get(&place) else { continue };
+        if known.definition.executor != Executor::Client {
+            let message = format!("\"{}\" is a tool of the project itself", tool.name);
+            return Err(conflict(&tool.name, message));
+        }
         let others = catalog.offered_by(&caller.project, &tool.name);
         let only_mine = others.iter().all(|other| other == client_id);
         if !only_mine && !same_schemas(&known.definition, tool) {

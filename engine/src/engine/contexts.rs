@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use super::catalog::check_definition;
-use super::invoke::check_word;
+use super::envelope::check_word;
 use super::{Engine, unavailable};
 use crate::bus::Topic;
 use crate::call::{Call, Status};
@@ -315,5 +315,6 @@ pub(super) fn own_tool(project: &str, name: &str, timeout_ms: u64) -> Definition
         policy: Default::default(),
         fallback: Vec::new(),
         metadata: None,
+        utp: None,
     }
 }

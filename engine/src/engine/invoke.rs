@@ -9,6 +9,7 @@ use sha2::{Digest, Sha256};
 
 use super::ahead::{Ahead, UnderWay};
 use super::catalog::{Catalog, Entry as Compiled, not_found};
+use super::envelope::{check_args, check_envelope};
 use super::gate::{Caps, Place, Slot};
 use super::live::{Entry, Full};
 use super::observing::Over;
@@ -16,14 +17,12 @@ use super::{Engine, Inner, measure, unavailable};
 use crate::args;
 use crate::call::{Asked, Call, Hold, Status, Target};
 use crate::caller::Caller;
-use crate::dialogue::{self, Dialogue};
+use crate::dialogue::Dialogue;
 use crate::event::{Kind, Record};
 use crate::fault::{Code, Error, Fault};
 use crate::json::{Json, NotJson, canonical};
 use crate::lifecycle::{self, Action, Event};
 use crate::policy::Decision;
-use crate::retry::{MAX_RETRIES_LIMIT, TIMEOUT_MS_RANGE};
-use crate::schema::Problem;
 use crate::store::{Created, IdempotencyKey, NewCall};
 use crate::tool::{Executor, hex};
 
@@ -47,6 +46,8 @@ pub struct Invocation {
     pub traceparent: Option<String>,
     /// Answers to what the tool will ask, where the caller knows that already.
     pub answers: Option<Map<String, Value>>,
+    /// The turn it is made in.
+    pub turn: Option<Box<crate::utp::Route>>,
     /// Where to tell that it has ended.
     pub callback_url: Option<String>,
 }
@@ -70,6 +71,7 @@ impl Invocation {
             client_id: None,
             user_id: None,
             traceparent: None,
+            turn: None,
             callback_url: None,
             answers: None,
         }
@@ -149,9 +151,14 @@ impl Inner {
                 idempotency_key: asked.idempotency_key,
                 traceparent: asked.traceparent,
                 background: definition.background,
+                turn: asked.turn,
                 callback_url: asked.callback_url,
             },
-            max_retries: asked.retry.unwrap_or(policy.max_retries),
+            // A tool service answers a call that it knows from memory: asking again is no use.
+            max_retries: match definition.executor {
+                Executor::Utp => 0,
+                _ => asked.retry.unwrap_or(policy.max_retries),
+            },
             backoff: policy.backoff,
             status: Status::Pending,
             hold: Some(Hold::Queue),
@@ -275,6 +282,7 @@ impl Inner {
         if call.status.is_terminal() {
             // It never was among the live ones: its room is free again, and nobody can know of it.
             measure::ended(&call, || self.may_name(&call));
+            self.ended(&call).await;
             if call.asked.callback_url.is_some() {
                 self.notices.wake();
             }
@@ -396,62 +404,6 @@ fn full(full: Full) -> Error {
             Error::later(Code::RateLimited, message, 1_000)
         }
     }
-}
-
-pub(super) fn check_envelope(asked: &Invocation, max_args_bytes: usize) -> Result<(), Error> {
-    let invalid = |message: String| {
-        let fault = Fault::new(Code::ValidationError, message).not_happened();
-        Err(Error::from(fault))
-    };
-    if asked.args.text().len() > max_args_bytes {
-        let message = format!("args are over the limit of {max_args_bytes} bytes");
-        return Err(Error::refused(Code::PayloadTooLarge, message));
-    }
-    asked.answers.as_ref().map_or(Ok(()), dialogue::check)?;
-    if asked.timeout_ms.is_some_and(|timeout_ms| !TIMEOUT_MS_RANGE.contains(&timeout_ms)) {
-        return invalid("timeout_ms must be from 1 to 86400000 (24 h)".into());
-    }
-    if asked.retry.is_some_and(|retry| retry > MAX_RETRIES_LIMIT) {
-        return invalid(format!("retry must be from 0 to {MAX_RETRIES_LIMIT}"));
-    }
-    let words = [
-        ("run_id", Some(&asked.run_id)),
-        ("call_id", asked.call_id.as_ref()),
-        ("client_id", asked.client_id.as_ref()),
-        ("user_id", asked.user_id.as_ref()),
-        ("idempotency_key", asked.idempotency_key.as_ref()),
-    ];
-    for (field, word) in words {
-        let Some(word) = word else { continue };
-        check_word(field, word)?;
-    }
-    Ok(())
-}
-
-/// An id or a label that a caller made up.
-pub(super) fn check_word(field: &str, word: &str) -> Result<(), Error> {
-    if word.is_empty() || word.len() > 255 || word.chars().any(char::is_control) {
-        let message = format!("{field} must be 1 to 255 bytes without control characters");
-        return Err(Fault::new(Code::ValidationError, message).not_happened().into());
-    }
-    Ok(())
-}
-
-/// The arguments must fit before anything is stored or run.
-pub(super) fn check_args(tool: &Compiled, args: &Value) -> Result<(), Error> {
-    let problems = tool.input.problems(args);
-    if problems.is_empty() {
-        return Ok(());
-    }
-    let what = format!("the arguments of {} do not fit its schema", tool.definition.name);
-    Err(misfit(&what, &problems).not_happened().into())
-}
-
-/// A fault that lists every problem.
-pub(super) fn misfit(what: &str, problems: &[Problem]) -> Fault {
-    let listed: Vec<&str> = problems.iter().map(|problem| problem.message.as_str()).collect();
-    let message = format!("{what}: {}", listed.join("; "));
-    Fault::new(Code::ValidationError, message).with_detail(json!({ "problems": problems }))
 }
 
 /// A call can be pinned to a client only where that client offers the tool.

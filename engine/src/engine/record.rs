@@ -10,7 +10,8 @@ use std::sync::atomic::Ordering;
 
 use super::catalog::{Catalog, Entry};
 use super::contexts::{at, own_tool};
-use super::invoke::{Invocation, check_args, check_envelope, check_word, idempotency_key, misfit};
+use super::envelope::{check_args, check_envelope, check_word, misfit};
+use super::invoke::{Invocation, idempotency_key};
 use super::report::settled;
 use super::{Engine, Inner, unavailable};
 use crate::call::{Call, Status};

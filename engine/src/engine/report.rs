@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 
 use super::advance::{Advanced, no_such_call};
 use super::catalog::{require_owner, require_provider};
-use super::invoke::misfit;
+use super::envelope::misfit;
 use super::{Engine, Inner, unavailable};
 use crate::call::Call;
 use crate::caller::{Caller, Trust};

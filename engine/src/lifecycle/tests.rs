@@ -50,6 +50,10 @@ enum Did {
     DoneOtherwise,
     DoneOldAttempt,
     FailedForGood,
+    ToldPartial,
+    ToldTimedOut,
+    ToldCanceled,
+    ToldOldAttempt,
     DeadlineEarly,
     DeadlineDue,
     Asks,
@@ -61,7 +65,7 @@ enum Did {
     Lost,
 }
 
-const EVERYTHING: [Did; 17] = [
+const EVERYTHING: [Did; 21] = [
     Did::Claim,
     Did::Taken,
     Did::TakenByOther,
@@ -70,6 +74,10 @@ const EVERYTHING: [Did; 17] = [
     Did::DoneOtherwise,
     Did::DoneOldAttempt,
     Did::FailedForGood,
+    Did::ToldPartial,
+    Did::ToldTimedOut,
+    Did::ToldCanceled,
+    Did::ToldOldAttempt,
     Did::DeadlineEarly,
     Did::DeadlineDue,
     Did::Asks,
@@ -177,7 +185,12 @@ fn answers(keys: &[&str]) -> Event {
 
 fn event(did: Did) -> (Event, u64) {
     let taken = |attempt, by: &str| Event::Taken { attempt, by: by.into() };
+    let told = |attempt, told| Event::Told { attempt, by: "c1".into(), told };
     let event = match did {
+        Did::ToldPartial => told(2, Told::Partial(result())),
+        Did::ToldTimedOut => told(2, Told::TimedOut(Fault::new(Code::Timeout, "slow"))),
+        Did::ToldCanceled => told(2, Told::Canceled(Fault::new(Code::Canceled, "no"))),
+        Did::ToldOldAttempt => told(1, Told::Partial(result())),
         Did::Claim => Event::Claim { node: "n2".into() },
         Did::Taken => taken(2, "c1"),
         Did::TakenByOther => taken(2, "c2"),
@@ -233,6 +246,13 @@ fn expected(at: At, did: Did) -> Expect {
             WrongAttempt
         }
         (D::Done | D::DoneOtherwise | D::DoneOldAttempt | D::FailedForGood, _) => Ended,
+        (D::ToldPartial, A::Parked | A::Running) => To(S::Succeeded, None),
+        (D::ToldTimedOut, A::Parked | A::Running) => To(S::Timeout, None),
+        (D::ToldCanceled, A::Parked | A::Running) => To(S::Canceled, None),
+        (D::ToldPartial | D::ToldTimedOut | D::ToldCanceled | D::ToldOldAttempt, _) if open => {
+            WrongAttempt
+        }
+        (D::ToldPartial | D::ToldTimedOut | D::ToldCanceled | D::ToldOldAttempt, _) => Ended,
         (D::DeadlineDue, _) if open => To(S::Timeout, None),
         (D::DeadlineEarly | D::DeadlineDue, _) => NotNow,
         (D::Asks, A::Parked | A::Running) => To(S::Pending, Some("input")),
@@ -295,7 +315,9 @@ fn check_next(before: &Call, step: &Step, at: At, did: Did) {
     assert_eq!(call.status.is_terminal(), call.outcome.is_some(), "{row}");
     assert_eq!(call.status.is_terminal(), step.actions.contains(&Action::Ended), "{row}");
     assert!(call.status != Status::Running || call.started_ms.is_some(), "{row}");
-    let stopped = matches!(call.status, Status::Timeout | Status::Canceled);
+    // Whoever executed it and says how it ended need not be told to stop.
+    let told = matches!(did, Did::ToldTimedOut | Did::ToldCanceled);
+    let stopped = matches!(call.status, Status::Timeout | Status::Canceled) && !told;
     let stops = step.actions.iter().any(|action| matches!(action, Action::Stop { .. }));
     assert_eq!(stops, stopped && before.attempt_is_out(), "{row}: cancel reaches the executor");
     if call.status.is_terminal() {
@@ -427,6 +449,22 @@ fn messages_say_whether_it_may_have_happened() {
     assert!(message(&running(Effect::Read)).contains("calling again is safe"));
     assert!(message(&standing(At::Parked)).contains("connected?"));
     assert!(message(&standing(At::Queue)).contains("no place was free"));
+}
+
+#[test]
+fn what_a_tool_service_told_is_answered_the_same_when_told_again() {
+    let telling = [
+        Told::Partial(result()),
+        Told::TimedOut(Fault::new(Code::Timeout, "slow")),
+        Told::Canceled(Fault::new(Code::Canceled, "no")),
+    ];
+    for told in telling {
+        let event = Event::Told { attempt: 2, by: "c1".into(), told: told.clone() };
+        let ended = step(&standing(At::Running), &event, NOW).unwrap().call;
+        let outcome = ended.outcome.as_ref().unwrap();
+        assert_eq!(outcome.partial, matches!(told, Told::Partial(_)));
+        assert_eq!(step(&ended, &event, NOW + 1), Err(Refusal::Repeated), "{told:?}");
+    }
 }
 
 /// What the caller runs itself is under way as soon as it is recorded, and is never run by us.

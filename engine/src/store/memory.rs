@@ -2,6 +2,8 @@
 //!
 //! Simple on purpose: one lock over plain maps. It keeps everything it is given until purged.
 
+mod utp;
+
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
@@ -29,6 +31,8 @@ struct State {
     runs: BTreeMap<(String, String), Run>,
     deliveries: BTreeMap<CallId, (Delivery, Vec<Try>)>,
     directory: Directory,
+    /// The tools of the projects themselves.
+    own: Vec<crate::tool::Definition>,
     audit: Vec<AuditEntry>,
 }
 
@@ -36,6 +40,7 @@ struct State {
 #[derive(Default)]
 pub struct MemoryStore {
     state: Mutex<State>,
+    utp: utp::Utp,
 }
 
 impl State {
@@ -307,7 +312,10 @@ impl Store for MemoryStore {
     }
 
     async fn directory(&self) -> Result<Directory, StoreError> {
-        Ok(self.state.lock().directory.clone())
+        let state = self.state.lock();
+        let mut directory = state.directory.clone();
+        directory.tools.extend(state.own.iter().cloned());
+        Ok(directory)
     }
 
     async fn change(
@@ -321,7 +329,10 @@ impl Store for MemoryStore {
             return Ok(Saved::Stale);
         }
         state.directory.version += 1;
-        apply(&mut state.directory, change);
+        if let Change::PutTool(tool) = &change {
+            self.utp.remember(tool);
+        }
+        state.apply(change);
         state.audit.extend(audit);
         Ok(Saved::Yes)
     }
@@ -345,13 +356,42 @@ impl Store for MemoryStore {
         Ok(())
     }
 
+    fn utp(&self) -> &dyn super::utp::UtpStore {
+        &self.utp
+    }
+
     async fn size_bytes(&self) -> Result<u64, StoreError> {
         Ok(0)
     }
 }
 
+impl State {
+    fn apply(&mut self, change: Change) {
+        let named = |known: &crate::tool::Definition, project: Option<&str>, name: &str| {
+            known.project.as_deref() == project && known.name == name
+        };
+        match change {
+            Change::PutTool(tool) => {
+                self.own.retain(|known| !named(known, tool.project.as_deref(), &tool.name));
+                self.own.push(*tool);
+            }
+            Change::DropTool { project, name } => {
+                self.own.retain(|known| !named(known, Some(&project), &name));
+            }
+            other => apply(&mut self.directory, other),
+        }
+    }
+}
+
 fn apply(directory: &mut Directory, change: Change) {
     match change {
+        Change::PutTool(_) | Change::DropTool { .. } => {}
+        Change::AddProject(project) => directory.projects.push(project),
+        Change::PutMember(member) => {
+            drop_member(directory, &member.project, &member.agent_id);
+            directory.roster.push(member);
+        }
+        Change::DropMember { project, agent_id } => drop_member(directory, &project, &agent_id),
         Change::Register { client, tools, others } => {
             let (project, id) = (client.project.clone(), client.client_id.clone());
             let mine = |offer: &Offer| offer.project == project && offer.client_id == id;
@@ -403,6 +443,10 @@ fn apply(directory: &mut Directory, change: Change) {
             drop_rule(directory, &project, &agent, &pattern);
         }
     }
+}
+
+fn drop_member(directory: &mut Directory, project: &str, agent_id: &str) {
+    directory.roster.retain(|m| m.project != project || m.agent_id != agent_id);
 }
 
 fn drop_rule(directory: &mut Directory, project: &str, agent: &str, pattern: &str) {

@@ -29,6 +29,7 @@ pub async fn run_once(engine: &Engine, retention_ms: u64) -> Result<usize, Error
     loop {
         let purged = inner.store.purge(before_ms, STEP).await.map_err(unavailable)?;
         count += purged;
+        inner.store.utp().purge_utp(before_ms, STEP).await.map_err(unavailable)?;
         if purged < STEP || inner.stopping.is_cancelled() {
             return Ok(count);
         }

@@ -98,6 +98,7 @@ fn client_tool(name: &str, effect: Effect) -> Definition {
         fallback: Vec::new(),
         background: false,
         metadata: None,
+        utp: None,
     }
 }
 

@@ -216,6 +216,10 @@ impl Store for FlakyStore {
         self.trouble()
     }
 
+    fn utp(&self) -> &dyn toolcrib::store::utp::UtpStore {
+        self.inner.utp()
+    }
+
     async fn size_bytes(&self) -> Result<u64, StoreError> {
         self.inner.size_bytes().await
     }

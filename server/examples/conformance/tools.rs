@@ -24,6 +24,7 @@ fn tool(name: &str, schema: Value) -> Definition {
         risk: Risk::Low,
         policy: Default::default(),
         fallback: Vec::new(),
+        utp: None,
         metadata: None,
     }
 }

@@ -7,6 +7,7 @@
 mod child;
 mod digest;
 mod measure;
+mod utp;
 
 use std::path::PathBuf;
 
@@ -66,6 +67,17 @@ pub struct FillArgs {
     data_dir: PathBuf,
     #[arg(long)]
     count: u64,
+}
+
+#[derive(Debug, Args)]
+pub struct HostArgs {
+    #[arg(long)]
+    nats: String,
+}
+
+/// The tool service of the benchmark, until it is killed.
+pub async fn host(args: HostArgs) -> Result<(), Failure> {
+    Ok(utp::host(&args.nats).await?)
 }
 
 /// The comparison server, until it is killed.

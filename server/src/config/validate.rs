@@ -35,8 +35,25 @@ impl Config {
             let why = "must be from 0 (keep for ever) to 36500";
             return Err(ConfigError::invalid("retention.finished_calls_days", why));
         }
+        self.check_nats()?;
         self.telemetry.validate()?;
         self.check_builtin()
+    }
+
+    fn check_nats(&self) -> Result<(), ConfigError> {
+        let schemes = ["nats://", "tls://"];
+        if let Some(url) = &self.nats.url {
+            // It may hold a password and is not repeated.
+            let each = url.split(',').all(|url| schemes.iter().any(|s| url.trim().starts_with(s)));
+            if !each {
+                let why = "must begin with nats:// or tls://";
+                return Err(ConfigError::invalid("nats.url", why));
+            }
+        }
+        if !toolcrib::utp::is_token(&self.nats.version) {
+            return Err(ConfigError::invalid("nats.version", "must be a word such as v1r3"));
+        }
+        Ok(())
     }
 
     fn check_listen(&self) -> Result<(), ConfigError> {

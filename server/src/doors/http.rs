@@ -4,6 +4,7 @@ mod answer;
 mod docs;
 mod health;
 mod internal;
+mod projects;
 mod question;
 mod v1;
 mod wire;
@@ -87,6 +88,7 @@ fn routes() -> OpenApiRouter<Door> {
     OpenApiRouter::with_openapi(Api::openapi())
         .merge(v1::routes())
         .merge(internal::routes())
+        .merge(projects::routes())
         .merge(health::routes())
 }
 

@@ -24,6 +24,7 @@ mod submitting;
 mod support;
 mod tasks;
 mod telemetry;
+mod utp;
 mod validation;
 mod waiting;
 mod webhooks;

@@ -5,6 +5,7 @@
 
 pub mod api;
 pub mod mcp;
+pub mod nats;
 pub mod otlp;
 pub mod process;
 pub mod receiver;

@@ -5,6 +5,7 @@ use toolcrib::json::Json;
 use toolcrib::retry::PolicyPatch;
 use toolcrib::store::StoreError;
 use toolcrib::tool::{Alternate, Definition, Effect, Executor, Risk};
+use toolcrib::utp::Binding;
 
 use super::{decode, encode, is_false};
 
@@ -26,6 +27,8 @@ struct StoredDefinition {
     fallback: Vec<Alternate>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     metadata: Option<Json>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    utp: Option<Binding>,
 }
 
 /// A tool's definition as text; its project and name are columns.
@@ -42,6 +45,7 @@ pub(crate) fn definition_text(tool: &Definition) -> Result<String, StoreError> {
         policy: tool.policy.clone(),
         fallback: tool.fallback.clone(),
         metadata: tool.metadata.clone(),
+        utp: tool.utp.clone(),
     })
 }
 
@@ -66,5 +70,6 @@ pub(crate) fn read_definition(
         policy: stored.policy,
         fallback: stored.fallback,
         metadata: stored.metadata,
+        utp: stored.utp,
     })
 }

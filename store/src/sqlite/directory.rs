@@ -1,10 +1,12 @@
 //! Tools, clients, keys, rules and the audit log in SQLite.
 
 use rusqlite::{Connection, params};
-use toolcrib::directory::{AuditEntry, Change, Client, Directory, Key, Offer, Others};
+use toolcrib::directory::{AuditEntry, Change, Client, Directory, Key, Offer, Others, Project};
+use toolcrib::json::Json;
 use toolcrib::policy::{Rule, Verdict};
 use toolcrib::store::{Saved, StoreError};
 use toolcrib::tool::Definition;
+use toolcrib::utp::Member;
 
 use super::reader::failed;
 use crate::row::{definition_text, read_definition};
@@ -23,6 +25,8 @@ pub(super) fn load(connection: &Connection) -> Result<Directory, StoreError> {
     let directory = Directory {
         version: version(&moment)?,
         tools: tools(&moment)?,
+        projects: projects(&moment)?,
+        roster: roster(&moment)?,
         clients: all(
             &moment,
             "SELECT project, client_id, owner, registered_ms FROM clients",
@@ -64,10 +68,65 @@ fn all<T>(
     rows().map_err(|error| failed(&error))
 }
 
+const TOOLS: &str = "SELECT project, name, definition FROM tools UNION ALL \
+     SELECT project, name, definition FROM project_tools";
+
+fn projects(connection: &Connection) -> Result<Vec<Project>, StoreError> {
+    all(connection, "SELECT id, title, created_ms FROM projects ORDER BY id", |row| {
+        let created_ms = row.get::<_, i64>(2)? as u64;
+        Ok(Project { id: row.get(0)?, title: row.get(1)?, created_ms })
+    })
+}
+
+fn roster(connection: &Connection) -> Result<Vec<Member>, StoreError> {
+    let sql = "SELECT project, agent_id, worker_target, profile, allowed_tools, updated_ms \
+               FROM roster ORDER BY project, agent_id";
+    let unreadable = |_| rusqlite::Error::InvalidQuery;
+    all(connection, sql, |row| {
+        let profile: Option<String> = row.get(3)?;
+        let allowed: Option<String> = row.get(4)?;
+        let parsed = allowed.map(|text| serde_json::from_str(&text).map_err(unreadable));
+        Ok(Member {
+            project: row.get(0)?,
+            agent_id: row.get(1)?,
+            worker_target: row.get(2)?,
+            profile: profile.map(|text| Json::parse(&text)).transpose().unwrap_or_default(),
+            allowed_tools: parsed.transpose()?,
+            updated_ms: row.get::<_, i64>(5)? as u64,
+        })
+    })
+}
+
+fn put_tool(connection: &Connection, tool: &Definition) -> rusqlite::Result<()> {
+    let text = definition_text(tool).map_err(|_| rusqlite::Error::InvalidQuery)?;
+    for sql in [
+        "INSERT OR REPLACE INTO project_tools VALUES (?1, ?2, ?3, ?4)",
+        "INSERT OR REPLACE INTO tool_versions VALUES (?1, ?2, ?3, ?4)",
+    ] {
+        connection.execute(sql, params![tool.project, tool.name, tool.version(), text])?;
+    }
+    Ok(())
+}
+
+fn put_member(connection: &Connection, member: &Member) -> rusqlite::Result<()> {
+    let allowed = member.allowed_tools.as_ref().map(serde_json::to_string).transpose();
+    connection.execute(
+        "INSERT OR REPLACE INTO roster VALUES (?1, ?2, ?3, ?4, ?5, ?6)",
+        params![
+            member.project,
+            member.agent_id,
+            member.worker_target,
+            member.profile.as_ref().map(Json::text),
+            allowed.map_err(|_| rusqlite::Error::InvalidQuery)?,
+            member.updated_ms as i64
+        ],
+    )?;
+    Ok(())
+}
+
 fn tools(connection: &Connection) -> Result<Vec<Definition>, StoreError> {
-    let rows = all(connection, "SELECT project, name, definition FROM tools", |row| {
-        Ok((row.get(0)?, row.get(1)?, row.get::<_, String>(2)?))
-    })?;
+    let rows =
+        all(connection, TOOLS, |row| Ok((row.get(0)?, row.get(1)?, row.get::<_, String>(2)?)))?;
     rows.into_iter().map(|(project, name, text)| read_definition(project, name, &text)).collect()
 }
 
@@ -88,6 +147,34 @@ fn keys(connection: &Connection) -> Result<Vec<Key>, StoreError> {
         Ok(key)
     })?;
     Ok(rows)
+}
+
+/// A change of a project's own tools, or of who can be woken in it.
+fn change_project(connection: &Connection, change: &Change) -> rusqlite::Result<()> {
+    match change {
+        Change::AddProject(project) => {
+            connection.execute(
+                "INSERT OR IGNORE INTO projects VALUES (?1, ?2, ?3)",
+                params![project.id, project.title, project.created_ms as i64],
+            )?;
+        }
+        Change::PutTool(tool) => put_tool(connection, tool)?,
+        Change::DropTool { project, name } => {
+            connection.execute(
+                "DELETE FROM project_tools WHERE project = ?1 AND name = ?2",
+                [project, name],
+            )?;
+        }
+        Change::PutMember(member) => put_member(connection, member)?,
+        Change::DropMember { project, agent_id } => {
+            connection.execute(
+                "DELETE FROM roster WHERE project = ?1 AND agent_id = ?2",
+                [project, agent_id],
+            )?;
+        }
+        _ => {}
+    }
+    Ok(())
 }
 
 /// Makes a change, unless the directory is not the one it was decided on.
@@ -116,6 +203,11 @@ pub(super) fn change(
             )?;
             drop_orphans(connection, project)?;
         }
+        Change::AddProject(_)
+        | Change::PutTool(_)
+        | Change::DropTool { .. }
+        | Change::PutMember(_)
+        | Change::DropMember { .. } => change_project(connection, change)?,
         Change::AddKey(key) => {
             connection.execute(
                 "INSERT INTO keys VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)",

@@ -53,6 +53,9 @@ pub(super) enum Log {
     AsItIs,
 }
 
+/// Something to do in a commit; done again when its group is not committed.
+pub(super) type Work = Box<dyn FnMut(&Connection) -> rusqlite::Result<()> + Send>;
+
 type Reply<T> = oneshot::Sender<Result<T, StoreError>>;
 
 /// A change, and whom to tell.
@@ -99,6 +102,11 @@ pub(super) enum Op {
         reply: Reply<Saved>,
     },
     Check {
+        reply: Reply<()>,
+    },
+    /// Anything else.
+    Work {
+        work: Work,
         reply: Reply<()>,
     },
 }
@@ -420,6 +428,10 @@ impl Desk {
                 Ok(()) => Ok(Told::Done(reply)),
                 Err(error) => Err(Box::new((Op::Check { reply }, error))),
             },
+            Op::Work { mut work, reply } => match work(&self.connection) {
+                Ok(()) => Ok(Told::Done(reply)),
+                Err(error) => Err(Box::new((Op::Work { work, reply }, error))),
+            },
         }
     }
 
@@ -442,6 +454,7 @@ fn refuse(op: Op, why: &str) {
         Op::Save { reply, .. } | Op::Change { reply, .. } | Op::Deliver { reply, .. } => {
             Told::Saved(reply, Saved::Stale)
         }
+        Op::Work { reply, .. } => Told::Done(reply),
         Op::Append { reply, .. }
         | Op::Audit { reply, .. }
         | Op::PutRun { reply, .. }

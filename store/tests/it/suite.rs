@@ -11,6 +11,7 @@ pub mod idempotency;
 pub mod lists;
 pub mod purge;
 pub mod runs;
+pub mod utp;
 
 /// Every behaviour, as tests of the store that this expression opens.
 macro_rules! conformance {
@@ -115,6 +116,17 @@ macro_rules! conformance {
                     no_entry_is_written_with_a_stale_change
                     the_audit_log_is_newest_first
                     the_audit_log_of_a_project_has_only_its_own
+                }
+                utp {
+                    cards_are_written_once
+                    of_many_results_of_a_call_one_is_kept
+                    turns_are_saved_by_version
+                    an_outcome_is_delivered_once_and_in_order
+                    an_outcome_before_its_step_is_not_forgotten
+                    the_outbox_is_emptied_in_order
+                    dead_letters_are_listed_newest_first
+                    what_is_old_and_used_goes
+                    a_projects_tool_is_kept_by_version
                 }
             }
         }

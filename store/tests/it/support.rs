@@ -141,7 +141,7 @@ pub fn ended(call: &Call, status: Status, completed_ms: u64) -> Call {
         status,
         hold: None,
         completed_ms: Some(completed_ms),
-        outcome: Some(Outcome { ok, data, error, metrics }),
+        outcome: Some(Outcome { ok, partial: false, data, error, metrics }),
         version: call.version + 1,
         ..call.clone()
     }

@@ -172,6 +172,17 @@ impl Drop for Filling {
     }
 }
 
+/// A server that speaks NATS, and a tool service as another process.
+pub async fn start_utp(dir: &Path, url: &str) -> anyhow::Result<(Server, Filling)> {
+    let (server, _) =
+        Server::start_with(Kind::Product, dir, &[("TOOLCRIB_NATS__URL", url)]).await?;
+    let mut command = this_program()?;
+    command.args(["bench-utp", "--nats", url]).current_dir(dir);
+    command.stdin(Stdio::null()).stdout(Stdio::null());
+    let child = command.spawn().context("cannot start this program a second time")?;
+    Ok((server, Filling { child }))
+}
+
 /// This binary, without settings of ours and of OpenTelemetry from the environment.
 fn this_program() -> anyhow::Result<Command> {
     let mut command = Command::new(std::env::current_exe().context("where is this program?")?);

@@ -18,7 +18,7 @@ use super::digest;
 use crate::cli::client::{Ask, Client};
 use crate::cli::output::{Output, now_ms};
 
-const CALLERS: usize = 64;
+pub(super) const CALLERS: usize = 64;
 const BURST: usize = 100;
 /// Pages fetched for each filter.
 const PAGES: usize = 200;
@@ -33,8 +33,8 @@ const REST: Duration = Duration::from_secs(1);
 #[derive(Debug, Clone, Copy)]
 pub struct Plan {
     /// Product and floor take turns so often.
-    rounds: usize,
-    round: Duration,
+    pub(super) rounds: usize,
+    pub(super) round: Duration,
     bursts: usize,
     starts: usize,
     stored: Option<u64>,
@@ -52,13 +52,13 @@ impl Plan {
     /// Steps on the progress bar.
     fn steps(&self) -> u64 {
         let filled = if self.stored.is_some() { 3 } else { 0 };
-        (5 + self.starts + (8 + TURNS) * self.rounds + filled) as u64
+        (6 + self.starts + (10 + TURNS) * self.rounds + filled) as u64
     }
 }
 
 pub struct Bench<'a> {
-    scratch: &'a Scratch,
-    plan: Plan,
+    pub(super) scratch: &'a Scratch,
+    pub(super) plan: Plan,
     bar: ProgressBar,
     report: Report,
 }
@@ -106,6 +106,7 @@ impl<'a> Bench<'a> {
         self.tools_list().await?;
         self.tracing().await?;
         self.digest()?;
+        self.utp().await?;
         match self.plan.stored {
             Some(count) => self.stored(count).await,
             None => Ok(()),
@@ -162,8 +163,18 @@ impl<'a> Bench<'a> {
         server: &Server,
         callers: usize,
     ) -> anyhow::Result<Sample> {
+        self.sample(whose, server, callers, &call_path()).await
+    }
+
+    pub(super) async fn sample(
+        &mut self,
+        whose: &str,
+        server: &Server,
+        callers: usize,
+        path: &str,
+    ) -> anyhow::Result<Sample> {
         self.step(&format!("{callers} at once: {whose}"));
-        self.loaded(whose, server, callers, self.plan.round).await
+        self.loaded(whose, server, callers, path, self.plan.round).await
     }
 
     async fn loaded(
@@ -171,10 +182,11 @@ impl<'a> Bench<'a> {
         whose: &str,
         server: &Server,
         callers: usize,
+        path: &str,
         time: Duration,
     ) -> anyhow::Result<Sample> {
         let addr = server.addr.as_str();
-        let sample = load::closed_loop(addr, callers, time, &call_path(), CALL_BODY, None).await?;
+        let sample = load::closed_loop(addr, callers, time, path, CALL_BODY, None).await?;
         let (bad, all) = (sample.errors, sample.errors + sample.count);
         ensure!(bad == 0 && all > 0, "{whose} answered {bad} of {all} calls with an error");
         Ok(sample)
@@ -220,9 +232,9 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// What exporting traces costs, against the same server without it. What is looked for is small,
-    /// so the two take many short turns, first the one and then the other, and the ratio is the
-    /// median of the turns' own ratios: what else the machine does hits both halves of a turn.
+    /// What exporting traces costs, against the same server without it. What is looked for is
+    /// small, so the two take many short turns, first the one and then the other, and the ratio is
+    /// the median of the turns' own ratios: what else the machine does hits both halves of a turn.
     async fn tracing(&mut self) -> anyhow::Result<()> {
         self.step("start with tracing and without");
         let sink = Sink::start().await?;
@@ -241,7 +253,10 @@ impl<'a> Bench<'a> {
             pair.rotate_left(n % 2);
             self.step("with tracing and without");
             for (server, rate) in pair {
-                *rate = self.loaded("the product", server, CALLERS, turn).await?.calls_per_s;
+                *rate = self
+                    .loaded("the product", server, CALLERS, &call_path(), turn)
+                    .await?
+                    .calls_per_s;
             }
             ratios.push(with / plainly);
             without.push(plainly);
@@ -321,11 +336,11 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    fn push(&mut self, measure: Measure) {
+    pub(super) fn push(&mut self, measure: Measure) {
         self.report.push(measure);
     }
 
-    fn step(&self, message: &str) {
+    pub(super) fn step(&self, message: &str) {
         self.bar.inc(1);
         self.bar.set_message(message.to_owned());
     }
@@ -355,7 +370,7 @@ fn size_mib(dir: &Path) -> f64 {
 }
 
 /// The middle one; of an even number, the mean of the middle two; of none, no number.
-fn median(mut figures: Vec<f64>) -> f64 {
+pub(super) fn median(mut figures: Vec<f64>) -> f64 {
     figures.sort_by(f64::total_cmp);
     let middle = figures.len() / 2;
     match figures.len() {

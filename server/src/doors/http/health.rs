@@ -51,15 +51,19 @@ async fn readyz(State(door): State<Door>, Asked(verbose): Asked<Verbose>) -> Res
         ("store", store.err().map(|error| error.to_string())),
         ("recovery", (!door.engine.recovered()).then(|| "open calls are being taken up".into())),
     ];
+    let sources = door.engine.sources_health();
+    parts.extend(sources.into_iter().map(|health| (health.name, health.trouble)));
     if door.engine.is_draining() {
         parts.push(("shutdown", Some("no more calls are taken".to_owned())));
     }
     let ready = parts.iter().all(|(_, trouble)| trouble.is_none());
     let status = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     let mut text = String::new();
-    if verbose.verbose.is_some() {
+    let verbose = verbose.verbose.is_some();
+    if verbose || !ready {
         for (part, trouble) in &parts {
             match trouble {
+                None if !verbose => {}
                 None => text.push_str(&format!("[+]{part} ok\n")),
                 Some(trouble) => text.push_str(&format!("[-]{part} failed: {trouble}\n")),
             }

@@ -69,7 +69,7 @@ pub(super) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Refused> {
 }
 
 /// The whole body, or 413 before more than the limit was kept.
-async fn read(request: Request, limit: usize) -> Result<Bytes, Refused> {
+pub(super) async fn read(request: Request, limit: usize) -> Result<Bytes, Refused> {
     let too_large = || {
         Error::refused(
             Code::PayloadTooLarge,

@@ -1,8 +1,10 @@
 //! HTTP v1: for agents, and for who operates the crib.
 
 mod admin;
+mod agents;
 mod batch;
 mod calls;
+mod cards;
 mod contexts;
 mod deliveries;
 mod events;
@@ -44,4 +46,28 @@ pub(super) fn routes() -> OpenApiRouter<Door> {
         .routes(routes!(admin::list_rules, admin::put_rule, admin::drop_rule))
         .routes(routes!(admin::audit))
         .routes(routes!(admin::clients))
+        .merge(utp())
+}
+
+/// Cards, reports, agents, turns and inboxes.
+fn utp() -> OpenApiRouter<Door> {
+    OpenApiRouter::new()
+        .routes(routes!(cards::show))
+        .routes(routes!(cards::put))
+        .routes(routes!(cards::of_call))
+        .routes(routes!(cards::report))
+        .routes(routes!(cards::dead_letters))
+        .routes(routes!(cards::redrive))
+        .routes(routes!(agents::list))
+        .routes(routes!(agents::show, agents::put, agents::drop_agent))
+        .routes(routes!(agents::inbox))
+        .routes(routes!(agents::ack))
+        .routes(routes!(agents::lease))
+        .routes(routes!(agents::show_turn))
+        .routes(routes!(agents::dispatch))
+        .routes(routes!(agents::renew))
+        .routes(routes!(agents::suspend))
+        .routes(routes!(agents::resume))
+        .routes(routes!(agents::finish))
+        .routes(routes!(agents::stop))
 }

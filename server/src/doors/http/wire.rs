@@ -146,6 +146,9 @@ pub(super) struct CallBody<'a> {
     /// The client that took it.
     #[serde(skip_serializing_if = "Option::is_none")]
     taken_by: Option<&'a str>,
+    /// It worked, but not all of it; left out otherwise.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    partial: bool,
     /// The trace it belongs to: the caller's, or its own where spans are exported.
     #[serde(skip_serializing_if = "Option::is_none")]
     trace_id: Option<String>,
@@ -241,6 +244,7 @@ impl<'a> From<&'a Call> for CallBody<'a> {
             client_id: call.asked.client_id.as_deref(),
             user_id: call.asked.user_id.as_deref(),
             taken_by: call.taken_by.as_deref(),
+            partial: outcome.is_some_and(|outcome| outcome.partial),
             trace_id: None,
             outcome: outcome.map(OutcomeBody::from),
         }

@@ -140,6 +140,7 @@ fn invocation(params: CallToolRequestParams, meta: &MetaObject) -> Result<Invoca
         client_id: text("client_id")?,
         user_id: text("user_id")?,
         traceparent: meta.get_traceparent().map(str::to_owned),
+        turn: None,
         callback_url: None,
         answers: params.input_responses.map(input::answers).transpose()?,
     })

@@ -20,6 +20,7 @@ pub fn attempt(tool: &str, args: &Value) -> Attempt {
         args: Json::of_value(args),
         deadline_ms: u64::MAX,
         traceparent: None,
+        command: None,
         client_id: None,
         taken_by: None,
         again: false,

@@ -18,7 +18,7 @@ enum Row {
 
 use Row::{Keyed, Open};
 
-const TABLE: [(&str, &str, Row); 42] = [
+const TABLE: [(&str, &str, Row); 68] = [
     ("get", "/v1/tools", Keyed([200, 200, 200, 200])),
     ("get", "/v1/tools/{name}", Keyed([200, 404, 200, 404])),
     ("post", "/v1/tools/{name}/invoke", Keyed([202, 403, 202, 404])),
@@ -58,6 +58,32 @@ const TABLE: [(&str, &str, Row); 42] = [
     ("post", "/internal/tool_calls/{tool_call_id}/progress", Keyed([403, 200, 200, 404])),
     ("get", "/internal/ingress/poll", Keyed([403, 200, 200, 404])),
     ("get", "/internal/ingress/sse", Keyed([403, 200, 200, 404])),
+    ("get", "/projects", Keyed([200, 200, 200, 200])),
+    ("post", "/projects", Keyed([403, 403, 403, 403])),
+    ("get", "/projects/{project_id}/tools", Keyed([200, 200, 200, 404])),
+    ("post", "/projects/{project_id}/tools", Keyed([403, 201, 201, 404])),
+    ("get", "/projects/{project_id}/tools/{tool_name}", Keyed([200, 200, 200, 404])),
+    ("delete", "/projects/{project_id}/tools/{tool_name}", Keyed([403, 204, 204, 404])),
+    ("get", "/v1/tool_calls/{tool_call_id}/cards", Keyed([200, 200, 200, 404])),
+    ("get", "/v1/cards/{card_id}", Keyed([200, 200, 200, 404])),
+    ("post", "/v1/cards", Keyed([403, 201, 201, 201])),
+    ("post", "/v1/tool_results", Keyed([403, 404, 404, 404])),
+    ("get", "/v1/dead_letters", Keyed([403, 403, 200, 200])),
+    ("post", "/v1/dead_letters/{id}/redrive", Keyed([403, 403, 404, 404])),
+    ("get", "/v1/agents", Keyed([200, 200, 200, 200])),
+    ("get", "/v1/agents/{agent_id}", Keyed([200, 200, 200, 404])),
+    ("put", "/v1/agents/{agent_id}", Keyed([403, 403, 200, 200])),
+    ("delete", "/v1/agents/{agent_id}", Keyed([403, 403, 204, 404])),
+    ("get", "/v1/agents/{agent_id}/inbox", Keyed([200, 403, 200, 200])),
+    ("post", "/v1/agents/{agent_id}/inbox/ack", Keyed([200, 403, 200, 200])),
+    ("post", "/v1/agents/{agent_id}/turns", Keyed([201, 403, 201, 404])),
+    ("get", "/v1/agents/{agent_id}/turns/{agent_turn_id}", Keyed([200, 403, 200, 404])),
+    ("post", "/v1/agents/{agent_id}/turns/{agent_turn_id}/dispatch", Keyed([200, 403, 200, 404])),
+    ("post", "/v1/agents/{agent_id}/turns/{agent_turn_id}/renew", Keyed([200, 403, 200, 404])),
+    ("post", "/v1/agents/{agent_id}/turns/{agent_turn_id}/suspend", Keyed([409, 403, 409, 404])),
+    ("post", "/v1/agents/{agent_id}/turns/{agent_turn_id}/resume", Keyed([409, 403, 409, 404])),
+    ("post", "/v1/agents/{agent_id}/turns/{agent_turn_id}/finish", Keyed([200, 403, 200, 404])),
+    ("post", "/v1/agents/{agent_id}/turns/{agent_turn_id}/stop", Keyed([200, 403, 200, 404])),
     ("get", "/healthz", Open),
     ("get", "/livez", Open),
     ("get", "/readyz", Open),
@@ -81,6 +107,25 @@ impl World {
         let tools = json!([offer("a.tool")]);
         self.provider.register("c1", tools.clone()).await;
         let mut filled = path.replace("{name}", "a.tool").replace("{run_id}", "run_1");
+        filled = filled.replace("{project_id}", "p").replace("{tool_name}", "an.other");
+        if path.contains("{agent_id}") {
+            filled = filled.replace("{agent_id}", "ada");
+            let member = json!({ "worker_target": "w" });
+            self.admin.put("/v1/agents/ada", member).await.is(200);
+        }
+        if path.contains("{agent_turn_id}") {
+            let turn = self.admin.post("/v1/agents/ada/turns", json!({})).await.is(201);
+            filled = filled.replace("{agent_turn_id}", turn["agent_turn_id"].as_str().unwrap());
+        }
+        if path.contains("{card_id}") {
+            let id = self.admin.invoke("a.tool", json!({})).await;
+            let cards = self.admin.get(&format!("/v1/tool_calls/{id}/cards")).await.is(200);
+            let id = cards["cards"][0]["card_id"].as_str().unwrap();
+            filled = filled.replace("{card_id}", id);
+        }
+        if path.contains("{tool_name}") {
+            self.admin.post("/projects/p/tools", project_tool()).await.is(201);
+        }
         filled = filled.replace("{task_id}", "{tool_call_id}");
         if path.ends_with("/repeat") {
             let url = "https://hooks.example/x";
@@ -96,7 +141,7 @@ impl World {
             }
             filled = filled.replace("{tool_call_id}", &id);
         }
-        if path.contains("{id}") {
+        if path.contains("/keys/{id}") {
             let made = self.admin.post("/v1/keys", json!({ "agent": "temporary" })).await.is(201);
             filled = filled.replace("{id}", made["id"].as_str().unwrap());
         }
@@ -105,11 +150,31 @@ impl World {
             self.admin.put("/v1/rules", rule).await.is(200);
             filled.push_str("?agent=eve&pattern=x.*");
         }
-        if path.starts_with("/internal/ingress") || method == "delete" && path.contains("tools") {
+        if path.starts_with("/internal/ingress")
+            || method == "delete" && path.starts_with("/internal")
+        {
             filled.push_str("?client_id=c1");
         }
-        let body = match path {
+        (filled, self.body(path).await)
+    }
+
+    /// What the request says, where it says something.
+    async fn body(&self, path: &str) -> Value {
+        match path {
             "/v1/tools/{name}/invoke" => json!({ "run_id": "run_1", "args": {} }),
+            "/projects" => json!({ "project_id": "fresh" }),
+            "/projects/{project_id}/tools" => project_tool(),
+            "/v1/cards" => result_card(),
+            "/v1/tool_results" => json!({
+                "tool_call_id": "none", "agent_turn_id": "t", "turn_epoch": 1, "agent_id": "a",
+            }),
+            "/v1/agents/{agent_id}" => json!({ "worker_target": "w" }),
+            "/v1/agents/{agent_id}/inbox/ack" => json!({ "inbox_ids": [] }),
+            "/v1/agents/{agent_id}/turns" => json!({}),
+            _ if path.contains("{agent_turn_id}") => json!({
+                "turn_epoch": 1,
+                "calls": [{ "tool_call_id": "c", "tool_name": "a.tool", "arguments": {} }],
+            }),
             "/v1/runs/{run_id}/context/tool_definitions" => json!({ "crib_tools": [] }),
             "/v1/runs/{run_id}/context/tool_calls" => own_call("own"),
             "/v1/runs/{run_id}/context/tool_results" => {
@@ -124,8 +189,7 @@ impl World {
             "/v1/rules" => json!({ "agent": "eve", "pattern": "y.*", "verdict": "deny" }),
             "/internal/tools/register" => json!({ "client_id": "fresh", "tools": [] }),
             _ => json!({ "status": "SUCCEEDED", "client_id": "c1" }),
-        };
-        (filled, body)
+        }
     }
 
     async fn ask(&self, api: &Api, method: &str, path: &str) -> u16 {
@@ -143,6 +207,23 @@ impl World {
         }
         status
     }
+}
+
+/// A result of a call that nobody made: a new one each time.
+fn result_card() -> Value {
+    json!({
+        "type": "tool.result",
+        "author_id": "t",
+        "content": {
+            "__type__": "ToolResultContent", "status": "success", "after_execution": "suspend",
+        },
+        "metadata": { "agent_turn_id": "t", "tool_call_id": ulid::Ulid::generate().to_string() },
+    })
+}
+
+fn project_tool() -> Value {
+    let target = "cmd.tool.other.run";
+    json!({ "tool_name": "an.other", "target_subject": target, "after_execution": "suspend" })
 }
 
 async fn world() -> (World, Vec<(&'static str, Api)>) {

@@ -35,6 +35,7 @@ fn tool(name: &str, background: bool) -> Definition {
         risk: Risk::Low,
         policy: Default::default(),
         fallback: Vec::new(),
+        utp: None,
         metadata: None,
     }
 }

@@ -8,6 +8,7 @@ use toolcrib::fault::{Code, Fault};
 use toolcrib::retry::Backoff;
 use toolcrib::store::{Saved, Store};
 use toolcrib::tool::{Effect, Executor};
+use toolcrib::utp::Route;
 
 use crate::support::{
     NOW, append, call, ended, found, history, ids_of, json, of_call, on_threads, put, read, record,
@@ -26,6 +27,18 @@ fn full_call() -> Call {
             idempotency_key: Some("k-1".into()),
             traceparent: Some("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01".into()),
             background: true,
+            turn: Some(Box::new(Route {
+                agent_id: "ada".into(),
+                turn_id: "turn_1".into(),
+                epoch: 3,
+                step_id: "step_1".into(),
+                tool_call_id: "call_0".into(),
+                channel: "u_7".into(),
+                parent_step_id: Some("step_0".into()),
+                tracestate: Some("a=b".into()),
+                context_box_id: Some("box".into()),
+                depth: 2,
+            })),
             callback_url: Some("https://hooks.example/a".into()),
         },
         target: Target {
@@ -133,6 +146,14 @@ pub async fn every_status_and_hold_is_read_back(store: &dyn Store) {
         put(store, &waiting).await;
         save(store, &next).await;
         assert_eq!(read(store, &waiting).await, next);
+        if status == Status::Succeeded {
+            let (asked, mut partly) = (call(), next.clone());
+            partly.id = asked.id.clone();
+            partly.outcome.as_mut().unwrap().partial = true;
+            put(store, &asked).await;
+            save(store, &partly).await;
+            assert_eq!(read(store, &asked).await, partly);
+        }
         // A call may also be stored for the first time as what it has become meanwhile.
         let at_once = Call { id: call().id, version: 1, ..next };
         put(store, &at_once).await;

@@ -18,7 +18,7 @@ fn client(project: &str, client_id: &str) -> Client {
     Client { project, client_id, owner: "ada".into(), registered_ms: NOW }
 }
 
-fn tool(project: &str, name: &str, description: &str) -> Definition {
+pub(super) fn tool(project: &str, name: &str, description: &str) -> Definition {
     Definition {
         project: Some(project.into()),
         name: name.into(),
@@ -33,6 +33,7 @@ fn tool(project: &str, name: &str, description: &str) -> Definition {
         fallback: vec![],
         background: true,
         metadata: None,
+        utp: None,
     }
 }
 
@@ -74,7 +75,7 @@ fn entry(project: &str, subject: &str) -> AuditEntry {
 }
 
 /// Makes a change decided on the present version.
-async fn change(store: &dyn Store, change: Change) {
+pub(super) async fn change(store: &dyn Store, change: Change) {
     let version = store.directory_version().await.unwrap();
     assert_eq!(store.change(change, version, None).await.unwrap(), Saved::Yes);
     assert_eq!(store.directory_version().await.unwrap(), version + 1);

@@ -82,6 +82,7 @@ impl OfferBody {
             policy: self.policy,
             fallback: self.fallback,
             metadata: self.metadata,
+            utp: None,
         }
     }
 }

@@ -186,6 +186,7 @@ pub(super) async fn invoke(
         client_id: body.client_id,
         user_id: body.user_id,
         traceparent: carried.traceparent,
+        turn: None,
         callback_url: body.callback_url,
         answers: None,
     };

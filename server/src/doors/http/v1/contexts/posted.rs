@@ -83,6 +83,7 @@ impl OwnTool {
             policy: PolicyPatch::default(),
             fallback: Vec::new(),
             metadata: None,
+            utp: None,
         }
     }
 }

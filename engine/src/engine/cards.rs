@@ -1,0 +1,214 @@
+//! Cards: reading any call as cards, and keeping those that others write.
+
+use std::sync::Arc;
+
+use serde_json::{Value, json};
+
+use super::{Engine, Inner, unavailable};
+use crate::call::{Call, Status};
+use crate::caller::Caller;
+use crate::fault::{Code, Error, Fault};
+use crate::id::CallId;
+use crate::store::utp::CardPut;
+use crate::utp::card::{self, Card, TOOL_CALL, TOOL_RESULT};
+use crate::utp::{Route, ToolStatus};
+
+/// The call that a report or a card is about.
+pub(super) enum Found {
+    Call(Arc<Call>),
+    /// There is such a call, but of another turn.
+    WrongTurn(Arc<Call>),
+    Nothing,
+}
+
+impl Engine {
+    /// One card.
+    pub async fn card(&self, caller: &Caller, card_id: &str) -> Result<Card, Error> {
+        let found = self.inner.find_card(&caller.project, card_id).await?;
+        found.ok_or_else(|| {
+            let shown: String = card_id.chars().take(80).collect();
+            Error::refused(Code::NotFound, format!("there is no card \"{shown}\""))
+        })
+    }
+
+    /// The cards of a call: what was asked and, once it has ended, what came of it.
+    pub async fn cards_of(&self, caller: &Caller, id: &CallId) -> Result<Vec<Card>, Error> {
+        let call = self.call(caller, id).await?;
+        let binding = self.inner.binding_of(&call).await?;
+        let mut cards = vec![card::of_call(&call, binding.as_ref())];
+        if call.status.is_terminal() {
+            cards.extend(self.inner.result_card(&call).await?);
+        }
+        Ok(cards)
+    }
+
+    /// Keeps a card that somebody wrote. Answers with it, and whether it is new. The same card
+    /// again is the same; another under its id, or a second result of a call, is a conflict.
+    pub async fn put_card(&self, caller: &Caller, given: &Value) -> Result<(Card, bool), Error> {
+        let inner = &self.inner;
+        let limit = inner.limits.max_result_bytes;
+        if given.to_string().len() > limit + 4_096 {
+            let message = format!("the card is over the limit of {limit} bytes for a result");
+            return Err(Error::refused(Code::PayloadTooLarge, message));
+        }
+        let now_ms = inner.clock.now_ms();
+        let mint = || inner.minter.text("", now_ms).to_lowercase();
+        let mut card = Card::read(given, &caller.project, now_ms, mint)?;
+        if card.kind == TOOL_RESULT {
+            if !caller.may_provide() {
+                let message = "only a provider's key can write results";
+                return Err(Error::refused(Code::PermissionDenied, message));
+            }
+            inner.inherit(&mut card).await?;
+        }
+        match inner.store.utp().put_card(card.clone()).await.map_err(unavailable)? {
+            CardPut::New => Ok((card, true)),
+            CardPut::Same => Ok((card, false)),
+            CardPut::Other(known) => {
+                let message = match known.card_id == card.card_id {
+                    true => format!("there is another card \"{}\"", known.card_id),
+                    false => format!("the call has its result already: \"{}\"", known.card_id),
+                };
+                let detail = json!({ "card_id": known.card_id });
+                Err(Fault::new(Code::Conflict, message).with_detail(detail).into())
+            }
+        }
+    }
+
+    /// A tool service has looked at what it is to do: it has taken the call. Written down soon,
+    /// unless the result is there before.
+    pub async fn looked_at(&self, caller: &Caller, card_id: &str, by: &str) {
+        let Some((id, TOOL_CALL)) = card::made_from(card_id) else { return };
+        let Some(entry) = self.inner.live.get(&id) else { return };
+        let call = entry.call();
+        let parked = call.hold.is_some() && call.attempt_is_out();
+        if !parked || call.project != caller.project || !call.target.executor.parks() {
+            return;
+        }
+        let (inner, by, attempt) = (self.inner.clone(), by.to_owned(), call.attempt);
+        let project = caller.project.clone();
+        self.inner.tasks.spawn(async move {
+            let soon = inner.clock.now_ms() + SOON_MS;
+            tokio::select! {
+                () = inner.clock.sleep_until(soon) => {}
+                () = inner.stopping.cancelled() => return,
+            }
+            if inner.live.get(&id).is_some_and(|entry| entry.call().hold.is_some()) {
+                let taken = crate::lifecycle::Event::Taken { attempt, by };
+                inner.advance_surely(&project, &id, taken).await;
+            }
+        });
+    }
+}
+
+/// A tool that answers faster than this is not written down as having begun first.
+const SOON_MS: u64 = 100;
+
+impl Inner {
+    pub(super) async fn find_card(
+        &self,
+        project: &str,
+        card_id: &str,
+    ) -> Result<Option<Card>, Error> {
+        let Some((id, kind)) = card::made_from(card_id) else {
+            return self.store.utp().card(project, card_id).await.map_err(unavailable);
+        };
+        let Some(call) = self.call_of(project, &id).await? else { return Ok(None) };
+        let binding = self.binding_of(&call).await?;
+        Ok(match kind {
+            TOOL_CALL => Some(card::of_call(&call, binding.as_ref())),
+            _ => card::of_outcome(&call, binding.as_ref()),
+        })
+    }
+
+    pub(crate) async fn call_of(
+        &self,
+        project: &str,
+        id: &CallId,
+    ) -> Result<Option<Arc<Call>>, Error> {
+        if let Some(entry) = self.live.get(id) {
+            return Ok(Some(entry.call()).filter(|call| call.project == project));
+        }
+        let stored = self.store.call(project, id).await.map_err(unavailable)?;
+        Ok(stored.map(Arc::new))
+    }
+
+    /// The card with the result of a call that has ended: the one its tool service wrote, if that
+    /// is how it ended, or the one that follows from the call.
+    pub(super) async fn result_card(&self, call: &Call) -> Result<Option<Card>, Error> {
+        let route = Route::of(call);
+        if call.target.executor == crate::tool::Executor::Utp && call.status != Status::Pending {
+            let (turn, id) = (&route.turn_id, &route.tool_call_id);
+            let written = self.store.utp().result_card(&call.project, turn, id).await;
+            let status = ToolStatus::of(call).map(ToolStatus::as_str);
+            let by_tool = call.taken_by.is_some();
+            let same = |card: &Card| by_tool && card.content_text("status") == status;
+            if let Some(card) = written.map_err(unavailable)?.filter(same) {
+                return Ok(Some(card));
+            }
+        }
+        let binding = self.binding_of(call).await?;
+        Ok(card::of_outcome(call, binding.as_ref()))
+    }
+
+    /// The call that these two ids name in a project.
+    pub(super) async fn find_by_route(
+        &self,
+        project: &str,
+        turn_id: &str,
+        tool_call_id: &str,
+    ) -> Result<Found, Error> {
+        let base = match tool_call_id.rsplit_once("-a") {
+            Some((base, n)) if n.parse::<u32>().is_ok() => base,
+            _ => tool_call_id,
+        };
+        let call = match base.parse::<CallId>() {
+            Ok(id) => self.call_of(project, &id).await?,
+            Err(_) => {
+                let utp = self.store.utp();
+                let own = utp.waiting_call(project, Some(turn_id), base).await;
+                let row = match own.map_err(unavailable)? {
+                    Some(row) => Some(row),
+                    None => utp.waiting_call(project, None, base).await.map_err(unavailable)?,
+                };
+                let id = row.and_then(|row| row.call_id).and_then(|id| id.parse().ok());
+                match id {
+                    Some(id) => self.call_of(project, &id).await?,
+                    None => None,
+                }
+            }
+        };
+        let Some(call) = call else { return Ok(Found::Nothing) };
+        let route = Route::of(&call);
+        if route.tool_call_id != tool_call_id {
+            return Ok(Found::Nothing);
+        }
+        Ok(if route.turn_id == turn_id { Found::Call(call) } else { Found::WrongTurn(call) })
+    }
+
+    /// A result says where it comes from exactly as its call does.
+    async fn inherit(&self, card: &mut Card) -> Result<(), Error> {
+        let turn_id = card.turn_id().unwrap_or_default().to_owned();
+        let tool_call_id = card.tool_call_id.clone().unwrap_or_default();
+        let found = self.find_by_route(&card.project, &turn_id, &tool_call_id).await?;
+        let Found::Call(call) = found else { return Ok(()) };
+        take_after(card, &call)
+    }
+}
+
+/// Completes a result with what its call says, and refuses one that says something else.
+pub(super) fn take_after(card: &mut Card, call: &Call) -> Result<(), Error> {
+    let lineage = card::lineage(call, &Route::of(call));
+    for name in ["step_id", "trace_id", "parent_step_id"] {
+        let Some(value) = lineage.get(name).filter(|value| !value.is_null()) else { continue };
+        let given = card.metadata.get(name).filter(|given| !given.is_null());
+        if given.is_some_and(|given| given != value) {
+            let message = format!("metadata.{name} is not the one of the tool.call card");
+            return Err(Error::refused(Code::BadRequest, message));
+        }
+        card.metadata.insert(name.to_owned(), value.clone());
+    }
+    card.metadata.entry("role").or_insert_with(|| "tool".into());
+    card.metadata.entry("function_name").or_insert_with(|| call.target.tool.as_str().into());
+    Ok(())
+}

@@ -1,0 +1,66 @@
+//! Whether what a caller asks can be taken as it is: sizes, numbers, names, arguments.
+
+use serde_json::{Value, json};
+
+use super::catalog::Entry as Compiled;
+use super::invoke::Invocation;
+use crate::dialogue;
+use crate::fault::{Code, Error, Fault};
+use crate::retry::{MAX_RETRIES_LIMIT, TIMEOUT_MS_RANGE};
+use crate::schema::Problem;
+
+pub(super) fn check_envelope(asked: &Invocation, max_args_bytes: usize) -> Result<(), Error> {
+    let invalid = |message: String| {
+        let fault = Fault::new(Code::ValidationError, message).not_happened();
+        Err(Error::from(fault))
+    };
+    if asked.args.text().len() > max_args_bytes {
+        let message = format!("args are over the limit of {max_args_bytes} bytes");
+        return Err(Error::refused(Code::PayloadTooLarge, message));
+    }
+    asked.answers.as_ref().map_or(Ok(()), dialogue::check)?;
+    if asked.timeout_ms.is_some_and(|timeout_ms| !TIMEOUT_MS_RANGE.contains(&timeout_ms)) {
+        return invalid("timeout_ms must be from 1 to 86400000 (24 h)".into());
+    }
+    if asked.retry.is_some_and(|retry| retry > MAX_RETRIES_LIMIT) {
+        return invalid(format!("retry must be from 0 to {MAX_RETRIES_LIMIT}"));
+    }
+    let words = [
+        ("run_id", Some(&asked.run_id)),
+        ("call_id", asked.call_id.as_ref()),
+        ("client_id", asked.client_id.as_ref()),
+        ("user_id", asked.user_id.as_ref()),
+        ("idempotency_key", asked.idempotency_key.as_ref()),
+    ];
+    for (field, word) in words {
+        let Some(word) = word else { continue };
+        check_word(field, word)?;
+    }
+    Ok(())
+}
+
+/// An id or a label that a caller made up.
+pub(super) fn check_word(field: &str, word: &str) -> Result<(), Error> {
+    if word.is_empty() || word.len() > 255 || word.chars().any(char::is_control) {
+        let message = format!("{field} must be 1 to 255 bytes without control characters");
+        return Err(Fault::new(Code::ValidationError, message).not_happened().into());
+    }
+    Ok(())
+}
+
+/// The arguments must fit before anything is stored or run.
+pub(super) fn check_args(tool: &Compiled, args: &Value) -> Result<(), Error> {
+    let problems = tool.input.problems(args);
+    if problems.is_empty() {
+        return Ok(());
+    }
+    let what = format!("the arguments of {} do not fit its schema", tool.definition.name);
+    Err(misfit(&what, &problems).not_happened().into())
+}
+
+/// A fault that lists every problem.
+pub(super) fn misfit(what: &str, problems: &[Problem]) -> Fault {
+    let listed: Vec<&str> = problems.iter().map(|problem| problem.message.as_str()).collect();
+    let message = format!("{what}: {}", listed.join("; "));
+    Fault::new(Code::ValidationError, message).with_detail(json!({ "problems": problems }))
+}

@@ -1,0 +1,214 @@
+//! The agents' inboxes: outcomes are put in once, wait in order, and stay until they were taken.
+
+use serde_json::json;
+use sha2::{Digest, Sha256};
+
+use super::{Engine, Inner, unavailable};
+use crate::bus::Topic;
+use crate::call::{Call, Status};
+use crate::caller::{Caller, Trust};
+use crate::fault::{Code, Error};
+use crate::store::utp::Delivered;
+use crate::tool::{Executor, hex};
+use crate::utp::card::{Card, into_map};
+use crate::utp::{InboxItem, Letter, Member, Route, trace};
+
+/// How often a waiter looks without having been woken.
+const LOOK_AGAIN_MS: u64 = 2_000;
+/// How long a wakeup is worth publishing: after that another has been sent.
+const WAKEUP_MS: u64 = 60_000;
+
+/// Where the outcome of a call is in its agent's inbox. It follows from the call, so that however
+/// often an outcome is reported it is the same place.
+pub(super) fn inbox_id(call: &Call) -> String {
+    let route = Route::of(call);
+    inbox_id_of(&call.project, &route.turn_id, &route.tool_call_id)
+}
+
+pub(super) fn inbox_id_of(project: &str, turn_id: &str, tool_call_id: &str) -> String {
+    let named = json!([project, turn_id, tool_call_id]).to_string();
+    format!("inbox_{}", hex(&Sha256::digest(named.as_bytes())[..16]))
+}
+
+impl Engine {
+    /// What waits for an agent, in order. Waits until there is something, but not longer than
+    /// this. Nothing is taken out by looking.
+    pub async fn inbox(
+        &self,
+        caller: &Caller,
+        agent_id: &str,
+        limit: usize,
+        wait_ms: u64,
+    ) -> Result<Vec<InboxItem>, Error> {
+        self.require_agent(caller, agent_id)?;
+        let inner = &self.inner;
+        let until_ms = inner.clock.now_ms() + wait_ms.min(inner.limits.max_wait_ms);
+        let project = caller.project.clone();
+        let mut news = inner.bus.listen(Topic::Inbox { project, agent: agent_id.to_owned() });
+        loop {
+            let found = inner.store.utp().inbox(&caller.project, agent_id, limit).await;
+            let items = found.map_err(unavailable)?;
+            let now_ms = inner.clock.now_ms();
+            if !items.is_empty() || now_ms >= until_ms || inner.stopping.is_cancelled() {
+                return Ok(items);
+            }
+            tokio::select! {
+                () = news.woken() => {}
+                () = inner.clock.sleep_until(until_ms.min(now_ms + LOOK_AGAIN_MS)) => {}
+                () = inner.stopping.cancelled() => {}
+            }
+        }
+    }
+
+    /// The agent has taken these out. Answers with how many were still in.
+    pub async fn take_from_inbox(
+        &self,
+        caller: &Caller,
+        agent_id: &str,
+        inbox_ids: &[String],
+    ) -> Result<usize, Error> {
+        self.require_agent(caller, agent_id)?;
+        let now_ms = self.inner.clock.now_ms();
+        let utp = self.inner.store.utp();
+        let taken = utp.take_from_inbox(&caller.project, agent_id, inbox_ids, now_ms).await;
+        taken.map_err(unavailable)
+    }
+
+    /// An agent's key opens its own inbox and its own turns.
+    pub(super) fn require_agent(&self, caller: &Caller, agent_id: &str) -> Result<(), Error> {
+        let rules = caller.trust == Trust::Local || caller.may_administer();
+        if rules || caller.may_invoke() && caller.agent == agent_id {
+            return Ok(());
+        }
+        let message = format!("this key is not agent \"{agent_id}\"'s");
+        Err(Error::refused(Code::PermissionDenied, message))
+    }
+
+    /// Letters that are to be published, oldest first.
+    pub async fn outbox(&self, limit: usize) -> Result<Vec<Letter>, Error> {
+        self.inner.store.utp().outbox(limit).await.map_err(unavailable)
+    }
+
+    /// These are published, or of no more use.
+    pub async fn posted(&self, ids: &[String]) -> Result<(), Error> {
+        self.inner.store.utp().posted(ids).await.map_err(unavailable)
+    }
+
+    /// Puts a letter into the outbox.
+    pub async fn post(&self, caller: &Caller, letter: Letter) -> Result<(), Error> {
+        self.require_admin(caller, None)?;
+        self.inner.store.utp().post(vec![letter]).await.map_err(unavailable)?;
+        self.inner.bus.wake(&Topic::Outbox);
+        Ok(())
+    }
+
+    /// Returns when there is something new to publish.
+    pub fn outbox_news(&self) -> crate::bus::Listener {
+        self.inner.bus.listen(Topic::Outbox)
+    }
+}
+
+impl Inner {
+    /// Whether the outcome of a call goes into an inbox: of a call that was made in a turn, and of
+    /// a tool service's call for an agent that can be woken.
+    pub(super) fn has_inbox(&self, call: &Call) -> bool {
+        call.asked.turn.is_some()
+            || call.target.executor == Executor::Utp
+                && self.member(&call.project, &call.asked.agent).is_some()
+    }
+
+    /// A call has ended: its outcome goes into the inbox. What fails here is done by the watchdog.
+    pub(super) async fn ended(&self, call: &Call) {
+        if !self.has_inbox(call) {
+            return;
+        }
+        if let Err(error) = self.deliver(call).await {
+            tracing::warn!(call = %call.id, %error, "the outcome is not in the inbox yet");
+        }
+    }
+
+    pub(crate) async fn deliver(&self, call: &Call) -> Result<(), Error> {
+        let Some(card) = self.result_card(call).await? else { return Ok(()) };
+        let route = Route::of(call);
+        let inbound = self.inbound.lock().get(&call.id).cloned();
+        let own = trace::of_call(call);
+        // A report that comes out of another trace does not take the call along.
+        let same = |text: &String| {
+            let id = |text: &str| trace::parse(text).map(|(trace_id, _)| trace_id);
+            id(text) == id(&own)
+        };
+        let parent = inbound.filter(same).unwrap_or_else(|| own.clone());
+        let item = self.item(call, &route, &card, &parent);
+        let letter = self.wakeup(&item, &route.channel);
+        let wakes = letter.is_some();
+        let delivered = self.store.utp().deliver(item, &card.card_id, letter).await;
+        if delivered.map_err(unavailable)? == Delivered::New {
+            self.announce_inbox(&call.project, &route.agent_id, wakes);
+        }
+        Ok(())
+    }
+
+    pub(super) fn announce_inbox(&self, project: &str, agent_id: &str, wakes: bool) {
+        let (project, agent) = (project.to_owned(), agent_id.to_owned());
+        self.bus.wake(&Topic::Inbox { project, agent });
+        if wakes {
+            self.bus.wake(&Topic::Outbox);
+        }
+    }
+
+    fn item(&self, call: &Call, route: &Route, card: &Card, parent: &str) -> InboxItem {
+        let by_clock = call.status == Status::Timeout && card.author_id == "worker.watchdog";
+        let inbox_id = inbox_id(call);
+        let payload = json!({
+            "tool_call_id": route.tool_call_id,
+            "agent_turn_id": route.turn_id,
+            "turn_epoch": route.epoch,
+            "agent_id": route.agent_id,
+            "after_execution": card.content_text("after_execution"),
+            "status": card.content_text("status"),
+            "tool_result_card_id": card.card_id,
+            "step_id": route.step_id,
+        });
+        InboxItem {
+            project: call.project.clone(),
+            agent_id: route.agent_id.clone(),
+            message_type: if by_clock { "timeout" } else { "tool_result" }.to_owned(),
+            turn_id: route.turn_id.clone(),
+            tool_call_id: route.tool_call_id.clone(),
+            payload: into_map(payload),
+            traceparent: trace::child(parent, &inbox_id),
+            tracestate: route.tracestate.clone(),
+            parent_step_id: Some(route.step_id.clone()),
+            source_agent_id: Some(card.author_id.clone()),
+            depth: route.depth,
+            created_ms: self.clock.now_ms(),
+            inbox_id,
+        }
+    }
+
+    /// The doorbell for something in an inbox; none when nobody could hear it.
+    pub(crate) fn wakeup(&self, item: &InboxItem, channel: &str) -> Option<Letter> {
+        let Member { worker_target, .. } = self.member(&item.project, &item.agent_id)?;
+        if !self.publishes {
+            return None;
+        }
+        let mut headers = vec![
+            ("traceparent".to_owned(), item.traceparent.clone()),
+            ("CG-Msg-Type".to_owned(), "AgentWakeup".to_owned()),
+            ("CG-Recursion-Depth".to_owned(), item.depth.to_string()),
+        ];
+        headers.extend(item.tracestate.clone().map(|state| ("tracestate".to_owned(), state)));
+        Some(Letter {
+            id: format!("wake-{}", item.inbox_id),
+            subject: format!("{}.{channel}.cmd.agent.{worker_target}.wakeup", item.project),
+            headers,
+            payload: json!({
+                "agent_id": item.agent_id,
+                "inbox_id": item.inbox_id,
+                "reason": item.message_type,
+                "metadata": { "agent_turn_id": item.turn_id },
+            }),
+            expires_ms: self.clock.now_ms() + WAKEUP_MS,
+        })
+    }
+}

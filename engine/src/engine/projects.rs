@@ -1,0 +1,256 @@
+//! Projects, the tools that belong to them, and the agents that can be woken.
+
+use std::sync::Arc;
+
+use serde_json::{Value, json};
+
+use super::admin::check_word;
+use super::catalog::{Entry, require_provider};
+use super::{Engine, Inner, unavailable};
+use crate::call::Call;
+use crate::caller::{Caller, Trust};
+use crate::directory::{Change, Project};
+use crate::fault::{Code, Error, Fault};
+use crate::tool::{Definition, Executor, check_name};
+use crate::utp::{Binding, Member, RESERVED_NAMES, is_token};
+
+/// The project that is there before anybody made one.
+pub const DEFAULT_PROJECT: &str = "default";
+
+impl Engine {
+    /// Makes a project.
+    pub async fn create_project(
+        &self,
+        caller: &Caller,
+        id: &str,
+        title: &str,
+    ) -> Result<Project, Error> {
+        let inner = &self.inner;
+        self.require_admin(caller, Some(id))?;
+        check_word("project_id", id)?;
+        if !is_token(id) {
+            let message = "project_id must be able to stand in a NATS subject: no dot, no *";
+            return Err(Error::refused(Code::ValidationError, message));
+        }
+        let created_ms = inner.clock.now_ms();
+        let project = Project { id: id.to_owned(), title: title.to_owned(), created_ms };
+        inner
+            .change(|catalog| {
+                if catalog.directory().projects.iter().any(|known| known.id == id) {
+                    let message = format!("there is a project \"{id}\" already");
+                    return Err(Error::refused(Code::Conflict, message));
+                }
+                Ok((Change::AddProject(project.clone()), None))
+            })
+            .await?;
+        Ok(project)
+    }
+
+    /// The projects the caller may see: its own; all of them for the operator at the machine.
+    pub fn projects(&self, caller: &Caller) -> Vec<Project> {
+        let catalog = self.inner.catalog();
+        let mut projects = catalog.directory().projects.clone();
+        let keys = catalog.directory().keys.iter().map(|key| (&key.project, key.created_ms));
+        let implied = std::iter::once((&caller.project, 0)).chain(keys);
+        for (id, created_ms) in implied {
+            if !projects.iter().any(|known| known.id == *id) {
+                projects.push(Project { id: id.clone(), title: String::new(), created_ms });
+            }
+        }
+        projects.retain(|project| caller.trust == Trust::Local || project.id == caller.project);
+        projects.sort_by(|a, b| a.id.cmp(&b.id));
+        projects
+    }
+
+    /// The caller, in the project it names. A key opens its own project only; another is answered
+    /// exactly as one that does not exist.
+    pub fn in_project(&self, caller: &Caller, project: &str) -> Result<Caller, Error> {
+        let there = self.projects(caller).iter().any(|known| known.id == project);
+        if there || project == DEFAULT_PROJECT && caller.trust == Trust::Local {
+            return Ok(Caller { project: project.to_owned(), ..caller.clone() });
+        }
+        let shown: String = project.chars().take(80).collect();
+        Err(Error::refused(Code::NotFound, format!("project not found: \"{shown}\"")))
+    }
+
+    /// Puts a tool of the project in, or replaces it. The checks that need the project come first,
+    /// in the order of the protocol.
+    pub async fn put_tool(
+        &self,
+        caller: &Caller,
+        definition: Definition,
+    ) -> Result<Arc<Entry>, Error> {
+        require_provider(caller)?;
+        check_name(&definition.name).map_err(|error| bad(error.to_string()))?;
+        refuse_reserved(&definition.name, "define")?;
+        Entry::compile(definition.clone()).map_err(|fault| bad(fault.message))?;
+        let (inner, name) = (&self.inner, definition.name.clone());
+        let limit = inner.limits.max_tools_per_project;
+        inner
+            .change(|catalog| {
+                let known = catalog.find(&caller.project, &name);
+                let taken = known.filter(|known| {
+                    known.definition.project.is_none()
+                        || known.definition.executor == Executor::Client
+                });
+                if taken.is_some() {
+                    let message =
+                        format!("\"{name}\" is the name of a built-in or of a client's tool");
+                    return Err(Error::refused(Code::Conflict, message));
+                }
+                if catalog.tools(&caller.project).len() > limit {
+                    let message = format!("the project would have more than {limit} tools");
+                    return Err(Error::refused(Code::PayloadTooLarge, message));
+                }
+                let entry = inner.entry(caller, &caller.project, "tool.set", &name, "");
+                Ok((Change::PutTool(Box::new(definition.clone())), Some(entry)))
+            })
+            .await?;
+        self.project_tool(caller, &name)
+    }
+
+    /// A tool of the project itself.
+    pub fn project_tool(&self, caller: &Caller, name: &str) -> Result<Arc<Entry>, Error> {
+        let found = self.inner.catalog().find(&caller.project, name).filter(is_projects_own);
+        found.ok_or_else(|| Error::refused(Code::NotFound, format!("tool not found: \"{name}\"")))
+    }
+
+    /// The tools of the project itself, by name.
+    pub fn project_tools(&self, caller: &Caller) -> Vec<Arc<Entry>> {
+        let mut tools = self.inner.catalog().tools(&caller.project);
+        tools.retain(is_projects_own);
+        tools
+    }
+
+    /// Takes a tool of the project away; calls that were made with it go on.
+    pub async fn drop_tool(&self, caller: &Caller, name: &str) -> Result<(), Error> {
+        require_provider(caller)?;
+        refuse_reserved(name, "delete")?;
+        let inner = &self.inner;
+        inner
+            .change(|_| {
+                self.project_tool(caller, name)?;
+                let change =
+                    Change::DropTool { project: caller.project.clone(), name: name.to_owned() };
+                let entry = inner.entry(caller, &caller.project, "tool.removed", name, "");
+                Ok((change, Some(entry)))
+            })
+            .await
+    }
+
+    /// Puts an agent on the roster, or changes what is known of it.
+    pub async fn put_member(&self, caller: &Caller, mut member: Member) -> Result<Member, Error> {
+        self.require_admin(caller, Some(&member.project))?;
+        for (field, word) in
+            [("agent_id", &member.agent_id), ("worker_target", &member.worker_target)]
+        {
+            if !is_token(word) {
+                let message =
+                    format!("{field} must be able to stand in a NATS subject: no blank, no dot");
+                let fault = Fault::new(Code::ValidationError, message);
+                return Err(fault.with_detail(json!({ "pointer": format!("/{field}") })).into());
+            }
+        }
+        member.updated_ms = self.inner.clock.now_ms();
+        self.inner.change(|_| Ok((Change::PutMember(member.clone()), None))).await?;
+        Ok(member)
+    }
+
+    /// Takes an agent off the roster.
+    pub async fn drop_member(&self, caller: &Caller, agent_id: &str) -> Result<(), Error> {
+        self.require_admin(caller, None)?;
+        self.member(caller, agent_id)?;
+        let (project, agent_id) = (caller.project.clone(), agent_id.to_owned());
+        self.inner
+            .change(|_| {
+                let (project, agent_id) = (project.clone(), agent_id.clone());
+                Ok((Change::DropMember { project, agent_id }, None))
+            })
+            .await
+    }
+
+    /// The project's roster.
+    pub fn roster(&self, caller: &Caller) -> Vec<Member> {
+        let catalog = self.inner.catalog();
+        let mine = catalog.directory().roster.iter().filter(|m| m.project == caller.project);
+        mine.cloned().collect()
+    }
+
+    /// One agent of the roster.
+    pub fn member(&self, caller: &Caller, agent_id: &str) -> Result<Member, Error> {
+        let found = self.inner.member(&caller.project, agent_id);
+        found.ok_or_else(|| {
+            let message = format!("agent \"{agent_id}\" is not on the roster");
+            Error::refused(Code::NotFound, message)
+        })
+    }
+}
+
+impl Inner {
+    pub(super) fn member(&self, project: &str, agent_id: &str) -> Option<Member> {
+        let catalog = self.catalog();
+        let roster = &catalog.directory().roster;
+        roster.iter().find(|m| m.project == project && m.agent_id == agent_id).cloned()
+    }
+
+    /// How the tool of a call is bound, in the version that the call was made with.
+    pub(super) async fn binding_of(&self, call: &Call) -> Result<Option<Binding>, Error> {
+        let target = &call.target;
+        if target.executor != Executor::Utp {
+            return Ok(None);
+        }
+        if let Some(entry) = self.catalog().find(&call.project, &target.tool)
+            && entry.version == target.version
+        {
+            return Ok(entry.definition.utp.clone());
+        }
+        let utp = self.store.utp();
+        let old = utp.tool_version(&call.project, &target.tool, &target.version).await;
+        Ok(old.map_err(unavailable)?.and_then(|definition| definition.utp))
+    }
+}
+
+fn is_projects_own(entry: &Arc<Entry>) -> bool {
+    entry.definition.project.is_some() && entry.definition.executor != Executor::Client
+}
+
+fn refuse_reserved(name: &str, verb: &str) -> Result<(), Error> {
+    if RESERVED_NAMES.contains(&name) {
+        return Err(bad(format!("cannot {verb} internal tool \"{name}\": the name is reserved")));
+    }
+    Ok(())
+}
+
+fn bad(message: String) -> Error {
+    Fault::new(Code::BadRequest, message).not_happened().into()
+}
+
+/// Every array in a schema must say what is in it, or models make up anything.
+pub fn check_arrays(schema: &Value, pointer: &str) -> Result<(), String> {
+    let Value::Object(map) = schema else { return Ok(()) };
+    let is_array = match map.get("type") {
+        Some(Value::String(kind)) => kind == "array",
+        Some(Value::Array(kinds)) => kinds.iter().any(|kind| kind == "array"),
+        _ => false,
+    };
+    let has_items =
+        map.get("items").and_then(Value::as_object).is_some_and(|items| !items.is_empty());
+    if is_array && !has_items {
+        return Err(format!("parameters{pointer} is an array and needs a non-empty object items"));
+    }
+    if let Some(items) = map.get("items") {
+        check_arrays(items, &format!("{pointer}/items"))?;
+    }
+    for name in ["properties", "$defs", "definitions"] {
+        for (key, inner) in map.get(name).and_then(Value::as_object).into_iter().flatten() {
+            check_arrays(inner, &format!("{pointer}/{name}/{key}"))?;
+        }
+    }
+    for name in ["anyOf", "oneOf", "allOf"] {
+        let all = map.get(name).and_then(Value::as_array).into_iter().flatten();
+        for (n, inner) in all.enumerate() {
+            check_arrays(inner, &format!("{pointer}/{name}/{n}"))?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,424 @@
+//! Turns: an agent leases one, dispatches the calls of a step, is suspended until all of them are
+//! in, is woken, and resumes with the results. Every lease, resume and stop begins a new epoch, and
+//! whatever names an older one is refused.
+
+mod dispatch;
+
+use serde_json::{Value, json};
+
+use super::{Engine, Inner, unavailable};
+use crate::bus::Topic;
+use crate::caller::Caller;
+use crate::fault::{Code, Error, Fault};
+use crate::store::Saved;
+use crate::store::utp::TurnChange;
+use crate::utp::card::into_map;
+use crate::utp::{
+    AfterExecution, DEFAULT_CHANNEL, InboxItem, MAX_DEPTH, Turn, TurnStatus, Waiting, is_token,
+    trace,
+};
+
+pub use dispatch::{Dispatch, Dispatched, StepCall};
+
+/// How long a lease holds unless said.
+const LEASE_MS: u64 = 300_000;
+const LEASE_RANGE_MS: std::ops::RangeInclusive<u64> = 1_000..=86_400_000;
+
+/// A turn that somebody wants.
+#[derive(Debug, Clone, Default)]
+pub struct Lease {
+    /// Made up unless given.
+    pub turn_id: Option<String>,
+    pub channel: Option<String>,
+    pub lease_ms: Option<u64>,
+    pub traceparent: Option<String>,
+    pub tracestate: Option<String>,
+    pub parent_step_id: Option<String>,
+    pub context_box_id: Option<String>,
+    pub depth: u32,
+}
+
+/// One call's result, as the agent goes on with it.
+#[derive(Debug, Clone)]
+pub struct StepResult {
+    pub tool_call_id: String,
+    pub tool_name: String,
+    /// One of the five.
+    pub status: String,
+    /// What really follows: the result's own word goes before the definition's.
+    pub after_execution: AfterExecution,
+    pub card_id: String,
+    pub result: Value,
+    pub error: Value,
+}
+
+/// A turn that goes on, or has ended with its results.
+#[derive(Debug, Clone)]
+pub struct Resumed {
+    pub turn: Turn,
+    pub results: Vec<StepResult>,
+}
+
+fn conflict(turn: &Turn, message: String) -> Error {
+    let detail = json!({
+        "agent_turn_id": turn.turn_id,
+        "status": turn.status.as_str(),
+        "turn_epoch": turn.epoch,
+    });
+    Fault::new(Code::Conflict, message).with_detail(detail).into()
+}
+
+fn invalid(message: impl Into<String>) -> Error {
+    Error::refused(Code::ValidationError, message)
+}
+
+impl Engine {
+    /// Leases a turn: a new one, or one whose lease ran out.
+    pub async fn lease(
+        &self,
+        caller: &Caller,
+        agent_id: &str,
+        wanted: Lease,
+    ) -> Result<Turn, Error> {
+        self.require_agent(caller, agent_id)?;
+        self.member(caller, agent_id)?;
+        let inner = &self.inner;
+        let now_ms = inner.clock.now_ms();
+        let lease_ms = wanted.lease_ms.unwrap_or(LEASE_MS);
+        if !LEASE_RANGE_MS.contains(&lease_ms) {
+            return Err(invalid("lease_ms must be from 1000 to 86400000 (24 h)"));
+        }
+        if wanted.depth >= MAX_DEPTH {
+            return Err(invalid(format!("recursion_depth_exceeded: at most {}", MAX_DEPTH - 1)));
+        }
+        let turn_id = wanted.turn_id.unwrap_or_else(|| inner.minter.text("turn_", now_ms));
+        let channel = wanted.channel.unwrap_or_else(|| DEFAULT_CHANNEL.to_owned());
+        for (field, word) in [("agent_turn_id", &turn_id), ("channel_id", &channel)] {
+            if !is_token(word) {
+                return Err(invalid(format!("{field} cannot be part of a NATS subject")));
+            }
+        }
+        let known = inner.store.utp().turn(&caller.project, &turn_id).await;
+        let asked = wanted.traceparent.filter(|text| trace::parse(text).is_some());
+        let turn = match known.map_err(unavailable)? {
+            Some(known) => taken_over(known, agent_id, now_ms, lease_ms)?,
+            None => Turn {
+                project: caller.project.clone(),
+                agent_id: agent_id.to_owned(),
+                traceparent: Some(asked.unwrap_or_else(|| trace::from_seed(&turn_id))),
+                tracestate: wanted.tracestate,
+                parent_step_id: wanted.parent_step_id,
+                context_box_id: wanted.context_box_id,
+                depth: wanted.depth,
+                epoch: 1,
+                status: TurnStatus::Running,
+                channel,
+                step_id: None,
+                lease_until_ms: now_ms + lease_ms,
+                lease_ms,
+                resume_deadline_ms: None,
+                created_ms: now_ms,
+                updated_ms: now_ms,
+                reason: None,
+                version: 1,
+                turn_id,
+            },
+        };
+        inner.save_turn(turn, TurnChange::default()).await
+    }
+
+    /// One turn of an agent.
+    pub async fn turn(
+        &self,
+        caller: &Caller,
+        agent_id: &str,
+        turn_id: &str,
+    ) -> Result<Turn, Error> {
+        self.require_agent(caller, agent_id)?;
+        let found = self.inner.store.utp().turn(&caller.project, turn_id).await;
+        let found = found.map_err(unavailable)?.filter(|turn| turn.agent_id == agent_id);
+        found.ok_or_else(|| {
+            let shown: String = turn_id.chars().take(80).collect();
+            let message = format!("agent \"{agent_id}\" has no turn \"{shown}\"");
+            Error::refused(Code::NotFound, message)
+        })
+    }
+
+    /// The calls of the step that is out, or was last.
+    pub async fn step_calls(&self, turn: &Turn) -> Result<Vec<Waiting>, Error> {
+        let Some(step_id) = &turn.step_id else { return Ok(Vec::new()) };
+        let found = self.inner.store.utp().waiting(&turn.project, &turn.turn_id, step_id).await;
+        found.map_err(unavailable)
+    }
+
+    /// Keeps the lease of a running turn.
+    pub async fn renew_lease(
+        &self,
+        caller: &Caller,
+        agent_id: &str,
+        turn_id: &str,
+        epoch: u64,
+    ) -> Result<Turn, Error> {
+        let mut turn = self.running(caller, agent_id, turn_id, epoch).await?;
+        turn.lease_until_ms = self.inner.clock.now_ms() + turn.lease_ms;
+        self.inner.save_turn(next(turn), TurnChange::default()).await
+    }
+
+    /// Suspends a turn until the calls of its step are in.
+    pub async fn suspend(
+        &self,
+        caller: &Caller,
+        agent_id: &str,
+        turn_id: &str,
+        epoch: u64,
+    ) -> Result<Turn, Error> {
+        let mut turn = self.running(caller, agent_id, turn_id, epoch).await?;
+        if turn.step_id.is_none() {
+            return Err(conflict(&turn, "there is nothing to wait for: no call is out".into()));
+        }
+        turn.status = TurnStatus::Suspended;
+        self.inner.save_turn(next(turn), TurnChange::default()).await
+    }
+
+    /// Goes on with the results of the step, once all of them are in; waits for that, but not
+    /// longer than this. With a result that terminates, the turn has ended instead.
+    pub async fn resume(
+        &self,
+        caller: &Caller,
+        agent_id: &str,
+        turn_id: &str,
+        epoch: u64,
+        wait_ms: u64,
+    ) -> Result<Resumed, Error> {
+        let inner = &self.inner;
+        let until_ms = inner.clock.now_ms() + wait_ms.min(inner.limits.max_wait_ms);
+        let (project, agent) = (caller.project.clone(), agent_id.to_owned());
+        let mut news = inner.bus.listen(Topic::Inbox { project, agent });
+        let (turn, calls) = loop {
+            let turn = self.turn(caller, agent_id, turn_id).await?;
+            if turn.status != TurnStatus::Suspended || turn.epoch != epoch {
+                let message =
+                    format!("the turn is {} in epoch {}", turn.status.as_str(), turn.epoch);
+                return Err(conflict(&turn, message));
+            }
+            let calls = self.step_calls(&turn).await?;
+            let open: Vec<&str> = calls
+                .iter()
+                .filter(|call| call.inbox_id.is_none())
+                .map(|call| call.tool_call_id.as_str())
+                .collect();
+            if open.is_empty() {
+                break (turn, calls);
+            }
+            let now_ms = inner.clock.now_ms();
+            if now_ms >= until_ms || inner.stopping.is_cancelled() {
+                let message = format!("{} of {} calls are not in", open.len(), calls.len());
+                let detail = json!({ "waiting": open, "status": "suspended", "turn_epoch": epoch });
+                return Err(Fault::new(Code::Conflict, message).with_detail(detail).into());
+            }
+            tokio::select! {
+                () = news.woken() => {}
+                () = inner.clock.sleep_until(until_ms.min(now_ms + 2_000)) => {}
+                () = inner.stopping.cancelled() => {}
+            }
+        };
+        let results = inner.results(&turn, &calls).await?;
+        let ends = results.iter().find(|r| r.after_execution == AfterExecution::Terminate);
+        let now_ms = inner.clock.now_ms();
+        let mut turn = next(turn);
+        turn.epoch += 1;
+        turn.resume_deadline_ms = None;
+        turn.lease_until_ms = now_ms + turn.lease_ms;
+        turn.status = match ends {
+            Some(_) => TurnStatus::Finished,
+            None => TurnStatus::Running,
+        };
+        turn.reason = ends.map(|result| format!("terminated by {}", result.tool_name));
+        let change = TurnChange { takes_inbox: true, ..TurnChange::default() };
+        let turn = inner.save_turn(turn, change).await?;
+        Ok(Resumed { turn, results })
+    }
+
+    /// Ends a running turn.
+    pub async fn finish(
+        &self,
+        caller: &Caller,
+        agent_id: &str,
+        turn_id: &str,
+        epoch: u64,
+        reason: Option<String>,
+    ) -> Result<Turn, Error> {
+        let mut turn = self.running(caller, agent_id, turn_id, epoch).await?;
+        turn.status = TurnStatus::Finished;
+        turn.reason = reason;
+        self.inner.save_turn(next(turn), TurnChange::default()).await
+    }
+
+    /// Stops a turn wherever it stands: its open calls are canceled, results that come later are
+    /// refused, and the agent finds a `stop` in its inbox.
+    pub async fn stop_turn(
+        &self,
+        caller: &Caller,
+        agent_id: &str,
+        turn_id: &str,
+        reason: Option<String>,
+    ) -> Result<Turn, Error> {
+        let inner = &self.inner;
+        for _ in 0..8 {
+            let turn = self.turn(caller, agent_id, turn_id).await?;
+            if turn.status == TurnStatus::Stopped {
+                return Ok(turn);
+            }
+            if turn.status.is_over() {
+                return Err(conflict(&turn, "the turn has ended already".into()));
+            }
+            let calls = self.step_calls(&turn).await?;
+            let mut turn = next(turn);
+            turn.epoch += 1;
+            turn.status = TurnStatus::Stopped;
+            turn.reason = reason.clone();
+            let item = inner.stop_item(&turn);
+            let letters = inner.wakeup(&item, &turn.channel).into_iter().collect();
+            let change = TurnChange { inbox: vec![item], letters, ..TurnChange::default() };
+            let stopped = match inner.save_turn(turn, change).await {
+                Ok(turn) => turn,
+                Err(error) if error.code() == Code::Conflict => continue,
+                Err(error) => return Err(error),
+            };
+            for call in calls.iter().filter(|call| call.inbox_id.is_none()) {
+                self.cancel_quietly(caller, call, "the turn was stopped").await;
+            }
+            inner.announce_inbox(&stopped.project, agent_id, true);
+            return Ok(stopped);
+        }
+        Err(Error::later(Code::Overloaded, "the turn changes too fast; try again", 100))
+    }
+
+    /// What has ended meanwhile need not be canceled.
+    async fn cancel_quietly(&self, caller: &Caller, call: &Waiting, why: &str) {
+        let Some(id) = call.call_id.as_deref().and_then(|id| id.parse().ok()) else { return };
+        if let Err(error) = self.cancel(caller, &id, Some(why.to_owned())).await {
+            tracing::debug!(call = %id, %error, "not canceled");
+        }
+    }
+
+    /// A turn that runs in this epoch, under a lease that holds.
+    async fn running(
+        &self,
+        caller: &Caller,
+        agent_id: &str,
+        turn_id: &str,
+        epoch: u64,
+    ) -> Result<Turn, Error> {
+        let turn = self.turn(caller, agent_id, turn_id).await?;
+        if turn.epoch != epoch {
+            let message = format!("the turn is in epoch {}, not {epoch}", turn.epoch);
+            return Err(conflict(&turn, message));
+        }
+        if turn.status != TurnStatus::Running {
+            return Err(conflict(&turn, format!("the turn is {}", turn.status.as_str())));
+        }
+        if turn.lease_until_ms <= self.inner.clock.now_ms() {
+            return Err(conflict(&turn, "the lease has run out; lease the turn again".into()));
+        }
+        Ok(turn)
+    }
+}
+
+fn taken_over(known: Turn, agent_id: &str, now_ms: u64, lease_ms: u64) -> Result<Turn, Error> {
+    if known.agent_id != agent_id {
+        return Err(conflict(&known, "the turn is another agent's".into()));
+    }
+    let lapsed = known.status == TurnStatus::Running && known.lease_until_ms <= now_ms;
+    if !lapsed && known.status != TurnStatus::Expired {
+        let what = match known.status {
+            TurnStatus::Running => "it is leased",
+            TurnStatus::Suspended => "it is suspended: resume it",
+            _ => "it has ended",
+        };
+        return Err(conflict(&known, format!("the turn cannot be leased: {what}")));
+    }
+    let mut turn = next(known);
+    turn.epoch += 1;
+    turn.status = TurnStatus::Running;
+    turn.lease_ms = lease_ms;
+    turn.lease_until_ms = now_ms + lease_ms;
+    turn.step_id = None;
+    Ok(turn)
+}
+
+fn next(turn: Turn) -> Turn {
+    Turn { version: turn.version + 1, ..turn }
+}
+
+impl Inner {
+    async fn save_turn(&self, mut turn: Turn, change: TurnChange) -> Result<Turn, Error> {
+        turn.updated_ms = self.clock.now_ms();
+        let saved = self.store.utp().save_turn(turn.clone(), change).await;
+        match saved.map_err(unavailable)? {
+            Saved::Yes => Ok(turn),
+            Saved::Stale => {
+                let message = "somebody else changed the turn meanwhile; look at it again";
+                Err(conflict(&turn, message.to_owned()))
+            }
+        }
+    }
+
+    async fn results(&self, turn: &Turn, calls: &[Waiting]) -> Result<Vec<StepResult>, Error> {
+        let mut results = Vec::with_capacity(calls.len());
+        for call in calls {
+            let Some(card_id) = &call.result_card_id else { continue };
+            let Some(card) = self.find_card(&turn.project, card_id).await? else { continue };
+            let content = |name: &str| card.content.get(name).cloned().unwrap_or(Value::Null);
+            results.push(StepResult {
+                tool_call_id: call.tool_call_id.clone(),
+                tool_name: call.tool_name.clone(),
+                status: card.content_text("status").unwrap_or_default().to_owned(),
+                after_execution: card.after_execution(),
+                card_id: card_id.clone(),
+                result: content("result"),
+                error: content("error"),
+            });
+        }
+        Ok(results)
+    }
+
+    fn stop_item(&self, turn: &Turn) -> InboxItem {
+        let mark = format!("stop:{}", turn.turn_id);
+        let inbox_id = super::inbox::inbox_id_of(&turn.project, &turn.turn_id, &mark);
+        let parent = turn.traceparent.clone().unwrap_or_default();
+        InboxItem {
+            project: turn.project.clone(),
+            agent_id: turn.agent_id.clone(),
+            message_type: "stop".to_owned(),
+            turn_id: turn.turn_id.clone(),
+            tool_call_id: mark,
+            payload: into_map(json!({
+                "agent_id": turn.agent_id,
+                "agent_turn_id": turn.turn_id,
+                "turn_epoch": turn.epoch,
+                "reason": turn.reason,
+            })),
+            traceparent: trace::child(&parent, &inbox_id),
+            tracestate: turn.tracestate.clone(),
+            parent_step_id: turn.step_id.clone(),
+            source_agent_id: None,
+            depth: turn.depth,
+            created_ms: self.clock.now_ms(),
+            inbox_id,
+        }
+    }
+
+    /// A lease that ran out: whoever had it can do no more under it.
+    pub(crate) async fn expire(&self, turn: Turn) -> Result<(), Error> {
+        let mut turn = next(turn);
+        turn.epoch += 1;
+        turn.status = TurnStatus::Expired;
+        turn.reason = Some("the lease ran out".to_owned());
+        match self.save_turn(turn, TurnChange::default()).await {
+            // Somebody was faster: then it is not what it was.
+            Err(error) if error.code() == Code::Conflict => Ok(()),
+            other => other.map(drop),
+        }
+    }
+}

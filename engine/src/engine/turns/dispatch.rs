@@ -1,0 +1,367 @@
+//! Dispatching the calls of a step. What cannot even be called has failed at once, with cards and
+//! a place in the inbox like everything else, so that the agent need not tell the two apart.
+
+use futures::future::join_all;
+use serde_json::{Map, Value, json};
+use sha2::{Digest, Sha256};
+
+use super::super::inbox::inbox_id_of;
+use super::super::{Engine, Inner, unavailable};
+use super::{conflict, invalid, next};
+use crate::caller::Caller;
+use crate::fault::{Code, Error, Fault};
+use crate::json::Json;
+use crate::policy::matches;
+use crate::store::utp::TurnChange;
+use crate::tool::hex;
+use crate::utp::card::{self, Card, TOOL_CALL, TOOL_RESULT, into_map};
+use crate::utp::{AfterExecution, InboxItem, Route, Turn, TurnStatus, Waiting, trace};
+
+use super::super::invoke::Invocation;
+
+/// Most calls of one step.
+const MAX_CALLS: usize = 128;
+
+/// One call of a step.
+#[derive(Debug, Clone)]
+pub struct StepCall {
+    /// Unique in its turn.
+    pub tool_call_id: String,
+    pub tool_name: String,
+    /// An object, or the text of one, as models write it.
+    pub arguments: Value,
+    pub timeout_ms: Option<u64>,
+}
+
+/// The calls of a step.
+#[derive(Debug, Clone)]
+pub struct Dispatch {
+    pub epoch: u64,
+    /// Made up unless given.
+    pub step_id: Option<String>,
+    pub calls: Vec<StepCall>,
+    /// Whether the turn is suspended by this.
+    pub suspend: bool,
+}
+
+/// A turn whose calls are out.
+#[derive(Debug, Clone)]
+pub struct Dispatched {
+    pub turn: Turn,
+    pub calls: Vec<Waiting>,
+}
+
+impl Engine {
+    /// Sends the calls of a step out, all at once. The same again gives the same calls.
+    pub async fn dispatch(
+        &self,
+        caller: &Caller,
+        agent_id: &str,
+        turn_id: &str,
+        asked: Dispatch,
+    ) -> Result<Dispatched, Error> {
+        check(&asked)?;
+        let inner = &self.inner;
+        let now = self.turn(caller, agent_id, turn_id).await?;
+        let repeated = now.status == TurnStatus::Suspended
+            && now.epoch == asked.epoch
+            && now.step_id.is_some()
+            && now.step_id == asked.step_id;
+        if repeated {
+            let calls = self.step_calls(&now).await?;
+            return Ok(Dispatched { turn: now, calls });
+        }
+        let turn = self.running(caller, agent_id, turn_id, asked.epoch).await?;
+        let now_ms = inner.clock.now_ms();
+        let mint = || inner.minter.text("step_", now_ms);
+        let step_id = asked.step_id.clone().unwrap_or_else(mint);
+        self.refuse_used(&turn, &step_id, &asked.calls).await?;
+        let agent = Caller { agent: agent_id.to_owned(), ..caller.clone() };
+        let waiting_inbox = inner.store.utp().inbox(&caller.project, agent_id, 1).await;
+        let inbox_open = !waiting_inbox.map_err(unavailable)?.is_empty();
+        let sent = asked.calls.iter().map(|call| {
+            let route = route(&turn, &step_id, call);
+            self.send(&agent, &turn, route, call, inbox_open)
+        });
+        let mut change = TurnChange::default();
+        let mut deadline_ms = now_ms;
+        for sent in join_all(sent).await {
+            let Sent { waiting, deadline_ms: due_ms, inbox } = sent?;
+            deadline_ms = deadline_ms.max(due_ms);
+            let letters = inbox.iter().filter_map(|item| inner.wakeup(item, &turn.channel));
+            change.letters.extend(letters.collect::<Vec<_>>());
+            change.inbox.extend(inbox);
+            change.waiting.push(waiting);
+        }
+        let calls = change.waiting.clone();
+        let mut turn = next(turn);
+        turn.step_id = Some(step_id);
+        turn.resume_deadline_ms = Some(deadline_ms);
+        if asked.suspend {
+            turn.status = TurnStatus::Suspended;
+        }
+        let turn = match inner.save_turn(turn, change).await {
+            Ok(turn) => turn,
+            Err(error) => {
+                for call in &calls {
+                    self.cancel_quietly(caller, call, "its step was not dispatched").await;
+                }
+                return Err(error);
+            }
+        };
+        self.deliver_what_ended(&turn, &calls).await?;
+        inner.announce_inbox(&turn.project, agent_id, true);
+        let calls = self.step_calls(&turn).await?;
+        Ok(Dispatched { turn, calls })
+    }
+
+    /// A call may have ended before its step was stored.
+    async fn deliver_what_ended(&self, turn: &Turn, calls: &[Waiting]) -> Result<(), Error> {
+        for call in calls {
+            let Some(id) = call.call_id.as_deref().and_then(|id| id.parse().ok()) else { continue };
+            let found = self.inner.call_of(&turn.project, &id).await?;
+            if let Some(call) = found.filter(|call| call.status.is_terminal()) {
+                self.inner.deliver(&call).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// An id that was used in another step of the turn would get that step's result.
+    async fn refuse_used(
+        &self,
+        turn: &Turn,
+        step_id: &str,
+        calls: &[StepCall],
+    ) -> Result<(), Error> {
+        let utp = self.inner.store.utp();
+        for call in calls {
+            let id = &call.tool_call_id;
+            let known = utp.waiting_call(&turn.project, Some(&turn.turn_id), id).await;
+            let known = known.map_err(unavailable)?;
+            if known.is_some_and(|known| known.step_id != step_id) {
+                let message = format!("tool_call_id \"{id}\" was used in this turn before");
+                return Err(conflict(turn, message));
+            }
+        }
+        Ok(())
+    }
+
+    async fn send(
+        &self,
+        agent: &Caller,
+        turn: &Turn,
+        route: Route,
+        call: &StepCall,
+        inbox_open: bool,
+    ) -> Result<Sent, Error> {
+        let (args, unreadable) = arguments(&call.arguments);
+        let refused = match unreadable {
+            Some(fault) => Some(fault),
+            None => self.inner.refuse_call(agent, call, inbox_open),
+        };
+        if let Some(fault) = refused {
+            return self.inner.failed_at_once(turn, &route, call, &args, &fault).await;
+        }
+        let mut invocation = Invocation::new(call.tool_name.as_str(), "{}")
+            .map_err(|error| Error::Internal(Box::new(error)))?;
+        invocation.args = Json::of_value(&args);
+        invocation.run_id = turn.turn_id.clone();
+        invocation.call_id = Some(call.tool_call_id.clone());
+        invocation.timeout_ms = call.timeout_ms;
+        invocation.idempotency_key = Some(key(turn, call));
+        invocation.traceparent = turn.traceparent.clone();
+        invocation.turn = Some(Box::new(route.clone()));
+        match self.invoke(agent, invocation).await {
+            Ok(ticket) => {
+                let waiting = waiting(turn, &route, call, Some(ticket.call.id.to_string()));
+                Ok(Sent { waiting, deadline_ms: ticket.call.deadline_ms, inbox: None })
+            }
+            Err(Error::Refused { fault, .. })
+                if !matches!(fault.code, Code::Overloaded | Code::RateLimited) =>
+            {
+                self.inner.failed_at_once(turn, &route, call, &args, &fault).await
+            }
+            Err(error) => Err(error),
+        }
+    }
+}
+
+struct Sent {
+    waiting: Waiting,
+    deadline_ms: u64,
+    inbox: Option<InboxItem>,
+}
+
+fn check(asked: &Dispatch) -> Result<(), Error> {
+    if asked.calls.is_empty() || asked.calls.len() > MAX_CALLS {
+        return Err(invalid(format!("calls must be 1 to {MAX_CALLS}")));
+    }
+    if asked.step_id.as_ref().is_some_and(|id| id.is_empty() || id.len() > 128) {
+        return Err(invalid("step_id must be 1 to 128 bytes"));
+    }
+    let mut seen = std::collections::HashSet::new();
+    for call in &asked.calls {
+        let id = &call.tool_call_id;
+        if id.is_empty() || id.len() > 200 || id.chars().any(char::is_control) {
+            return Err(invalid("tool_call_id must be 1 to 200 bytes without control characters"));
+        }
+        if id.starts_with("tc_") {
+            return Err(invalid("tool_call_id cannot begin with tc_, as the crib's own do"));
+        }
+        if !seen.insert(id) {
+            return Err(invalid(format!("tool_call_id \"{id}\" is in the step twice")));
+        }
+    }
+    Ok(())
+}
+
+/// The arguments as an object, and what is wrong when they are not even JSON.
+fn arguments(given: &Value) -> (Value, Option<Fault>) {
+    let value = match given {
+        Value::Null => Value::Object(Map::new()),
+        Value::String(text) => match Json::parse(text) {
+            Ok(json) => json.value(),
+            Err(error) => {
+                let message = format!("the arguments are not JSON: {error}");
+                let fault = Fault::new(Code::BadRequest, message).not_happened();
+                return (json!({ "_raw": text }), Some(fault));
+            }
+        },
+        other => other.clone(),
+    };
+    match value {
+        Value::Object(_) => (value, None),
+        other => (json!({ "_raw": other }), None),
+    }
+}
+
+fn key(turn: &Turn, call: &StepCall) -> String {
+    let named = json!([turn.turn_id, call.tool_call_id]).to_string();
+    format!("utp:{}", hex(&Sha256::digest(named.as_bytes())))
+}
+
+fn route(turn: &Turn, step_id: &str, call: &StepCall) -> Route {
+    Route {
+        agent_id: turn.agent_id.clone(),
+        turn_id: turn.turn_id.clone(),
+        epoch: turn.epoch,
+        step_id: step_id.to_owned(),
+        tool_call_id: call.tool_call_id.clone(),
+        channel: turn.channel.clone(),
+        parent_step_id: turn.parent_step_id.clone(),
+        tracestate: turn.tracestate.clone(),
+        context_box_id: turn.context_box_id.clone(),
+        depth: turn.depth,
+    }
+}
+
+fn waiting(turn: &Turn, route: &Route, call: &StepCall, call_id: Option<String>) -> Waiting {
+    Waiting {
+        project: turn.project.clone(),
+        agent_id: turn.agent_id.clone(),
+        turn_id: turn.turn_id.clone(),
+        epoch: turn.epoch,
+        step_id: route.step_id.clone(),
+        tool_call_id: call.tool_call_id.clone(),
+        tool_name: call.tool_name.clone(),
+        call_id,
+        result_card_id: None,
+        inbox_id: None,
+    }
+}
+
+impl Inner {
+    /// What the roster and the protocol refuse before the engine is asked.
+    fn refuse_call(&self, agent: &Caller, call: &StepCall, inbox_open: bool) -> Option<Fault> {
+        let tool = &call.tool_name;
+        let allowed = self.member(&agent.project, &agent.agent)?.allowed_tools;
+        if allowed.is_some_and(|list| !list.iter().any(|pattern| matches(pattern, tool))) {
+            let message = format!("{tool} is not among the agent's allowed tools");
+            return Some(Fault::new(Code::PermissionDenied, message).not_happened());
+        }
+        let found = self.catalog().find(&agent.project, tool);
+        let ends = found.and_then(|entry| entry.definition.utp.clone());
+        if inbox_open && ends.is_some_and(|utp| utp.after_execution == AfterExecution::Terminate) {
+            let message = "inbox_not_empty: take what waits in the inbox before the turn ends";
+            return Some(Fault::new(Code::Conflict, message).not_happened());
+        }
+        None
+    }
+
+    /// A call that there cannot be: its cards, and its place in the inbox.
+    async fn failed_at_once(
+        &self,
+        turn: &Turn,
+        route: &Route,
+        call: &StepCall,
+        args: &Value,
+        fault: &Fault,
+    ) -> Result<Sent, Error> {
+        let now_ms = self.clock.now_ms();
+        let inbox_id = inbox_id_of(&turn.project, &route.turn_id, &route.tool_call_id);
+        let body = inbox_id.trim_start_matches("inbox_");
+        let error = card::error_of(fault, "worker");
+        let trace_id = turn.traceparent.as_deref().and_then(trace::parse).map(|(id, _)| id);
+        let mut metadata = into_map(json!({
+            "agent_turn_id": route.turn_id,
+            "step_id": route.step_id,
+            "tool_call_id": route.tool_call_id,
+            "trace_id": trace_id,
+            "parent_step_id": route.parent_step_id,
+        }));
+        let make = |kind: &str, end: &str, content: Value, metadata: &Map<String, Value>| Card {
+            card_id: format!("{end}{body}"),
+            project: turn.project.clone(),
+            kind: kind.to_owned(),
+            content: into_map(content),
+            created_ms: now_ms,
+            author_id: turn.agent_id.clone(),
+            metadata: metadata.clone(),
+            tool_calls: None,
+            tool_call_id: Some(route.tool_call_id.clone()),
+            ttl_seconds: None,
+        };
+        let asked = json!({
+            "__type__": "ToolCallContent", "tool_name": call.tool_name, "arguments": args,
+            "status": "called", "target_subject": null,
+        });
+        let asked = make(TOOL_CALL, "call", asked, &metadata);
+        metadata.insert("role".into(), "tool".into());
+        metadata.insert("function_name".into(), call.tool_name.as_str().into());
+        let result = json!({
+            "__type__": "ToolResultContent", "status": "failed", "after_execution": "suspend",
+            "result": card::mirrored(&error), "error": error,
+        });
+        let result = make(TOOL_RESULT, "result", result, &metadata);
+        let card_id = result.card_id.clone();
+        for card in [asked, result] {
+            self.store.utp().put_card(card).await.map_err(unavailable)?;
+        }
+        let mut waiting = waiting(turn, route, call, None);
+        waiting.result_card_id = Some(card_id.clone());
+        waiting.inbox_id = Some(inbox_id.clone());
+        let parent = turn.traceparent.clone().unwrap_or_default();
+        let inbox = InboxItem {
+            project: turn.project.clone(),
+            agent_id: turn.agent_id.clone(),
+            message_type: "tool_result".to_owned(),
+            turn_id: route.turn_id.clone(),
+            tool_call_id: route.tool_call_id.clone(),
+            payload: into_map(json!({
+                "tool_call_id": route.tool_call_id, "agent_turn_id": route.turn_id,
+                "turn_epoch": route.epoch, "agent_id": route.agent_id,
+                "after_execution": "suspend", "status": "failed",
+                "tool_result_card_id": card_id, "step_id": route.step_id,
+            })),
+            traceparent: trace::child(&parent, &inbox_id),
+            tracestate: route.tracestate.clone(),
+            parent_step_id: Some(route.step_id.clone()),
+            source_agent_id: Some(turn.agent_id.clone()),
+            depth: route.depth,
+            created_ms: now_ms,
+            inbox_id,
+        };
+        Ok(Sent { waiting, deadline_ms: now_ms, inbox: Some(inbox) })
+    }
+}

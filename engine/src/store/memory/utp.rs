@@ -1,0 +1,316 @@
+//! UTP's part of the store in memory: one lock over plain collections.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+use async_trait::async_trait;
+use parking_lot::Mutex;
+
+use super::super::utp::{CardPut, Delivered, TurnChange, UtpStore};
+use super::super::{Saved, StoreError};
+use crate::tool::Definition;
+use crate::utp::card::TOOL_RESULT;
+use crate::utp::{Card, DeadLetter, InboxItem, Letter, Turn, TurnStatus, Waiting};
+
+type Place = (String, String);
+
+#[derive(Default)]
+struct State {
+    versions: HashMap<(String, String, String), Definition>,
+    cards: HashMap<Place, Card>,
+    turns: HashMap<Place, Turn>,
+    number: u64,
+    waiting: BTreeMap<u64, Waiting>,
+    inbox: BTreeMap<u64, (InboxItem, bool)>,
+    outbox: Vec<Letter>,
+    dead: BTreeMap<String, DeadLetter>,
+}
+
+/// Keeps everything in memory.
+#[derive(Default)]
+pub(super) struct Utp(Mutex<State>);
+
+impl Utp {
+    /// Remembers a definition for the calls that use it.
+    pub(super) fn remember(&self, tool: &Definition) {
+        let project = tool.project.clone().unwrap_or_default();
+        let place = (project, tool.name.clone(), tool.version());
+        self.0.lock().versions.insert(place, tool.clone());
+    }
+}
+
+impl State {
+    fn next(&mut self) -> u64 {
+        self.number += 1;
+        self.number
+    }
+
+    fn result_card(&self, project: &str, turn_id: &str, tool_call_id: &str) -> Option<&Card> {
+        self.cards.values().find(|card| {
+            card.project == project
+                && card.kind == TOOL_RESULT
+                && card.turn_id() == Some(turn_id)
+                && card.tool_call_id.as_deref() == Some(tool_call_id)
+        })
+    }
+
+    /// Puts it in, unless the outcome of that call is there already.
+    fn put_into_inbox(&mut self, item: InboxItem) -> Delivered {
+        let known = self.inbox.values().find(|(known, _)| {
+            (&known.project, &known.turn_id, &known.tool_call_id)
+                == (&item.project, &item.turn_id, &item.tool_call_id)
+        });
+        if let Some((known, _)) = known {
+            return Delivered::Known(known.inbox_id.clone());
+        }
+        let number = self.next();
+        self.inbox.insert(number, (item, true));
+        Delivered::New
+    }
+}
+
+#[async_trait]
+impl UtpStore for Utp {
+    async fn tool_version(
+        &self,
+        project: &str,
+        tool: &str,
+        version: &str,
+    ) -> Result<Option<Definition>, StoreError> {
+        let place = (project.to_owned(), tool.to_owned(), version.to_owned());
+        Ok(self.0.lock().versions.get(&place).cloned())
+    }
+
+    async fn put_card(&self, card: Card) -> Result<CardPut, StoreError> {
+        let mut state = self.0.lock();
+        let place = (card.project.clone(), card.card_id.clone());
+        let by_id = state.cards.get(&place);
+        let by_call = || {
+            let (turn, id) = (card.turn_id()?, card.tool_call_id.as_deref()?);
+            state.result_card(&card.project, turn, id).filter(|_| card.kind == TOOL_RESULT)
+        };
+        if let Some(known) = by_id.or_else(by_call) {
+            return Ok(match known.says_the_same(&card) {
+                true => CardPut::Same,
+                false => CardPut::Other(Box::new(known.clone())),
+            });
+        }
+        state.cards.insert(place, card);
+        Ok(CardPut::New)
+    }
+
+    async fn card(&self, project: &str, card_id: &str) -> Result<Option<Card>, StoreError> {
+        let place = (project.to_owned(), card_id.to_owned());
+        Ok(self.0.lock().cards.get(&place).cloned())
+    }
+
+    async fn result_card(
+        &self,
+        project: &str,
+        turn_id: &str,
+        tool_call_id: &str,
+    ) -> Result<Option<Card>, StoreError> {
+        Ok(self.0.lock().result_card(project, turn_id, tool_call_id).cloned())
+    }
+
+    async fn turn(&self, project: &str, turn_id: &str) -> Result<Option<Turn>, StoreError> {
+        let place = (project.to_owned(), turn_id.to_owned());
+        Ok(self.0.lock().turns.get(&place).cloned())
+    }
+
+    async fn save_turn(&self, turn: Turn, change: TurnChange) -> Result<Saved, StoreError> {
+        let mut state = self.0.lock();
+        let place = (turn.project.clone(), turn.turn_id.clone());
+        let stored = state.turns.get(&place).map_or(0, |known| known.version);
+        if stored + 1 != turn.version {
+            return Ok(Saved::Stale);
+        }
+        for waiting in change.waiting {
+            let number = state.next();
+            state.waiting.insert(number, waiting);
+        }
+        if change.takes_inbox {
+            let mine =
+                |item: &InboxItem| (&item.project, &item.turn_id) == (&turn.project, &turn.turn_id);
+            state.inbox.values_mut().filter(|(item, _)| mine(item)).for_each(|row| row.1 = false);
+        }
+        for item in change.inbox {
+            state.put_into_inbox(item);
+        }
+        state.outbox.extend(change.letters);
+        state.turns.insert(place, turn);
+        Ok(Saved::Yes)
+    }
+
+    async fn expired_turns(&self, now_ms: u64, limit: usize) -> Result<Vec<Turn>, StoreError> {
+        let state = self.0.lock();
+        let over =
+            |turn: &&Turn| turn.status == TurnStatus::Running && turn.lease_until_ms <= now_ms;
+        Ok(state.turns.values().filter(over).take(limit).cloned().collect())
+    }
+
+    async fn waiting(
+        &self,
+        project: &str,
+        turn_id: &str,
+        step_id: &str,
+    ) -> Result<Vec<Waiting>, StoreError> {
+        let state = self.0.lock();
+        let mine =
+            |w: &&Waiting| w.project == project && w.turn_id == turn_id && w.step_id == step_id;
+        Ok(state.waiting.values().filter(mine).cloned().collect())
+    }
+
+    async fn waiting_call(
+        &self,
+        project: &str,
+        turn_id: Option<&str>,
+        tool_call_id: &str,
+    ) -> Result<Option<Waiting>, StoreError> {
+        let state = self.0.lock();
+        let is_it = |w: &&Waiting| {
+            w.project == project
+                && w.tool_call_id == tool_call_id
+                && turn_id.is_none_or(|turn_id| w.turn_id == turn_id)
+        };
+        Ok(state.waiting.values().rev().find(is_it).cloned())
+    }
+
+    async fn undelivered(
+        &self,
+        after: u64,
+        limit: usize,
+    ) -> Result<Vec<(u64, Waiting)>, StoreError> {
+        let state = self.0.lock();
+        let later = state.waiting.range(after.saturating_add(1)..);
+        let open = later.filter(|(_, w)| w.inbox_id.is_none() && w.call_id.is_some());
+        Ok(open.take(limit).map(|(number, w)| (*number, w.clone())).collect())
+    }
+
+    async fn deliver(
+        &self,
+        item: InboxItem,
+        result_card_id: &str,
+        letter: Option<Letter>,
+    ) -> Result<Delivered, StoreError> {
+        let mut state = self.0.lock();
+        let (project, turn_id) = (item.project.clone(), item.turn_id.clone());
+        let (tool_call_id, inbox_id) = (item.tool_call_id.clone(), item.inbox_id.clone());
+        let delivered = state.put_into_inbox(item);
+        for w in state.waiting.values_mut() {
+            let same = (&w.project, &w.turn_id, &w.tool_call_id);
+            if same == (&project, &turn_id, &tool_call_id) && w.inbox_id.is_none() {
+                w.result_card_id = Some(result_card_id.to_owned());
+                w.inbox_id = Some(inbox_id.clone());
+            }
+        }
+        if delivered == Delivered::New {
+            state.outbox.extend(letter);
+        }
+        Ok(delivered)
+    }
+
+    async fn inbox(
+        &self,
+        project: &str,
+        agent_id: &str,
+        limit: usize,
+    ) -> Result<Vec<InboxItem>, StoreError> {
+        let state = self.0.lock();
+        let mine = |row: &&(InboxItem, bool)| {
+            row.1 && row.0.project == project && row.0.agent_id == agent_id
+        };
+        let rows = state.inbox.values().filter(mine).take(limit);
+        Ok(rows.map(|(item, _)| item.clone()).collect())
+    }
+
+    async fn take_from_inbox(
+        &self,
+        project: &str,
+        agent_id: &str,
+        inbox_ids: &[String],
+        _now_ms: u64,
+    ) -> Result<usize, StoreError> {
+        let mut state = self.0.lock();
+        let ids: HashSet<&String> = inbox_ids.iter().collect();
+        let mut count = 0;
+        for (item, open) in state.inbox.values_mut() {
+            let mine = item.project == project && item.agent_id == agent_id;
+            if mine && *open && ids.contains(&item.inbox_id) {
+                *open = false;
+                count += 1;
+            }
+        }
+        Ok(count)
+    }
+
+    async fn waiting_agents(
+        &self,
+        before_ms: u64,
+        limit: usize,
+    ) -> Result<Vec<InboxItem>, StoreError> {
+        let state = self.0.lock();
+        let mut seen = HashSet::new();
+        let open = state.inbox.values().filter(|(item, open)| *open && item.created_ms < before_ms);
+        let first = open.filter(|(item, _)| seen.insert((&item.project, &item.agent_id)));
+        Ok(first.take(limit).map(|(item, _)| item.clone()).collect())
+    }
+
+    async fn post(&self, letters: Vec<Letter>) -> Result<(), StoreError> {
+        self.0.lock().outbox.extend(letters);
+        Ok(())
+    }
+
+    async fn outbox(&self, limit: usize) -> Result<Vec<Letter>, StoreError> {
+        Ok(self.0.lock().outbox.iter().take(limit).cloned().collect())
+    }
+
+    async fn posted(&self, ids: &[String]) -> Result<(), StoreError> {
+        self.0.lock().outbox.retain(|letter| !ids.contains(&letter.id));
+        Ok(())
+    }
+
+    async fn bury(&self, letter: DeadLetter) -> Result<(), StoreError> {
+        self.0.lock().dead.insert(letter.id.clone(), letter);
+        Ok(())
+    }
+
+    async fn dead_letters(
+        &self,
+        project: &str,
+        before: Option<&str>,
+        limit: usize,
+    ) -> Result<Vec<DeadLetter>, StoreError> {
+        let state = self.0.lock();
+        let fits = |letter: &&DeadLetter| {
+            letter.project == project && before.is_none_or(|before| letter.id.as_str() < before)
+        };
+        Ok(state.dead.values().rev().filter(fits).take(limit).cloned().collect())
+    }
+
+    async fn dead_letter(&self, project: &str, id: &str) -> Result<Option<DeadLetter>, StoreError> {
+        let state = self.0.lock();
+        Ok(state.dead.get(id).filter(|letter| letter.project == project).cloned())
+    }
+
+    async fn purge_utp(&self, before_ms: u64, limit: usize) -> Result<usize, StoreError> {
+        let mut state = self.0.lock();
+        let mut count = 0;
+        let mut goes = |old: bool| {
+            let goes = old && count < limit;
+            count += usize::from(goes);
+            goes
+        };
+        state.cards.retain(|_, card| !goes(card.created_ms < before_ms));
+        state.inbox.retain(|_, (item, open)| !goes(!*open && item.created_ms < before_ms));
+        state.dead.retain(|_, letter| !goes(letter.created_ms < before_ms));
+        let old: HashSet<Place> = state
+            .turns
+            .iter()
+            .filter(|(_, turn)| turn.updated_ms < before_ms && goes(true))
+            .map(|(place, _)| place.clone())
+            .collect();
+        state.turns.retain(|place, _| !old.contains(place));
+        state.waiting.retain(|_, w| !old.contains(&(w.project.clone(), w.turn_id.clone())));
+        Ok(count)
+    }
+}

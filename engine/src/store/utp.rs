@@ -1,0 +1,153 @@
+//! The part of the store port that UTP needs: cards, turns, inboxes, what is to be published, and
+//! what could not be taken. Each method is atomic.
+
+use async_trait::async_trait;
+
+use super::{Saved, StoreError};
+use crate::tool::Definition;
+use crate::utp::{Card, DeadLetter, InboxItem, Letter, Turn, Waiting};
+
+/// What writing a card came to.
+#[derive(Debug, Clone, PartialEq)]
+pub enum CardPut {
+    New,
+    /// It is there already, word for word.
+    Same,
+    /// The id is taken by another card, or the call has another result.
+    Other(Box<Card>),
+}
+
+/// What putting something into an inbox came to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Delivered {
+    New,
+    /// The call's outcome is there already, under this id.
+    Known(String),
+}
+
+/// A new state of a turn, with what belongs into the same commit.
+#[derive(Debug, Clone, Default)]
+pub struct TurnChange {
+    /// The calls of a new step.
+    pub waiting: Vec<Waiting>,
+    /// Whether what waits for the agent from this turn has been taken by this.
+    pub takes_inbox: bool,
+    pub inbox: Vec<InboxItem>,
+    pub letters: Vec<Letter>,
+}
+
+/// Where cards, turns and inboxes are kept.
+#[async_trait]
+pub trait UtpStore: Send + Sync {
+    /// An older definition of a project's tool.
+    async fn tool_version(
+        &self,
+        project: &str,
+        tool: &str,
+        version: &str,
+    ) -> Result<Option<Definition>, StoreError>;
+
+    /// Writes a card. There is at most one `tool.result` for a call of a turn.
+    async fn put_card(&self, card: Card) -> Result<CardPut, StoreError>;
+
+    /// One card of a project.
+    async fn card(&self, project: &str, card_id: &str) -> Result<Option<Card>, StoreError>;
+
+    /// The `tool.result` that was written for a call of a turn.
+    async fn result_card(
+        &self,
+        project: &str,
+        turn_id: &str,
+        tool_call_id: &str,
+    ) -> Result<Option<Card>, StoreError>;
+
+    /// One turn of a project.
+    async fn turn(&self, project: &str, turn_id: &str) -> Result<Option<Turn>, StoreError>;
+
+    /// Saves a turn whose stored version is exactly one below (a new one has version 1).
+    async fn save_turn(&self, turn: Turn, change: TurnChange) -> Result<Saved, StoreError>;
+
+    /// Turns whose lease ran out while they were running.
+    async fn expired_turns(&self, now_ms: u64, limit: usize) -> Result<Vec<Turn>, StoreError>;
+
+    /// The calls of a turn's step.
+    async fn waiting(
+        &self,
+        project: &str,
+        turn_id: &str,
+        step_id: &str,
+    ) -> Result<Vec<Waiting>, StoreError>;
+
+    /// One call of a turn; without the turn, the newest call that has this id in any.
+    async fn waiting_call(
+        &self,
+        project: &str,
+        turn_id: Option<&str>,
+        tool_call_id: &str,
+    ) -> Result<Option<Waiting>, StoreError>;
+
+    /// Calls of turns whose outcome has not been put into an inbox, oldest first, after this one.
+    async fn undelivered(
+        &self,
+        after: u64,
+        limit: usize,
+    ) -> Result<Vec<(u64, Waiting)>, StoreError>;
+
+    /// Puts an outcome into an inbox, marks its call as in, and keeps the letter, all or nothing.
+    async fn deliver(
+        &self,
+        item: InboxItem,
+        result_card_id: &str,
+        letter: Option<Letter>,
+    ) -> Result<Delivered, StoreError>;
+
+    /// What waits for an agent, in the order it came.
+    async fn inbox(
+        &self,
+        project: &str,
+        agent_id: &str,
+        limit: usize,
+    ) -> Result<Vec<InboxItem>, StoreError>;
+
+    /// The agent has taken these. Answers with how many were still waiting.
+    async fn take_from_inbox(
+        &self,
+        project: &str,
+        agent_id: &str,
+        inbox_ids: &[String],
+        now_ms: u64,
+    ) -> Result<usize, StoreError>;
+
+    /// The oldest thing that waits for each agent since before this.
+    async fn waiting_agents(
+        &self,
+        before_ms: u64,
+        limit: usize,
+    ) -> Result<Vec<InboxItem>, StoreError>;
+
+    /// Keeps letters that are to be published.
+    async fn post(&self, letters: Vec<Letter>) -> Result<(), StoreError>;
+
+    /// Letters that are to be published, oldest first.
+    async fn outbox(&self, limit: usize) -> Result<Vec<Letter>, StoreError>;
+
+    /// These have been published, or nobody needs them any more.
+    async fn posted(&self, ids: &[String]) -> Result<(), StoreError>;
+
+    /// Keeps a message that could not be taken, or what became of it.
+    async fn bury(&self, letter: DeadLetter) -> Result<(), StoreError>;
+
+    /// Dead letters of a project, newest first, older than this one.
+    async fn dead_letters(
+        &self,
+        project: &str,
+        before: Option<&str>,
+        limit: usize,
+    ) -> Result<Vec<DeadLetter>, StoreError>;
+
+    /// One of them.
+    async fn dead_letter(&self, project: &str, id: &str) -> Result<Option<DeadLetter>, StoreError>;
+
+    /// Deletes up to `limit` of what is older than this and of no more use.
+    async fn purge_utp(&self, before_ms: u64, limit: usize) -> Result<usize, StoreError>;
+}

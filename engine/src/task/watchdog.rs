@@ -1,0 +1,100 @@
+//! Looks after turns: outcomes that are in no inbox yet, leases that ran out, agents that were
+//! rung and did not come.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use crate::engine::{Engine, unavailable};
+use crate::fault::Error;
+use crate::utp::Letter;
+
+const EVERY: Duration = Duration::from_secs(5);
+const PAGE: usize = 200;
+/// What waits longer than this in an inbox is rung for again, so often.
+const WAITS_MS: u64 = 5_000;
+const RING_AGAIN_MS: u64 = 30_000;
+
+pub(crate) async fn run(engine: Engine) {
+    let rung = Rung::default();
+    loop {
+        if let Err(error) = run_once(&engine, &rung).await {
+            tracing::warn!(%error, "turns could not be looked after");
+        }
+        tokio::select! {
+            () = tokio::time::sleep(EVERY) => {}
+            () = engine.inner.stopping.cancelled() => return,
+        }
+    }
+}
+
+/// When which agent was rung for last.
+#[derive(Default)]
+pub struct Rung(Mutex<HashMap<(String, String), u64>>);
+
+/// Looks once.
+pub async fn run_once(engine: &Engine, rung: &Rung) -> Result<(), Error> {
+    deliver(engine).await?;
+    expire(engine).await?;
+    ring(engine, rung).await
+}
+
+async fn deliver(engine: &Engine) -> Result<(), Error> {
+    let inner = &engine.inner;
+    let mut after = 0;
+    loop {
+        let page = inner.store.utp().undelivered(after, PAGE).await.map_err(unavailable)?;
+        let Some((last, _)) = page.last() else { return Ok(()) };
+        after = *last;
+        for (_, waiting) in page {
+            let Some(id) = waiting.call_id.as_deref().and_then(|id| id.parse().ok()) else {
+                continue;
+            };
+            let call = inner.call_of(&waiting.project, &id).await?;
+            if let Some(call) = call.filter(|call| call.status.is_terminal()) {
+                inner.deliver(&call).await?;
+            }
+        }
+    }
+}
+
+async fn expire(engine: &Engine) -> Result<(), Error> {
+    let inner = &engine.inner;
+    let now_ms = inner.clock.now_ms();
+    for turn in inner.store.utp().expired_turns(now_ms, PAGE).await.map_err(unavailable)? {
+        tracing::info!(turn = turn.turn_id, agent = turn.agent_id, "the lease ran out");
+        inner.expire(turn).await?;
+    }
+    Ok(())
+}
+
+async fn ring(engine: &Engine, rung: &Rung) -> Result<(), Error> {
+    let inner = &engine.inner;
+    if !inner.publishes {
+        return Ok(());
+    }
+    let now_ms = inner.clock.now_ms();
+    let before_ms = now_ms.saturating_sub(WAITS_MS);
+    let waiting = inner.store.utp().waiting_agents(before_ms, PAGE).await.map_err(unavailable)?;
+    let mut letters = Vec::new();
+    {
+        let mut last = rung.0.lock();
+        last.retain(|_, at_ms| *at_ms + RING_AGAIN_MS > now_ms);
+        for item in waiting {
+            let agent = (item.project.clone(), item.agent_id.clone());
+            if last.contains_key(&agent) {
+                continue;
+            }
+            last.insert(agent, now_ms);
+            let again = inner.wakeup(&item, crate::utp::DEFAULT_CHANNEL);
+            letters.extend(again.map(|l| Letter { id: format!("{}-{now_ms}", l.id), ..l }));
+        }
+    }
+    if letters.is_empty() {
+        return Ok(());
+    }
+    inner.store.utp().post(letters).await.map_err(unavailable)?;
+    inner.bus.wake(&crate::bus::Topic::Outbox);
+    Ok(())
+}

@@ -1,0 +1,125 @@
+//! Subjects: `cg.<version>.<project>.<channel>.<category>.<component>.<target>.<suffix…>`. Pure.
+
+use super::is_token;
+
+/// The parts of a subject.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Subject<'a> {
+    pub version: &'a str,
+    pub project: &'a str,
+    pub channel: &'a str,
+    pub category: &'a str,
+    pub component: &'a str,
+    pub target: &'a str,
+    /// Everything behind it, dots and all.
+    pub suffix: &'a str,
+}
+
+/// Reads a subject; none when it is not one of ours.
+pub fn parse(text: &str) -> Option<Subject<'_>> {
+    let mut tokens = text.splitn(8, '.');
+    let mut next = || tokens.next().filter(|token| !token.is_empty());
+    if next()? != "cg" {
+        return None;
+    }
+    Some(Subject {
+        version: next()?,
+        project: next()?,
+        channel: next()?,
+        category: next()?,
+        component: next()?,
+        target: next()?,
+        suffix: next()?,
+    })
+}
+
+/// Checks where a tool's commands are to go, and writes it out in full: `cmd.tool.x.y` is short
+/// for `cg.{version}.{project_id}.{channel_id}.cmd.tool.x.y`.
+pub fn check_target(text: &str, project: &str) -> Result<String, String> {
+    let full = match text.starts_with("cmd.") {
+        true => format!("cg.{{version}}.{{project_id}}.{{channel_id}}.{text}"),
+        false => text.to_owned(),
+    };
+    let form = "cg.<version>.{project_id}.{channel_id}.cmd.tool.<target>.<suffix>";
+    let Some(parts) = parse(&full) else {
+        return Err(format!("target_subject \"{text}\" must have the form {form}"));
+    };
+    if (parts.category, parts.component) != ("cmd", "tool") {
+        let is = format!("{}.{}", parts.category, parts.component);
+        return Err(format!("target_subject must be cmd.tool.*, not {is}.*"));
+    }
+    let fixed = full.replace("{version}", "v").replace("{project_id}", "p");
+    let fixed = fixed.replace("{channel_id}", "c").replace("{agent_id}", "a");
+    if !fixed.split('.').all(is_token) || fixed.contains(['{', '}']) {
+        return Err(format!(
+            "target_subject \"{text}\" has an empty part, a blank or a wildcard in it; only \
+             {{project_id}}, {{channel_id}} and {{agent_id}} are filled in"
+        ));
+    }
+    if parts.project != "{project_id}" && parts.project != project {
+        return Err(format!("target_subject names project \"{}\"", parts.project));
+    }
+    Ok(full)
+}
+
+/// Fills a template in. Everything that is filled in must be able to stand in a subject.
+pub fn fill(
+    template: &str,
+    version: &str,
+    project: &str,
+    channel: &str,
+    agent_id: &str,
+) -> Result<String, String> {
+    let known = [
+        ("{version}", version),
+        ("{project_id}", project),
+        ("{channel_id}", channel),
+        ("{agent_id}", agent_id),
+    ];
+    let mut subject = template.to_owned();
+    for (name, value) in known.into_iter().filter(|(name, _)| template.contains(name)) {
+        if !is_token(value) {
+            let what = name.trim_matches(['{', '}']);
+            return Err(format!("{what} \"{value}\" cannot be part of a NATS subject"));
+        }
+        subject = subject.replace(name, value);
+    }
+    Ok(subject)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn subjects_are_taken_apart() {
+        let parts = parse("cg.v1r3.p.public.cmd.tool.search.run.x").unwrap();
+        assert_eq!((parts.target, parts.suffix), ("search", "run.x"));
+        for other in ["cg.v1r3.p.public.cmd.tool.search", "xx.v1r3.p.c.cmd.tool.a.b", "", "cg....."]
+        {
+            assert_eq!(parse(other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn targets_are_commands_for_tools() {
+        let full = "cg.v1r3.{project_id}.{channel_id}.cmd.tool.search.run";
+        assert_eq!(check_target(full, "p").as_deref(), Ok(full));
+        let short = check_target("cmd.tool.search.run", "p").unwrap();
+        assert_eq!(short, "cg.{version}.{project_id}.{channel_id}.cmd.tool.search.run");
+        assert_eq!(fill(&short, "v1r3", "p", "c", "a").unwrap(), "cg.v1r3.p.c.cmd.tool.search.run");
+        for bad in [
+            "zzz.cmd.tool.",
+            "cmd.tool.search",
+            "cg.v1r3.{project_id}.{channel_id}.cmd.sys.pmo.internal",
+            "cg.v1r3.other.{channel_id}.cmd.tool.search.run",
+            "cg.v1r3.{project_id}.{channel_id}.cmd.tool.search.*",
+            "cg.v1r3.{project_id}.{channel_id}.cmd.tool.sea rch.run",
+            "cg.v1r3.{project_id}.{channel_id}.cmd.tool.{what}.run",
+            "cg.v1r3.{project_id}.{channel_id}.cmd.tool..run",
+        ] {
+            assert!(check_target(bad, "p").is_err(), "{bad}");
+        }
+        assert!(fill(&short, "v1r3", "p.q", "c", "a").is_err());
+    }
+}

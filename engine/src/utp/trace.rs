@@ -1,0 +1,64 @@
+//! The trace a call belongs to, as UTP carries it: `traceparent` texts. Pure.
+
+use sha2::{Digest, Sha256};
+
+use crate::call::Call;
+use crate::tool::hex;
+use crate::trace::Ids;
+
+/// The trace id and span id of a `traceparent`; none when it is not one. Lenient, as UTP is: upper
+/// case is read, version and flags are not looked at.
+pub fn parse(text: &str) -> Option<(String, String)> {
+    let text = text.to_ascii_lowercase();
+    let parts: Vec<&str> = text.split('-').collect();
+    let [version, trace_id, span_id, flags] = parts.as_slice() else { return None };
+    let is_hex = |part: &str, length: usize| {
+        part.len() == length && part.bytes().all(|byte| byte.is_ascii_hexdigit())
+    };
+    let well = is_hex(version, 2) && is_hex(trace_id, 32) && is_hex(span_id, 16);
+    let some = trace_id.bytes().any(|byte| byte != b'0');
+    (well && some && is_hex(flags, 2)).then(|| ((*trace_id).to_owned(), (*span_id).to_owned()))
+}
+
+/// A trace that follows from a name: the same name, the same trace.
+pub fn from_seed(seed: &str) -> String {
+    let hash = Sha256::digest(seed.as_bytes());
+    format!("00-{}-{}-01", hex(&hash[..16]), hex(&hash[16..24]))
+}
+
+/// A span below this one, named by a seed.
+pub fn child(parent: &str, seed: &str) -> String {
+    let Some((trace_id, _)) = parse(parent) else { return from_seed(seed) };
+    let hash = Sha256::digest(seed.as_bytes());
+    format!("00-{trace_id}-{}-01", hex(&hash[..8]))
+}
+
+/// The trace of a call: the one it was asked in, or one of its own.
+pub fn of_call(call: &Call) -> String {
+    let asked = call.asked.traceparent.clone().filter(|text| parse(text).is_some());
+    asked.unwrap_or_else(|| Ids::of(call).call(true).to_string())
+}
+
+/// The id of a call's trace.
+pub fn trace_id_of(call: &Call) -> Option<String> {
+    parse(&of_call(call)).map(|(trace_id, _)| trace_id)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_child_has_its_parents_trace() {
+        let parent = "00-4BF92F3577B34DA6A3CE929D0E0E4736-00f067aa0ba902b7-01";
+        let child = child(parent, "x");
+        assert!(child.starts_with("00-4bf92f3577b34da6a3ce929d0e0e4736-"), "{child}");
+        assert_ne!(parse(&child).unwrap().1, parse(parent).unwrap().1);
+        for bad in ["", "00-0-0-01", &parent[..54], &"0".repeat(55)] {
+            assert_eq!(parse(bad), None, "{bad}");
+        }
+        let zero = format!("00-{}-00f067aa0ba902b7-01", "0".repeat(32));
+        assert_eq!(parse(&zero), None);
+        assert!(parse(&from_seed("tc_1")).is_some());
+    }
+}

@@ -1,0 +1,164 @@
+//! Tools over NATS against NATS itself: a broker of its own, a tool service in another process.
+
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+use futures::StreamExt;
+use serde_json::json;
+use toolcrib_bench::report::{Limit, Measure};
+use toolcrib_bench::{load, process};
+
+use super::child::{self, CALL_BODY, Server};
+use super::measure::{Bench, CALLERS, median};
+use crate::utp::link::Address;
+use crate::utp::{DEFAULT_VERSION, Host, Link, wire};
+
+/// The tool, and the target that serves it.
+const TOOL: &str = "bench.utp";
+const TARGET: &str = "bench";
+
+/// A broker; it goes with the value.
+struct Broker {
+    child: Child,
+    url: String,
+}
+
+impl Broker {
+    /// None where there is no nats-server.
+    async fn start(dir: &Path) -> anyhow::Result<Option<Self>> {
+        let port = process::free_port()?;
+        let mut command = Command::new("nats-server");
+        command.args(["-js", "-a", "127.0.0.1", "-p", &port.to_string(), "-sd"]).arg(dir);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let Ok(child) = command.spawn() else { return Ok(None) };
+        let broker = Self { child, url: format!("nats://127.0.0.1:{port}") };
+        let until = Instant::now() + Duration::from_secs(10);
+        while tokio::net::TcpStream::connect(("127.0.0.1", port)).await.is_err() {
+            ensure!(Instant::now() < until, "nats-server does not answer");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        Ok(Some(broker))
+    }
+}
+
+impl Drop for Broker {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The tool service of the benchmark, until it is killed.
+pub async fn host(url: &str) -> anyhow::Result<()> {
+    let host = Host::connect(url).await?.at_once(256);
+    host.tool(TOOL, |_| async { Ok(json!({})) }).serve(TARGET, std::future::pending()).await
+}
+
+fn call_path() -> String {
+    format!("/v1/tools/{TOOL}/invoke?wait_ms=10000")
+}
+
+impl Bench<'_> {
+    /// Measures tools over NATS, where there is a nats-server.
+    pub(super) async fn utp(&mut self) -> anyhow::Result<()> {
+        let Some(broker) = Broker::start(&self.scratch.dir("nats")?).await? else { return Ok(()) };
+        self.step("tools over NATS: start");
+        let (product, _service) = child::start_utp(&self.scratch.dir("utp")?, &broker.url).await?;
+        let address = Address {
+            url: broker.url.clone(),
+            credentials: None,
+            version: DEFAULT_VERSION.to_owned(),
+        };
+        let link = Link::connect(&address, "bench").await?;
+        define(&product).await?;
+        let warm = Duration::from_secs(1);
+        load::closed_loop(&product.addr, 8, warm, &call_path(), CALL_BODY, None).await?;
+        let (mut ours, mut raw) = (Vec::new(), Vec::new());
+        let (mut one, mut trip) = (Vec::new(), Vec::new());
+        for _ in 0..self.plan.rounds {
+            raw.push(publish_rate(&link, self.plan.round).await?);
+            ours.push(
+                self.sample("tools over NATS", &product, CALLERS, &call_path()).await?.calls_per_s,
+            );
+            trip.push(round_trip_us(&link, self.plan.round).await?);
+            let alone = self.sample("tools over NATS", &product, 1, &call_path()).await?;
+            one.push(alone.p50_us as f64);
+        }
+        let name = format!("tools over NATS, {CALLERS} at once, against JetStream's publish");
+        let (rate, floor) = (median(ours), median(raw));
+        self.push(Measure::against_floor(name, "calls/s", rate, floor, Limit::AtLeast(0.25)));
+        let name = "tools over NATS, one at a time, p50, against a publish and a request";
+        let (p50, floor) = (median(one), median(trip));
+        self.push(Measure::against_floor(name, "µs", p50, floor, Limit::AtMost(4.0)));
+        Ok(())
+    }
+}
+
+async fn define(product: &Server) -> anyhow::Result<()> {
+    let tool = json!({
+        "tool_name": TOOL,
+        "target_subject": format!("cmd.tool.{TARGET}.run"),
+        "after_execution": "suspend",
+        "effect": "idempotent",
+    });
+    let url = format!("http://{}/projects/default/tools", product.addr);
+    let client = reqwest::Client::builder().no_proxy().build()?;
+    let answer = client.post(url).json(&tool).send().await.context("the tool")?;
+    ensure!(answer.status().is_success(), "the tool was refused: {}", answer.status());
+    Ok(())
+}
+
+/// How many messages a second the broker takes and acknowledges, so many at a time.
+async fn publish_rate(link: &Link, time: Duration) -> anyhow::Result<f64> {
+    link.ensure_streams().await?;
+    let (count, begun) = (Arc::new(AtomicU64::new(0)), Instant::now());
+    let workers = (0..CALLERS).map(|worker| {
+        let (link, count) = (link.clone(), count.clone());
+        tokio::spawn(async move {
+            let mut n = 0u64;
+            while begun.elapsed() < time {
+                let id = format!("raw-{worker}-{n}-{}", begun.elapsed().as_nanos());
+                publish(&link, &id).await?;
+                n += 1;
+                count.fetch_add(1, Ordering::Relaxed);
+            }
+            anyhow::Ok(())
+        })
+    });
+    for worker in futures::future::join_all(workers).await {
+        worker??;
+    }
+    Ok(count.load(Ordering::Relaxed) as f64 / begun.elapsed().as_secs_f64())
+}
+
+async fn publish(link: &Link, id: &str) -> anyhow::Result<()> {
+    let subject = "cg.v1r3.default.public.cmd.raw.bench.run".to_owned();
+    let headers = wire::headers(DEFAULT_VERSION, "dict", "");
+    Ok(link.publish(subject, headers, vec![b'x'; 300], id).await?)
+}
+
+/// The median of one publish and one request with its reply, in microseconds.
+async fn round_trip_us(link: &Link, time: Duration) -> anyhow::Result<f64> {
+    let mut requests = link.client().subscribe("bench.echo").await?;
+    let echo = link.client().clone();
+    let echoing = tokio::spawn(async move {
+        while let Some(request) = requests.next().await {
+            let Some(reply) = request.reply else { continue };
+            let _ = echo.publish(reply, request.payload).await;
+        }
+    });
+    let begun = Instant::now();
+    let mut times = Vec::new();
+    while begun.elapsed() < time {
+        let one = Instant::now();
+        publish(link, &format!("one-{}", begun.elapsed().as_nanos())).await?;
+        link.client().request("bench.echo", vec![b'x'; 300].into()).await?;
+        times.push(one.elapsed().as_secs_f64() * 1e6);
+    }
+    echoing.abort();
+    Ok(median(times))
+}

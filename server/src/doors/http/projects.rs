@@ -1,0 +1,226 @@
+//! Projects and their tools, as UTP's management API has them.
+
+mod definition;
+
+use axum::Json;
+use axum::extract::{FromRequestParts, Path, Request, State};
+use axum::http::StatusCode;
+use axum::http::request::Parts;
+use axum::response::{IntoResponse, Response};
+use serde::{Deserialize, Serialize};
+use toolcrib::directory::Project;
+use toolcrib::engine::CatalogEntry;
+use toolcrib::fault::{Code, Error};
+use utoipa::{IntoParams, ToSchema};
+use utoipa_axum::router::OpenApiRouter;
+use utoipa_axum::routes;
+
+use super::Door;
+use super::answer::{Problem, Refused};
+use super::question::{Asked, Body, NamePath, Who};
+
+pub(super) fn routes() -> OpenApiRouter<Door> {
+    OpenApiRouter::new()
+        .routes(routes!(create, list))
+        .routes(routes!(put_tool, list_tools))
+        .routes(routes!(show_tool, drop_tool))
+}
+
+/// A project to make.
+#[derive(Deserialize, ToSchema)]
+struct NewProjectBody {
+    /// Made up unless given: letters, digits, `_` and `-`.
+    project_id: Option<String>,
+    /// For people.
+    #[serde(default)]
+    title: String,
+}
+
+/// A project.
+#[derive(Serialize, ToSchema)]
+struct ProjectBody {
+    project_id: String,
+    title: String,
+    created_at_ms: u64,
+}
+
+impl From<Project> for ProjectBody {
+    fn from(project: Project) -> Self {
+        Self { project_id: project.id, title: project.title, created_at_ms: project.created_ms }
+    }
+}
+
+/// Makes a project. A project that a key was made for is there without it.
+#[utoipa::path(post, path = "/projects", tag = "operators", request_body = NewProjectBody,
+    responses((status = 201, body = ProjectBody), (status = 403, body = Problem),
+        (status = 409, body = Problem), (status = 422, body = Problem)))]
+async fn create(
+    State(door): State<Door>,
+    Who(caller): Who,
+    Body(body): Body<NewProjectBody>,
+) -> Result<Response, Refused> {
+    let made_up = || format!("proj_{}", ulid::Ulid::generate().to_string().to_lowercase());
+    let id = body.project_id.unwrap_or_else(made_up);
+    let title: String = body.title.chars().take(200).collect();
+    let project = door.engine.create_project(&caller, &id, &title).await?;
+    Ok((StatusCode::CREATED, Json(ProjectBody::from(project))).into_response())
+}
+
+/// The projects the caller may see.
+#[utoipa::path(get, path = "/projects", tag = "operators",
+    responses((status = 200, body = Vec<ProjectBody>), (status = 401, body = Problem)))]
+async fn list(State(door): State<Door>, Who(caller): Who) -> Json<Vec<ProjectBody>> {
+    Json(door.engine.projects(&caller).into_iter().map(ProjectBody::from).collect())
+}
+
+/// A tool of a project.
+#[derive(Serialize, ToSchema)]
+struct ProjectToolBody {
+    project_id: String,
+    tool_name: String,
+    description: String,
+    /// JSON Schema of the arguments.
+    #[schema(value_type = Object)]
+    parameters: toolcrib::Json,
+    /// Where its commands go; `{project_id}` and `{channel_id}` are filled in.
+    target_subject: Option<String>,
+    /// `suspend` or `terminate`.
+    after_execution: Option<&'static str>,
+    #[schema(value_type = Object)]
+    options: toolcrib::Json,
+    /// A fingerprint of this definition; calls keep the one they were made with.
+    version: String,
+    /// `utp` or `http`.
+    executor: &'static str,
+    effect: &'static str,
+    risk: &'static str,
+    timeout_ms: u64,
+}
+
+impl From<&CatalogEntry> for ProjectToolBody {
+    fn from(entry: &CatalogEntry) -> Self {
+        let tool = &entry.definition;
+        let utp = tool.utp.as_ref();
+        Self {
+            project_id: tool.project.clone().unwrap_or_default(),
+            tool_name: tool.name.clone(),
+            description: tool.description.clone(),
+            parameters: tool.input_schema.clone(),
+            target_subject: utp.map(|utp| utp.target_subject.clone()),
+            after_execution: utp.map(|utp| utp.after_execution.as_str()),
+            options: utp.map_or_else(toolcrib::Json::empty_object, |utp| utp.options.clone()),
+            version: entry.version.clone(),
+            executor: tool.executor.as_str(),
+            effect: tool.effect.as_str(),
+            risk: tool.risk.as_str(),
+            timeout_ms: tool.timeout_ms,
+        }
+    }
+}
+
+/// Defines a tool, or defines it anew; what is left out has its default again. The definition is
+/// YAML in the field `file` of a form, or the body itself as YAML or JSON.
+#[utoipa::path(post, path = "/projects/{project_id}/tools", tag = "operators",
+    params(("project_id" = String, Path, description = "The project")),
+    request_body(content = String, content_type = "application/yaml"),
+    responses((status = 201, body = ProjectToolBody), (status = 400, body = Problem),
+        (status = 403, body = Problem), (status = 404, body = Problem),
+        (status = 409, body = Problem), (status = 422, body = Problem)))]
+async fn put_tool(
+    State(door): State<Door>,
+    Who(caller): Who,
+    NamePath(project): NamePath,
+    request: Request,
+) -> Result<Response, Refused> {
+    if !caller.may_provide() {
+        let message = format!("a key with the role {} cannot define tools", caller.role.as_str());
+        return Err(Error::refused(Code::PermissionDenied, message).into());
+    }
+    let given = definition::read(request, door.settings.max_body_bytes).await?;
+    let checked = definition::check(&given)?;
+    let caller = door.engine.in_project(&caller, &project)?;
+    let default_ms = door.engine.default_timeout_ms(&caller);
+    let definition = checked.bound(&caller.project, default_ms)?;
+    let entry = door.engine.put_tool(&caller, definition).await?;
+    Ok((StatusCode::CREATED, Json(ProjectToolBody::from(entry.as_ref()))).into_response())
+}
+
+/// Which part of the list.
+#[derive(Deserialize, IntoParams)]
+struct Page {
+    /// At most so many; 200 unless said.
+    limit: Option<usize>,
+    /// Leave out so many first.
+    offset: Option<usize>,
+}
+
+/// The tools of a project, by name.
+#[utoipa::path(get, path = "/projects/{project_id}/tools", tag = "operators",
+    params(("project_id" = String, Path, description = "The project"), Page),
+    responses((status = 200, body = Vec<ProjectToolBody>), (status = 404, body = Problem),
+        (status = 422, body = Problem)))]
+async fn list_tools(
+    State(door): State<Door>,
+    Who(caller): Who,
+    NamePath(project): NamePath,
+    page: Result<Asked<Page>, Refused>,
+) -> Result<Json<Vec<ProjectToolBody>>, Refused> {
+    let invalid = |_| {
+        let message = "limit and offset must be whole numbers";
+        Refused::from(Error::refused(Code::ValidationError, message))
+    };
+    let Asked(page) = page.map_err(invalid)?;
+    let caller = door.engine.in_project(&caller, &project)?;
+    let tools = door.engine.project_tools(&caller);
+    let (offset, limit) = (page.offset.unwrap_or(0), page.limit.unwrap_or(200).min(1_000));
+    let part = tools.iter().skip(offset).take(limit);
+    Ok(Json(part.map(|entry| ProjectToolBody::from(entry.as_ref())).collect()))
+}
+
+/// A project and a name from the path.
+struct ToolPath {
+    project: String,
+    name: String,
+}
+
+impl FromRequestParts<Door> for ToolPath {
+    type Rejection = Refused;
+
+    async fn from_request_parts(parts: &mut Parts, door: &Door) -> Result<Self, Refused> {
+        let path = Path::<(String, String)>::from_request_parts(parts, door).await;
+        let unreadable = |_| Error::refused(Code::BadRequest, "the path is not UTF-8");
+        let Path((project, name)) = path.map_err(unreadable)?;
+        Ok(Self { project, name })
+    }
+}
+
+/// One tool of a project.
+#[utoipa::path(get, path = "/projects/{project_id}/tools/{tool_name}", tag = "operators",
+    params(("project_id" = String, Path, description = "The project"),
+        ("tool_name" = String, Path, description = "The tool")),
+    responses((status = 200, body = ProjectToolBody), (status = 404, body = Problem)))]
+async fn show_tool(
+    State(door): State<Door>,
+    Who(caller): Who,
+    path: ToolPath,
+) -> Result<Json<ProjectToolBody>, Refused> {
+    let caller = door.engine.in_project(&caller, &path.project)?;
+    let entry = door.engine.project_tool(&caller, &path.name)?;
+    Ok(Json(ProjectToolBody::from(entry.as_ref())))
+}
+
+/// Takes a tool away. Calls that were made with it go on as they began.
+#[utoipa::path(delete, path = "/projects/{project_id}/tools/{tool_name}", tag = "operators",
+    params(("project_id" = String, Path, description = "The project"),
+        ("tool_name" = String, Path, description = "The tool")),
+    responses((status = 204), (status = 400, body = Problem), (status = 403, body = Problem),
+        (status = 404, body = Problem)))]
+async fn drop_tool(
+    State(door): State<Door>,
+    Who(caller): Who,
+    path: ToolPath,
+) -> Result<StatusCode, Refused> {
+    let caller = door.engine.in_project(&caller, &path.project)?;
+    door.engine.drop_tool(&caller, &path.name).await?;
+    Ok(StatusCode::NO_CONTENT)
+}

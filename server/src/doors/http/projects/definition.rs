@@ -1,0 +1,185 @@
+//! A tool's definition as somebody wrote it: reading it and checking it, in the protocol's order.
+
+use axum::body::Body;
+use axum::extract::{FromRequest, Multipart, Request};
+use axum::http::header;
+use serde_json::{Map, Value};
+use toolcrib::engine::{CatalogEntry, check_arrays};
+use toolcrib::fault::{Code, Error, Fault};
+use toolcrib::json::Json;
+use toolcrib::retry::{PolicyPatch, TIMEOUT_MS_RANGE};
+use toolcrib::tool::{Definition, Effect, Executor, Risk};
+use toolcrib::utp::{AfterExecution, Binding, RESERVED_NAMES, subject};
+
+use super::super::answer::Refused;
+use super::super::question;
+
+fn bad(message: impl Into<String>) -> Error {
+    Fault::new(Code::BadRequest, message).not_happened().into()
+}
+
+/// The document: out of the form's field `file`, or the body itself.
+pub(super) async fn read(request: Request, limit: usize) -> Result<Value, Refused> {
+    let kind = request.headers().get(header::CONTENT_TYPE).cloned();
+    let kind = kind.as_ref().and_then(|kind| kind.to_str().ok()).unwrap_or_default().to_owned();
+    let (parts, body) = request.into_parts();
+    let bytes = question::read(Request::from_parts(parts.clone(), body), limit).await?;
+    if kind.starts_with("multipart/form-data") {
+        let form = Request::from_parts(parts, Body::from(bytes));
+        return yaml(&file_of(form).await?);
+    }
+    if bytes.is_empty() {
+        let message = "there is no definition: send a form with the field file, or YAML or JSON";
+        return Err(Error::refused(Code::ValidationError, message).into());
+    }
+    match kind.starts_with("application/json") {
+        true => question::parse(&bytes),
+        false => yaml(&bytes),
+    }
+}
+
+async fn file_of(form: Request) -> Result<Vec<u8>, Refused> {
+    let unreadable = |why: String| bad(format!("the form cannot be read: {why}"));
+    let mut form =
+        Multipart::from_request(form, &()).await.map_err(|error| unreadable(error.body_text()))?;
+    while let Some(field) =
+        form.next_field().await.map_err(|error| unreadable(error.body_text()))?
+    {
+        if field.name() == Some("file") {
+            let bytes = field.bytes().await.map_err(|error| unreadable(error.body_text()))?;
+            return Ok(bytes.to_vec());
+        }
+    }
+    Err(Error::refused(Code::ValidationError, "the form has no field file").into())
+}
+
+fn yaml(bytes: &[u8]) -> Result<Value, Refused> {
+    let text = std::str::from_utf8(bytes).map_err(|_| bad("the definition is not UTF-8"))?;
+    crate::yaml::parse(text).map_err(|why| bad(format!("the YAML cannot be read: {why}")).into())
+}
+
+/// A definition that is right in itself; whether it fits its project is not known yet.
+pub(super) struct Checked {
+    name: String,
+    description: String,
+    parameters: Json,
+    output_schema: Option<Json>,
+    target_subject: String,
+    after_execution: String,
+    options: Json,
+    effect: Effect,
+    risk: Risk,
+    timeout_ms: Option<u64>,
+    background: bool,
+}
+
+/// Root, name, fields, arrays, schema: in this order.
+pub(super) fn check(given: &Value) -> Result<Checked, Error> {
+    let Value::Object(fields) = given else {
+        return Err(bad("the definition must be a mapping"));
+    };
+    let named = fields.get("tool_name").or_else(|| fields.get("name"));
+    let name = named.and_then(Value::as_str).map(str::trim).unwrap_or_default().to_owned();
+    if name.is_empty() {
+        return Err(bad("tool_name must be a non-empty text"));
+    }
+    let parameters = object(fields, "parameters")?;
+    let options = object(fields, "options")?;
+    let description = match fields.get("description") {
+        None | Some(Value::Null) => String::new(),
+        Some(Value::String(text)) => text.clone(),
+        Some(_) => return Err(bad("description must be a text")),
+    };
+    let timeout_ms = match fields.get("timeout_ms") {
+        None | Some(Value::Null) => None,
+        Some(given) => {
+            Some(given.as_u64().filter(|ms| TIMEOUT_MS_RANGE.contains(ms)).ok_or_else(|| {
+                bad("timeout_ms must be a whole number from 1 to 86400000 (24 h)")
+            })?)
+        }
+    };
+    let checked = Checked {
+        target_subject: text(fields, "target_subject")?,
+        after_execution: text(fields, "after_execution")?,
+        effect: word(fields, "effect")?.unwrap_or_default(),
+        risk: word(fields, "risk")?.unwrap_or_default(),
+        background: fields.get("async").and_then(Value::as_bool).unwrap_or(false),
+        output_schema: fields.get("output_schema").filter(|s| !s.is_null()).map(Json::of_value),
+        parameters: Json::of_value(&parameters),
+        options: Json::of_value(&options),
+        name,
+        description,
+        timeout_ms,
+    };
+    check_arrays(&parameters, "").map_err(bad)?;
+    let draft = checked.draft("", 1, None);
+    CatalogEntry::compile(draft).map_err(|fault| bad(fault.message))?;
+    Ok(checked)
+}
+
+fn object(fields: &Map<String, Value>, name: &str) -> Result<Value, Error> {
+    match fields.get(name) {
+        None => Ok(Value::Object(Map::new())),
+        Some(given @ Value::Object(_)) => Ok(given.clone()),
+        Some(_) => Err(bad(format!("{name} must be a mapping"))),
+    }
+}
+
+fn text(fields: &Map<String, Value>, name: &str) -> Result<String, Error> {
+    let given = fields.get(name).and_then(Value::as_str).unwrap_or_default();
+    if given.is_empty() {
+        return Err(bad(format!("{name} must be a non-empty text")));
+    }
+    Ok(given.to_owned())
+}
+
+fn word<T: serde::de::DeserializeOwned>(
+    fields: &Map<String, Value>,
+    name: &str,
+) -> Result<Option<T>, Error> {
+    let given = fields.get(name).filter(|given| !given.is_null()).cloned();
+    let read = given.map(serde_json::from_value).transpose();
+    read.map_err(|error| bad(format!("{name}: {error}")))
+}
+
+impl Checked {
+    fn draft(&self, project: &str, default_timeout_ms: u64, utp: Option<Binding>) -> Definition {
+        let own_ms = utp.as_ref().and_then(Binding::timeout_ms);
+        Definition {
+            project: Some(project.to_owned()),
+            name: self.name.clone(),
+            description: self.description.clone(),
+            executor: Executor::Utp,
+            input_schema: self.parameters.clone(),
+            output_schema: self.output_schema.clone(),
+            timeout_ms: self.timeout_ms.or(own_ms).unwrap_or(default_timeout_ms),
+            background: self.background,
+            effect: self.effect,
+            risk: self.risk,
+            policy: PolicyPatch::default(),
+            fallback: Vec::new(),
+            metadata: None,
+            utp,
+        }
+    }
+
+    /// The definition for a project that is there: reserved name, after_execution, subject.
+    pub(super) fn bound(&self, project: &str, default_ms: u64) -> Result<Definition, Error> {
+        if RESERVED_NAMES.contains(&self.name.as_str()) {
+            let message = format!("\"{}\" is the reserved name of an internal tool", self.name);
+            return Err(bad(message));
+        }
+        let after_execution: AfterExecution = self
+            .after_execution
+            .parse()
+            .map_err(|()| bad("after_execution must be suspend or terminate"))?;
+        let target_subject = subject::check_target(&self.target_subject, project).map_err(bad)?;
+        let options = self.options.clone();
+        let binding = Binding { target_subject, after_execution, options };
+        let definition = self.draft(project, default_ms, Some(binding));
+        if !TIMEOUT_MS_RANGE.contains(&definition.timeout_ms) {
+            return Err(bad("options.timeout_seconds must be from 0.001 to 86400 (24 h)"));
+        }
+        Ok(definition)
+    }
+}

@@ -1,0 +1,320 @@
+//! Agents: the roster, their turns, and their inboxes.
+
+use axum::Json;
+use axum::extract::{FromRequestParts, Path, State};
+use axum::http::request::Parts;
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::{IntoResponse, Response};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use toolcrib::fault::{Code, Error};
+use toolcrib::utp::Member;
+use utoipa::{IntoParams, ToSchema};
+
+use super::super::Door;
+use super::super::answer::{Problem, Refused};
+use super::super::question::{Asked, Body, NamePath, Who};
+use crate::utp::turn::{DispatchBody, LeaseBody, resumed_body, turn_body};
+use crate::utp::wire;
+
+/// An agent that can be woken.
+#[derive(Serialize, Deserialize, ToSchema)]
+pub(super) struct AgentBody {
+    #[serde(default)]
+    agent_id: String,
+    /// Where its wakeups go: `cmd.agent.<worker_target>.wakeup`.
+    worker_target: String,
+    /// Whatever describes it.
+    #[schema(value_type = Option<Object>)]
+    profile: Option<toolcrib::Json>,
+    /// The tools it may call in a turn, as names or patterns; null = all that its rules allow.
+    allowed_tools: Option<Vec<String>>,
+    #[serde(default)]
+    updated_at_ms: u64,
+}
+
+impl From<Member> for AgentBody {
+    fn from(member: Member) -> Self {
+        Self {
+            agent_id: member.agent_id,
+            worker_target: member.worker_target,
+            profile: member.profile,
+            allowed_tools: member.allowed_tools,
+            updated_at_ms: member.updated_ms,
+        }
+    }
+}
+
+/// The roster.
+#[utoipa::path(get, path = "/v1/agents", tag = "operators",
+    responses((status = 200, body = Vec<AgentBody>)))]
+pub(super) async fn list(State(door): State<Door>, Who(caller): Who) -> Json<Value> {
+    let roster = door.engine.roster(&caller).into_iter().map(AgentBody::from);
+    Json(json!({ "agents": roster.collect::<Vec<_>>() }))
+}
+
+/// One agent of the roster.
+#[utoipa::path(get, path = "/v1/agents/{agent_id}", tag = "operators",
+    params(("agent_id" = String, Path, description = "The agent")),
+    responses((status = 200, body = AgentBody), (status = 404, body = Problem)))]
+pub(super) async fn show(
+    State(door): State<Door>,
+    Who(caller): Who,
+    NamePath(agent_id): NamePath,
+) -> Result<Json<AgentBody>, Refused> {
+    Ok(Json(door.engine.member(&caller, &agent_id)?.into()))
+}
+
+/// Puts an agent on the roster, or changes what is known of it.
+#[utoipa::path(put, path = "/v1/agents/{agent_id}", tag = "operators",
+    params(("agent_id" = String, Path, description = "The agent")), request_body = AgentBody,
+    responses((status = 200, body = AgentBody), (status = 403, body = Problem),
+        (status = 422, body = Problem)))]
+pub(super) async fn put(
+    State(door): State<Door>,
+    Who(caller): Who,
+    NamePath(agent_id): NamePath,
+    Body(body): Body<AgentBody>,
+) -> Result<Json<AgentBody>, Refused> {
+    let member = Member {
+        project: caller.project.clone(),
+        agent_id,
+        worker_target: body.worker_target,
+        profile: body.profile,
+        allowed_tools: body.allowed_tools,
+        updated_ms: 0,
+    };
+    Ok(Json(door.engine.put_member(&caller, member).await?.into()))
+}
+
+/// Takes an agent off the roster.
+#[utoipa::path(delete, path = "/v1/agents/{agent_id}", tag = "operators",
+    params(("agent_id" = String, Path, description = "The agent")),
+    responses((status = 204), (status = 403, body = Problem), (status = 404, body = Problem)))]
+pub(super) async fn drop_agent(
+    State(door): State<Door>,
+    Who(caller): Who,
+    NamePath(agent_id): NamePath,
+) -> Result<StatusCode, Refused> {
+    door.engine.drop_member(&caller, &agent_id).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// How long to wait, and for how many.
+#[derive(Deserialize, IntoParams)]
+pub(super) struct InboxQuery {
+    /// Wait so long until there is something.
+    wait_ms: Option<u64>,
+    /// At most so many, 1 to 200; 20 unless said.
+    limit: Option<usize>,
+}
+
+/// What waits for an agent, in the order it came. It stays until it is acknowledged.
+#[utoipa::path(get, path = "/v1/agents/{agent_id}/inbox", tag = "agents",
+    params(("agent_id" = String, Path, description = "The agent"), InboxQuery),
+    responses((status = 200, description = "{items}"), (status = 403, body = Problem)))]
+pub(super) async fn inbox(
+    State(door): State<Door>,
+    Who(caller): Who,
+    NamePath(agent_id): NamePath,
+    Asked(query): Asked<InboxQuery>,
+) -> Result<Json<Value>, Refused> {
+    let limit = query.limit.unwrap_or(20).clamp(1, 200);
+    let wait_ms = query.wait_ms.unwrap_or(0);
+    let items = door.engine.inbox(&caller, &agent_id, limit, wait_ms).await?;
+    Ok(Json(json!({ "items": items.iter().map(wire::inbox_item).collect::<Vec<_>>() })))
+}
+
+/// What was taken.
+#[derive(Deserialize, ToSchema)]
+pub(super) struct AckBody {
+    inbox_ids: Vec<String>,
+}
+
+/// Takes things out of an inbox. What is out already is no error.
+#[utoipa::path(post, path = "/v1/agents/{agent_id}/inbox/ack", tag = "agents",
+    params(("agent_id" = String, Path, description = "The agent")), request_body = AckBody,
+    responses((status = 200, description = "{ok, acked}"), (status = 403, body = Problem)))]
+pub(super) async fn ack(
+    State(door): State<Door>,
+    Who(caller): Who,
+    NamePath(agent_id): NamePath,
+    Body(body): Body<AckBody>,
+) -> Result<Json<Value>, Refused> {
+    let acked = door.engine.take_from_inbox(&caller, &agent_id, &body.inbox_ids).await?;
+    Ok(Json(json!({ "ok": true, "acked": acked })))
+}
+
+/// Leases a turn: a new one, or one whose lease ran out. `traceparent` may be a header.
+#[utoipa::path(post, path = "/v1/agents/{agent_id}/turns", tag = "agents",
+    params(("agent_id" = String, Path, description = "The agent")), request_body = LeaseBody,
+    responses((status = 201, description = "The turn"), (status = 403, body = Problem),
+        (status = 404, body = Problem), (status = 409, body = Problem),
+        (status = 422, body = Problem)))]
+pub(super) async fn lease(
+    State(door): State<Door>,
+    Who(caller): Who,
+    NamePath(agent_id): NamePath,
+    headers: HeaderMap,
+    Body(body): Body<LeaseBody>,
+) -> Result<Response, Refused> {
+    let header =
+        |name: &str| headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned);
+    let mut wanted = body.lease();
+    wanted.traceparent = wanted.traceparent.or_else(|| header("traceparent"));
+    wanted.tracestate = wanted.tracestate.or_else(|| header("tracestate"));
+    let turn = door.engine.lease(&caller, &agent_id, wanted).await?;
+    Ok((StatusCode::CREATED, Json(turn_body(&turn, &[]))).into_response())
+}
+
+/// An agent and a turn from the path.
+pub(super) struct TurnPath {
+    agent: String,
+    turn: String,
+}
+
+impl FromRequestParts<Door> for TurnPath {
+    type Rejection = Refused;
+
+    async fn from_request_parts(parts: &mut Parts, door: &Door) -> Result<Self, Refused> {
+        let path = Path::<(String, String)>::from_request_parts(parts, door).await;
+        let unreadable = |_| Error::refused(Code::BadRequest, "the path is not UTF-8");
+        let Path((agent, turn)) = path.map_err(unreadable)?;
+        Ok(Self { agent, turn })
+    }
+}
+
+/// One turn, with the calls of its step.
+#[utoipa::path(get, path = "/v1/agents/{agent_id}/turns/{agent_turn_id}", tag = "agents",
+    params(("agent_id" = String, Path, description = "The agent"),
+        ("agent_turn_id" = String, Path, description = "The turn")),
+    responses((status = 200, description = "The turn"), (status = 404, body = Problem)))]
+pub(super) async fn show_turn(
+    State(door): State<Door>,
+    Who(caller): Who,
+    path: TurnPath,
+) -> Result<Json<Value>, Refused> {
+    let turn = door.engine.turn(&caller, &path.agent, &path.turn).await?;
+    let calls = door.engine.step_calls(&turn).await?;
+    Ok(Json(turn_body(&turn, &calls)))
+}
+
+/// Sends the calls of a step out and suspends the turn until all of them are in.
+#[utoipa::path(post, path = "/v1/agents/{agent_id}/turns/{agent_turn_id}/dispatch", tag = "agents",
+    params(("agent_id" = String, Path, description = "The agent"),
+        ("agent_turn_id" = String, Path, description = "The turn")),
+    request_body = DispatchBody,
+    responses((status = 200, description = "The turn with its calls"),
+        (status = 404, body = Problem), (status = 409, body = Problem),
+        (status = 422, body = Problem)))]
+pub(super) async fn dispatch(
+    State(door): State<Door>,
+    Who(caller): Who,
+    path: TurnPath,
+    Body(body): Body<DispatchBody>,
+) -> Result<Json<Value>, Refused> {
+    let asked = body.dispatch();
+    let sent = Box::pin(door.engine.dispatch(&caller, &path.agent, &path.turn, asked)).await?;
+    Ok(Json(turn_body(&sent.turn, &sent.calls)))
+}
+
+/// What is to become of a turn.
+#[derive(Deserialize, ToSchema)]
+pub(super) struct TurnBody {
+    /// The epoch as the agent knows it; not needed to stop.
+    turn_epoch: Option<u64>,
+    /// `renew`, `suspend`, `resume`, `finish` or `stop` are in the path.
+    reason: Option<String>,
+    /// For resume: wait so long for the calls that are still out.
+    wait_ms: Option<u64>,
+}
+
+impl TurnBody {
+    fn epoch(&self) -> Result<u64, Error> {
+        let missing = || Error::refused(Code::ValidationError, "turn_epoch is missing");
+        self.turn_epoch.ok_or_else(missing)
+    }
+}
+
+/// Keeps the lease of a running turn.
+#[utoipa::path(post, path = "/v1/agents/{agent_id}/turns/{agent_turn_id}/renew", tag = "agents",
+    params(("agent_id" = String, Path, description = "The agent"),
+        ("agent_turn_id" = String, Path, description = "The turn")), request_body = TurnBody,
+    responses((status = 200, description = "The turn"), (status = 404, body = Problem),
+        (status = 409, body = Problem)))]
+pub(super) async fn renew(
+    State(door): State<Door>,
+    Who(caller): Who,
+    path: TurnPath,
+    Body(body): Body<TurnBody>,
+) -> Result<Json<Value>, Refused> {
+    let turn = door.engine.renew_lease(&caller, &path.agent, &path.turn, body.epoch()?).await?;
+    Ok(Json(turn_body(&turn, &[])))
+}
+
+/// Suspends a turn whose calls were dispatched without that.
+#[utoipa::path(post, path = "/v1/agents/{agent_id}/turns/{agent_turn_id}/suspend", tag = "agents",
+    params(("agent_id" = String, Path, description = "The agent"),
+        ("agent_turn_id" = String, Path, description = "The turn")), request_body = TurnBody,
+    responses((status = 200, description = "The turn"), (status = 404, body = Problem),
+        (status = 409, body = Problem)))]
+pub(super) async fn suspend(
+    State(door): State<Door>,
+    Who(caller): Who,
+    path: TurnPath,
+    Body(body): Body<TurnBody>,
+) -> Result<Json<Value>, Refused> {
+    let turn = door.engine.suspend(&caller, &path.agent, &path.turn, body.epoch()?).await?;
+    Ok(Json(turn_body(&turn, &[])))
+}
+
+/// Goes on with the results of the step: in a new epoch, or ended by a result that terminates.
+#[utoipa::path(post, path = "/v1/agents/{agent_id}/turns/{agent_turn_id}/resume", tag = "agents",
+    params(("agent_id" = String, Path, description = "The agent"),
+        ("agent_turn_id" = String, Path, description = "The turn")), request_body = TurnBody,
+    responses((status = 200, description = "The turn with the results"),
+        (status = 404, body = Problem),
+        (status = 409, description = "Calls are still out, or it is not suspended", body = Problem)))]
+pub(super) async fn resume(
+    State(door): State<Door>,
+    Who(caller): Who,
+    path: TurnPath,
+    Body(body): Body<TurnBody>,
+) -> Result<Json<Value>, Refused> {
+    let (epoch, wait_ms) = (body.epoch()?, body.wait_ms.unwrap_or(0));
+    let resumed = door.engine.resume(&caller, &path.agent, &path.turn, epoch, wait_ms).await?;
+    Ok(Json(resumed_body(&resumed)))
+}
+
+/// Ends a running turn.
+#[utoipa::path(post, path = "/v1/agents/{agent_id}/turns/{agent_turn_id}/finish", tag = "agents",
+    params(("agent_id" = String, Path, description = "The agent"),
+        ("agent_turn_id" = String, Path, description = "The turn")), request_body = TurnBody,
+    responses((status = 200, description = "The turn"), (status = 404, body = Problem),
+        (status = 409, body = Problem)))]
+pub(super) async fn finish(
+    State(door): State<Door>,
+    Who(caller): Who,
+    path: TurnPath,
+    Body(body): Body<TurnBody>,
+) -> Result<Json<Value>, Refused> {
+    let epoch = body.epoch()?;
+    let turn = door.engine.finish(&caller, &path.agent, &path.turn, epoch, body.reason).await?;
+    Ok(Json(turn_body(&turn, &[])))
+}
+
+/// Stops a turn wherever it stands: its open calls are canceled.
+#[utoipa::path(post, path = "/v1/agents/{agent_id}/turns/{agent_turn_id}/stop", tag = "agents",
+    params(("agent_id" = String, Path, description = "The agent"),
+        ("agent_turn_id" = String, Path, description = "The turn")), request_body = TurnBody,
+    responses((status = 200, description = "The turn"), (status = 404, body = Problem),
+        (status = 409, body = Problem)))]
+pub(super) async fn stop(
+    State(door): State<Door>,
+    Who(caller): Who,
+    path: TurnPath,
+    Body(body): Body<TurnBody>,
+) -> Result<Json<Value>, Refused> {
+    let turn = door.engine.stop_turn(&caller, &path.agent, &path.turn, body.reason).await?;
+    Ok(Json(turn_body(&turn, &[])))
+}

@@ -1,0 +1,248 @@
+//! Cards, reports of tool services, and dead letters.
+
+use axum::Json;
+use axum::body::Bytes;
+use axum::extract::{Request, State};
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::{IntoResponse, Response};
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+use toolcrib::fault::{Code, Error};
+use toolcrib::utp::{DeadLetter, Letter};
+use utoipa::{IntoParams, ToSchema};
+
+use super::super::Door;
+use super::super::answer::{Problem, Refused};
+use super::super::question::{self, Asked, CallPath, NamePath, ResultBody, Who};
+use crate::utp::report::{self, Incoming};
+use crate::utp::wire;
+
+/// A card: an immutable record. Those of calls follow from the calls.
+#[derive(ToSchema)]
+#[allow(dead_code, reason = "only its schema is used")]
+pub(super) struct CardBody {
+    card_id: String,
+    project_id: String,
+    /// `tool.call`, `tool.result`, …
+    #[schema(rename = "type")]
+    kind: String,
+    /// With its discriminator `__type__`: `ToolCallContent`, `ToolResultContent`, …
+    #[schema(value_type = Object)]
+    content: Value,
+    /// RFC 3339.
+    created_at: String,
+    author_id: String,
+    #[schema(value_type = Object)]
+    metadata: Value,
+    tool_call_id: Option<String>,
+}
+
+/// Shows one card.
+#[utoipa::path(get, path = "/v1/cards/{card_id}", tag = "providers",
+    params(("card_id" = String, Path, description = "The card")),
+    responses((status = 200, body = CardBody), (status = 404, body = Problem)))]
+pub(super) async fn show(
+    State(door): State<Door>,
+    Who(caller): Who,
+    NamePath(id): NamePath,
+) -> Result<Json<Value>, Refused> {
+    Ok(Json(wire::card(&door.engine.card(&caller, &id).await?)))
+}
+
+/// The cards of a call: what was asked and, once it has ended, what came of it.
+#[utoipa::path(get, path = "/v1/tool_calls/{tool_call_id}/cards", tag = "agents",
+    params(("tool_call_id" = String, Path, description = "The ticket")),
+    responses((status = 200, body = Vec<CardBody>), (status = 404, body = Problem)))]
+pub(super) async fn of_call(
+    State(door): State<Door>,
+    Who(caller): Who,
+    CallPath(id): CallPath,
+) -> Result<Json<Value>, Refused> {
+    let cards = door.engine.cards_of(&caller, &id).await?;
+    Ok(Json(json!({ "cards": cards.iter().map(wire::card).collect::<Vec<_>>() })))
+}
+
+/// Writes a card. The same again is answered 200; another under its id, or a second result of a
+/// call, 409.
+#[utoipa::path(post, path = "/v1/cards", tag = "providers", request_body = CardBody,
+    responses((status = 201, description = "The card"), (status = 200, description = "The card"),
+        (status = 400, body = Problem), (status = 409, body = Problem),
+        (status = 413, body = Problem)))]
+pub(super) async fn put(
+    State(door): State<Door>,
+    Who(caller): Who,
+    ResultBody(body): ResultBody<Value>,
+) -> Result<Response, Refused> {
+    let given = body.get("card").unwrap_or(&body);
+    let (card, created) = door.engine.put_card(&caller, given).await?;
+    let status = if created { StatusCode::CREATED } else { StatusCode::OK };
+    Ok((status, Json(wire::card(&card))).into_response())
+}
+
+/// A report, as UTP has it.
+#[derive(ToSchema)]
+#[allow(dead_code, reason = "only its schema is used")]
+pub(super) struct ToolResultBody {
+    tool_call_id: String,
+    agent_turn_id: String,
+    turn_epoch: u64,
+    agent_id: String,
+    /// As the command had it.
+    after_execution: String,
+    /// `success`, `failed`, `canceled`, `timeout` or `partial`.
+    status: String,
+    tool_result_card_id: String,
+    step_id: Option<String>,
+    /// The card itself, instead of writing it first.
+    #[schema(value_type = Option<Object>)]
+    card: Option<Value>,
+}
+
+/// Reports the result of a command.
+#[utoipa::path(post, path = "/v1/tool_results", tag = "providers", request_body = ToolResultBody,
+    responses((status = 200, description = "Taken: {ok, inbox_id, duplicate, late}"),
+        (status = 400, body = Problem), (status = 403, body = Problem),
+        (status = 404, body = Problem), (status = 409, body = Problem),
+        (status = 413, body = Problem)))]
+pub(super) async fn report(
+    State(door): State<Door>,
+    Who(caller): Who,
+    headers: HeaderMap,
+    request: Request,
+) -> Result<Json<Value>, Refused> {
+    if !caller.may_provide() {
+        let message = format!("a key with the role {} cannot report", caller.role.as_str());
+        return Err(Error::refused(Code::PermissionDenied, message).into());
+    }
+    let body: Bytes = question::read(request, door.max_result_body_bytes() + 32_768).await?;
+    let headers = utp_headers(&headers);
+    let incoming = Incoming { subject: "/v1/tool_results", headers, body: &body };
+    let taken = report::take(&door.engine, &caller, incoming).await?;
+    Ok(Json(wire::ingested(&taken)))
+}
+
+/// The headers that mean something here; a key is none of a dead letter's business.
+fn utp_headers(headers: &HeaderMap) -> Map<String, Value> {
+    let ours = |name: &str| name.starts_with("cg-") || name.starts_with("trace");
+    let texts = headers.iter().filter(|(name, _)| ours(name.as_str()));
+    let texts = texts.filter_map(|(name, value)| Some((name.to_string(), value.to_str().ok()?)));
+    texts.map(|(name, value)| (name, value.into())).collect()
+}
+
+/// Which part of the list.
+#[derive(Deserialize, IntoParams)]
+pub(super) struct Page {
+    /// At most so many, 1 to 200; 50 unless said.
+    limit: Option<usize>,
+    /// The last one of the page before.
+    before: Option<String>,
+}
+
+/// A message that could not be taken.
+#[derive(ToSchema)]
+#[allow(dead_code, reason = "only its schema is used")]
+pub(super) struct DeadLetterBody {
+    id: String,
+    /// `report` or `command`.
+    kind: String,
+    /// `malformed`, `orphan`, `wrong_turn`, `wrong_epoch`, …
+    reason: String,
+    message: String,
+    subject: String,
+    payload: String,
+    created_at: String,
+    redriven_at: Option<String>,
+    last_try: Option<String>,
+}
+
+fn shown(letter: &DeadLetter) -> Value {
+    json!({
+        "id": letter.id,
+        "project_id": letter.project,
+        "kind": letter.kind,
+        "reason": letter.reason,
+        "message": letter.message,
+        "subject": letter.subject,
+        "headers": letter.headers,
+        "payload": letter.payload,
+        "cut": letter.cut,
+        "created_at": wire::time(letter.created_ms),
+        "redriven_at": letter.redriven_ms.map(wire::time),
+        "last_try": letter.last_try,
+    })
+}
+
+/// What could not be taken, newest first.
+#[utoipa::path(get, path = "/v1/dead_letters", tag = "operators", params(Page),
+    responses((status = 200, body = Vec<DeadLetterBody>), (status = 403, body = Problem)))]
+pub(super) async fn dead_letters(
+    State(door): State<Door>,
+    Who(caller): Who,
+    Asked(page): Asked<Page>,
+) -> Result<Json<Value>, Refused> {
+    let limit = page.limit.unwrap_or(50);
+    if !(1..=200).contains(&limit) {
+        let message = "limit must be from 1 to 200";
+        return Err(Error::refused(Code::ValidationError, message).into());
+    }
+    let letters = door.engine.dead_letters(&caller, page.before.as_deref(), limit).await?;
+    let next = letters.last().filter(|_| letters.len() == limit).map(|letter| letter.id.clone());
+    let letters: Vec<Value> = letters.iter().map(shown).collect();
+    Ok(Json(json!({ "dead_letters": letters, "next_before": next })))
+}
+
+/// Tries one again: a report is taken as if it came now, a command is published again.
+#[utoipa::path(post, path = "/v1/dead_letters/{id}/redrive", tag = "operators",
+    params(("id" = String, Path, description = "The dead letter")),
+    responses((status = 200, description = "What it came to"), (status = 403, body = Problem),
+        (status = 404, body = Problem), (status = 409, body = Problem)))]
+pub(super) async fn redrive(
+    State(door): State<Door>,
+    Who(caller): Who,
+    NamePath(id): NamePath,
+) -> Result<Json<Value>, Refused> {
+    let engine = &door.engine;
+    let letter = engine.dead_letter(&caller, &id).await?;
+    if letter.cut {
+        let message = "it was too large to be kept whole, so it cannot be tried again";
+        return Err(Error::refused(Code::Conflict, message).into());
+    }
+    if letter.kind == "command" {
+        let again = command_again(&letter, engine.now_ms())?;
+        engine.post(&caller, again).await?;
+        engine.redriven(letter, "published again").await?;
+        return Ok(Json(json!({ "ok": true, "published": true })));
+    }
+    let incoming = Incoming {
+        subject: &letter.subject,
+        headers: letter.headers.clone(),
+        body: letter.payload.as_bytes(),
+    };
+    match report::take_again(engine, &caller, &incoming).await {
+        Ok(taken) => {
+            engine.redriven(letter.clone(), "taken").await?;
+            Ok(Json(wire::ingested(&taken)))
+        }
+        Err(error) => {
+            engine.redriven(letter.clone(), &error.to_string()).await?;
+            Err(error.into())
+        }
+    }
+}
+
+fn command_again(letter: &DeadLetter, now_ms: u64) -> Result<Letter, Error> {
+    let unusable = |what: &str| {
+        let message = format!("it cannot be published again: {what}");
+        Error::refused(Code::Conflict, message)
+    };
+    let subject = letter.subject.splitn(3, '.').nth(2).ok_or_else(|| unusable("its subject"))?;
+    let payload = serde_json::from_str(&letter.payload).map_err(|_| unusable("it is not JSON"))?;
+    let text = |(name, value): (&String, &Value)| Some((name.clone(), value.as_str()?.to_owned()));
+    Ok(Letter {
+        id: format!("redrive-{}-{now_ms}", letter.id),
+        subject: subject.to_owned(),
+        headers: letter.headers.iter().filter_map(text).collect(),
+        payload,
+        expires_ms: now_ms + 86_400_000,
+    })
+}

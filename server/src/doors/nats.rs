@@ -1,0 +1,209 @@
+//! The NATS door: cards, reports, inboxes and turns by request and reply, and publishing what is
+//! in the outbox.
+//!
+//! A subject names the project, and whoever may publish under it is taken for that project's:
+//! NATS's own permissions are the credentials here. Where keys were made, an agent's rules hold.
+
+mod agent;
+mod sys;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_nats::Message;
+use futures::StreamExt;
+use serde_json::{Value, json};
+use tokio::sync::Semaphore;
+use tokio_util::sync::CancellationToken;
+use toolcrib::caller::{Role, Trust};
+use toolcrib::fault::{Code, Error};
+use toolcrib::utp::subject::{self, Subject};
+use toolcrib::{Caller, Engine};
+
+use crate::utp::{Link, wire};
+
+/// Requests that are being answered at once.
+const AT_ONCE: usize = 1_024;
+/// Letters that are published at once.
+const BATCH: usize = 256;
+const LOOK_AGAIN: Duration = Duration::from_secs(2);
+
+/// The open door; it closes with the value.
+pub struct Open {
+    stop: CancellationToken,
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.stop.cancel();
+    }
+}
+
+/// Opens the door.
+pub fn open(engine: Engine, link: Link) -> Open {
+    let stop = CancellationToken::new();
+    for component in ["sys", "agent"] {
+        let (engine, link, stop) = (engine.clone(), link.clone(), stop.clone());
+        tokio::spawn(async move {
+            tokio::select! {
+                () = answer_all(engine, link, component) => {}
+                () = stop.cancelled() => {}
+            }
+        });
+    }
+    let publishing = stop.clone();
+    tokio::spawn(async move {
+        tokio::select! {
+            () = publish_all(engine, link) => {}
+            () = publishing.cancelled() => {}
+        }
+    });
+    Open { stop }
+}
+
+async fn answer_all(engine: Engine, link: Link, component: &'static str) {
+    let places = Arc::new(Semaphore::new(AT_ONCE));
+    let subject = format!("cg.{}.*.*.rpc.{component}.*.*", link.version());
+    loop {
+        let queue = "toolcrib".to_owned();
+        let mut requests = match link.client().queue_subscribe(subject.clone(), queue).await {
+            Ok(requests) => requests,
+            Err(error) => {
+                tracing::warn!(%error, subject, "not subscribed; will be tried again");
+                tokio::time::sleep(Duration::from_secs(1)).await;
+                continue;
+            }
+        };
+        while let Some(request) = requests.next().await {
+            let Ok(place) = places.clone().acquire_owned().await else { return };
+            let (engine, link) = (engine.clone(), link.clone());
+            tokio::spawn(async move {
+                answer(&engine, &link, request).await;
+                drop(place);
+            });
+        }
+    }
+}
+
+async fn answer(engine: &Engine, link: &Link, request: Message) {
+    let answered = match subject::parse(&request.subject) {
+        Some(parts) => route(engine, &parts, &request).await,
+        None => Err(Error::refused(Code::BadRequest, "this is no subject of ours")),
+    };
+    let body = answered.unwrap_or_else(|error| wire::refusal(&error));
+    let Some(reply) = request.reply else { return };
+    let mut bytes = body.to_string().into_bytes();
+    // What the broker would not carry would never arrive.
+    let limit = link.client().max_payload();
+    if limit > 0 && bytes.len() > limit {
+        let message = format!("the answer is over NATS's limit of {limit} bytes; ask over HTTP");
+        let error = Error::refused(Code::PayloadTooLarge, message);
+        bytes = wire::refusal(&error).to_string().into_bytes();
+    }
+    if let Err(error) = link.client().publish(reply, bytes.into()).await {
+        tracing::debug!(%error, "an answer was not sent");
+    }
+}
+
+async fn route(engine: &Engine, parts: &Subject<'_>, request: &Message) -> Result<Value, Error> {
+    match parts.component {
+        "sys" => {
+            let sender = sender(request);
+            let caller = caller(engine, parts.project, &sender, Role::Provider);
+            sys::answer(engine, &caller, parts, request, &sender).await
+        }
+        _ => {
+            let caller = caller(engine, parts.project, parts.target, Role::Agent);
+            agent::answer(engine, &caller, parts, request).await
+        }
+    }
+}
+
+fn sender(request: &Message) -> String {
+    let header = request.headers.as_ref().and_then(|headers| headers.get("CG-Sender"));
+    header.map_or("nats", |value| value.as_str()).chars().take(128).collect()
+}
+
+/// Without keys, everything is allowed here as it is everywhere.
+fn caller(engine: &Engine, project: &str, agent: &str, role: Role) -> Caller {
+    let (role, trust) = match engine.has_keys() {
+        true => (role, Trust::Key),
+        false => (Role::Admin, Trust::Local),
+    };
+    Caller { project: project.to_owned(), agent: agent.to_owned(), role, trust }
+}
+
+/// The body of a request, as an object.
+fn body(request: &Message) -> Result<Value, Error> {
+    let unreadable =
+        |why: String| Error::refused(Code::BadRequest, format!("the request is not JSON: {why}"));
+    if request.payload.is_empty() {
+        return Ok(json!({}));
+    }
+    toolcrib::json::check_depth(&request.payload).map_err(|error| unreadable(error.to_string()))?;
+    let body: Value =
+        serde_json::from_slice(&request.payload).map_err(|error| unreadable(error.to_string()))?;
+    match body {
+        Value::Object(_) => Ok(body),
+        _ => Err(Error::refused(Code::BadRequest, "a request is an object")),
+    }
+}
+
+fn unknown(parts: &Subject<'_>) -> Error {
+    let asked = format!("rpc.{}.{}.{}", parts.component, parts.target, parts.suffix);
+    Error::refused(Code::NotFound, format!("there is nothing at {asked}"))
+}
+
+/// Publishes what is in the outbox, in order, whenever there is something and somebody to take it.
+async fn publish_all(engine: Engine, link: Link) {
+    let mut news = engine.outbox_news();
+    loop {
+        link.up().await;
+        // Also where nothing is to be published: a tool service may come first.
+        if let Err(error) = link.ensure_streams().await {
+            tracing::debug!(%error, "the streams are not there yet");
+        }
+        match publish_some(&engine, &link).await {
+            Ok(0) => {
+                tokio::select! {
+                    () = news.woken() => {}
+                    () = tokio::time::sleep(LOOK_AGAIN) => {}
+                }
+            }
+            Ok(_) => {}
+            Err(error) => {
+                tracing::warn!(%error, "the outbox waits");
+                tokio::time::sleep(Duration::from_millis(500)).await;
+            }
+        }
+    }
+}
+
+/// Answers with how many letters are out of the outbox by this.
+async fn publish_some(engine: &Engine, link: &Link) -> anyhow::Result<usize> {
+    let letters = engine.outbox(BATCH).await?;
+    let now_ms = engine.now_ms();
+    let sending = letters.iter().map(|letter| async move {
+        if letter.expires_ms <= now_ms {
+            return Some(letter.id.clone());
+        }
+        let mut headers = wire::headers(link.version(), "dict", "");
+        for (name, value) in &letter.headers {
+            headers.insert(name.as_str(), value.as_str());
+        }
+        let subject = format!("cg.{}.{}", link.version(), letter.subject);
+        let payload = letter.payload.to_string().into_bytes();
+        match link.publish(subject, headers, payload, &letter.id).await {
+            Ok(()) => Some(letter.id.clone()),
+            Err(error) => {
+                tracing::debug!(letter = letter.id, %error, "will be published again");
+                None
+            }
+        }
+    });
+    let gone: Vec<String> =
+        futures::future::join_all(sending).await.into_iter().flatten().collect();
+    anyhow::ensure!(gone.len() == letters.len() || !gone.is_empty(), "nothing could be published");
+    engine.posted(&gone).await?;
+    Ok(gone.len())
+}

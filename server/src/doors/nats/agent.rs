@@ -1,0 +1,78 @@
+//! `rpc.agent.<agent_id>.…`: an agent's turns and inbox, the same as over HTTP.
+
+use async_nats::Message;
+use serde_json::{Value, json};
+use toolcrib::fault::{Code, Error};
+use toolcrib::utp::subject::Subject;
+use toolcrib::{Caller, Engine};
+
+use super::{body, unknown};
+use crate::utp::turn::{DispatchBody, LeaseBody, turn_body};
+use crate::utp::wire;
+
+/// A wait over request and reply is shorter than the usual patience of a NATS client.
+const MAX_WAIT_MS: u64 = 30_000;
+
+fn read<T: serde::de::DeserializeOwned>(body: Value) -> Result<T, Error> {
+    serde_json::from_value(body)
+        .map_err(|error| Error::refused(Code::ValidationError, error.to_string()))
+}
+
+pub(super) async fn answer(
+    engine: &Engine,
+    caller: &Caller,
+    parts: &Subject<'_>,
+    request: &Message,
+) -> Result<Value, Error> {
+    let (agent, given) = (parts.target, body(request)?);
+    let headers = wire::header_map(request.headers.as_ref());
+    let header = |name: &str| headers.get(name).and_then(Value::as_str).map(str::to_owned);
+    let turn_id = given["agent_turn_id"].as_str().unwrap_or_default().to_owned();
+    let reason = given["reason"].as_str().map(|text| text.chars().take(500).collect::<String>());
+    let wait_ms = given["wait_ms"].as_u64().unwrap_or(0).min(MAX_WAIT_MS);
+    let epoch = || {
+        let missing = || Error::refused(Code::ValidationError, "turn_epoch is missing");
+        given["turn_epoch"].as_u64().ok_or_else(missing)
+    };
+    let mut answer = match parts.suffix {
+        "lease" => {
+            let mut wanted = read::<LeaseBody>(given.clone())?.lease();
+            wanted.channel.get_or_insert_with(|| parts.channel.to_owned());
+            wanted.traceparent = wanted.traceparent.or_else(|| header("traceparent"));
+            wanted.tracestate = wanted.tracestate.or_else(|| header("tracestate"));
+            let turn = engine.lease(caller, agent, wanted).await?;
+            turn_body(&turn, &[])
+        }
+        "dispatch" => {
+            let asked = read::<DispatchBody>(given.clone())?.dispatch();
+            let sent = engine.dispatch(caller, agent, &turn_id, asked).await?;
+            turn_body(&sent.turn, &sent.calls)
+        }
+        "turn" => {
+            let turn = engine.turn(caller, agent, &turn_id).await?;
+            turn_body(&turn, &engine.step_calls(&turn).await?)
+        }
+        "renew" => turn_body(&engine.renew_lease(caller, agent, &turn_id, epoch()?).await?, &[]),
+        "suspend" => turn_body(&engine.suspend(caller, agent, &turn_id, epoch()?).await?, &[]),
+        "resume" => {
+            let resumed = engine.resume(caller, agent, &turn_id, epoch()?, wait_ms).await?;
+            crate::utp::turn::resumed_body(&resumed)
+        }
+        "finish" => {
+            turn_body(&engine.finish(caller, agent, &turn_id, epoch()?, reason).await?, &[])
+        }
+        "stop" => turn_body(&engine.stop_turn(caller, agent, &turn_id, reason).await?, &[]),
+        "inbox" => {
+            let limit = given["limit"].as_u64().unwrap_or(20).clamp(1, 200) as usize;
+            let items = engine.inbox(caller, agent, limit, wait_ms).await?;
+            json!({ "items": items.iter().map(wire::inbox_item).collect::<Vec<_>>() })
+        }
+        "ack" => {
+            let ids: Vec<String> = read(given["inbox_ids"].clone())?;
+            json!({ "acked": engine.take_from_inbox(caller, agent, &ids).await? })
+        }
+        _ => return Err(unknown(parts)),
+    };
+    answer["ok"] = json!(true);
+    Ok(answer)
+}

@@ -1,0 +1,385 @@
+//! The side of a tool service: takes commands, reads their cards, runs the tool, reports.
+//!
+//! ```no_run
+//! use serde_json::json;
+//! use toolcrib_server::utp::Host;
+//!
+//! # async fn run() -> anyhow::Result<()> {
+//! Host::connect("nats://127.0.0.1:4222").await?
+//!     .tool("text.count", |job| async move {
+//!         let text = job.args["text"].as_str().unwrap_or_default();
+//!         Ok(json!({ "words": text.split_whitespace().count() }))
+//!     })
+//!     .serve("count", std::future::pending())
+//!     .await
+//! # }
+//! ```
+//!
+//! A command that lasts is acknowledged as being in progress, so it is not given to another. A
+//! command that was given before is answered with the result it had; one that may have been begun
+//! by a process that died is begun again only where twice is as good as once. What can neither be
+//! executed nor answered becomes a dead letter.
+
+mod command;
+mod crib;
+
+use std::collections::{HashMap, HashSet};
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_nats::jetstream::consumer::{AckPolicy, DeliverPolicy, PullConsumer, pull};
+use async_nats::jetstream::{AckKind, Message};
+use futures::future::BoxFuture;
+use futures::{FutureExt, StreamExt};
+use parking_lot::Mutex;
+use serde_json::{Value, json};
+use tokio::sync::Semaphore;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use toolcrib::fault::{Code, Fault};
+use toolcrib::utp::ToolStatus;
+use toolcrib::utp::card::{error_of, mirrored};
+
+use super::DEFAULT_VERSION;
+use super::link::{Address, Link};
+use command::{Command, Trouble};
+use crib::{Crib, Told};
+
+/// How long the broker waits for an acknowledgement before it gives a command to another.
+const ACK_WAIT: Duration = Duration::from_secs(30);
+/// When a command that could not be answered is given again.
+const GIVE_AGAIN: Duration = Duration::from_secs(2);
+/// Commands that are executed at once, unless said.
+const AT_ONCE: usize = 64;
+
+/// A command to execute.
+#[derive(Debug, Clone)]
+pub struct Job {
+    pub tool_name: String,
+    pub args: Value,
+    pub project: String,
+    pub agent_id: String,
+    pub turn_id: String,
+    pub tool_call_id: String,
+    /// The trace it is part of, as W3C's `traceparent`.
+    pub traceparent: String,
+    /// When nobody waits for it any more, where that is known.
+    pub deadline_ms: Option<u64>,
+}
+
+/// How it went.
+#[derive(Debug, Clone)]
+pub struct Answer {
+    pub status: ToolStatus,
+    pub result: Value,
+    /// Needed unless the status is success.
+    pub error: Option<Fault>,
+}
+
+impl Answer {
+    /// It worked.
+    pub fn success(result: Value) -> Self {
+        Self { status: ToolStatus::Success, result, error: None }
+    }
+
+    /// It failed.
+    pub fn failed(fault: Fault) -> Self {
+        let result = mirrored(&error_of(&fault, "tool"));
+        Self { status: ToolStatus::Failed, result, error: Some(fault) }
+    }
+}
+
+impl From<Result<Value, Fault>> for Answer {
+    fn from(result: Result<Value, Fault>) -> Self {
+        match result {
+            Ok(result) => Self::success(result),
+            Err(fault) => Self::failed(fault),
+        }
+    }
+}
+
+type Run = Arc<dyn Fn(Job) -> BoxFuture<'static, Answer> + Send + Sync>;
+
+/// A tool service.
+pub struct Host {
+    link: Link,
+    tools: HashMap<String, Run>,
+    any: Option<Run>,
+    name: String,
+    at_once: usize,
+    ack_wait: Duration,
+}
+
+impl Host {
+    /// Connects, with the usual version of the protocol.
+    pub async fn connect(url: &str) -> anyhow::Result<Self> {
+        let address =
+            Address { url: url.to_owned(), credentials: None, version: DEFAULT_VERSION.to_owned() };
+        Ok(Self::over(Link::connect(&address, "toolcrib tool service").await?))
+    }
+
+    /// Over a connection that is there already.
+    pub fn over(link: Link) -> Self {
+        Self {
+            link,
+            tools: HashMap::new(),
+            any: None,
+            name: "tool.rust".to_owned(),
+            at_once: AT_ONCE,
+            ack_wait: ACK_WAIT,
+        }
+    }
+
+    /// One more tool.
+    pub fn tool<F, Fut>(mut self, name: &str, run: F) -> Self
+    where
+        F: Fn(Job) -> Fut + Send + Sync + 'static,
+        Fut: Future<Output = Result<Value, Fault>> + Send + 'static,
+    {
+        let run = move |job: Job| {
+            let running = run(job);
+            async move { Answer::from(running.await) }.boxed()
+        };
+        self.tools.insert(name.to_owned(), Arc::new(run));
+        self
+    }
+
+    /// What runs every tool that has no function of its own; it may end in any of the five ways.
+    pub fn any<F, Fut>(mut self, run: F) -> Self
+    where
+        F: Fn(Job) -> Fut + Send + Sync + 'static,
+        Fut: Future<Output = Answer> + Send + 'static,
+    {
+        self.any = Some(Arc::new(move |job: Job| run(job).boxed()));
+        self
+    }
+
+    /// Who signs the results.
+    pub fn named(mut self, name: &str) -> Self {
+        self.name = name.to_owned();
+        self
+    }
+
+    /// How many commands are executed at once.
+    pub fn at_once(mut self, at_once: usize) -> Self {
+        self.at_once = at_once.max(1);
+        self
+    }
+
+    /// How long the broker waits for a sign of life before it gives a command to another.
+    pub fn ack_wait(mut self, ack_wait: Duration) -> Self {
+        self.ack_wait = ack_wait;
+        self
+    }
+
+    /// Serves the commands for a target, until told to stop; what runs then is finished.
+    pub async fn serve(self, target: &str, stop: impl Future<Output = ()>) -> anyhow::Result<()> {
+        if !toolcrib::utp::is_token(target) {
+            anyhow::bail!("\"{target}\" cannot be part of a NATS subject");
+        }
+        let serving = Arc::new(Serving {
+            crib: Crib::new(self.link.clone(), &self.name),
+            tools: self.tools,
+            any: self.any,
+            running: Mutex::default(),
+            returned: Mutex::default(),
+            ack_wait: self.ack_wait,
+            dropped: CancellationToken::new(),
+        });
+        // Whoever drops this future wants nothing of it to go on.
+        let _dropped = serving.dropped.clone().drop_guard();
+        let (places, tasks) = (Arc::new(Semaphore::new(self.at_once)), TaskTracker::new());
+        let mut stop = std::pin::pin!(stop);
+        loop {
+            let taking = take(&self.link, target, self.ack_wait, &serving, &places, &tasks);
+            tokio::select! {
+                ended = taking => {
+                    if let Err(error) = ended {
+                        tracing::warn!(%error, "commands cannot be taken; will be tried again");
+                    }
+                    tokio::time::sleep(Duration::from_millis(200)).await;
+                }
+                () = &mut stop => break,
+            }
+        }
+        tasks.close();
+        tasks.wait().await;
+        let _ = self.link.client().flush().await;
+        Ok(())
+    }
+}
+
+/// Takes commands until the connection breaks.
+async fn take(
+    link: &Link,
+    target: &str,
+    ack_wait: Duration,
+    serving: &Arc<Serving>,
+    places: &Arc<Semaphore>,
+    tasks: &TaskTracker,
+) -> anyhow::Result<()> {
+    link.up().await;
+    link.ensure_streams().await?;
+    let safe: String =
+        target.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
+    let name = format!("tool_{safe}_cmd_{}", link.version());
+    let stream = link.jetstream().get_stream(link.command_stream()).await?;
+    let config = pull::Config {
+        durable_name: Some(name.clone()),
+        deliver_policy: DeliverPolicy::All,
+        ack_policy: AckPolicy::Explicit,
+        ack_wait,
+        // Whoever is away comes back; what is of no use becomes a dead letter.
+        max_deliver: -1,
+        filter_subject: format!("cg.{}.*.*.cmd.tool.{target}.>", link.version()),
+        max_ack_pending: 10_000,
+        ..pull::Config::default()
+    };
+    let consumer: PullConsumer = stream.get_or_create_consumer(&name, config).await?;
+    let mut commands = consumer
+        .stream()
+        .max_messages_per_batch(256)
+        .expires(Duration::from_secs(20))
+        .heartbeat(Duration::from_secs(5))
+        .messages()
+        .await?;
+    while let Some(message) = commands.next().await {
+        let message = message?;
+        let place = places.clone().acquire_owned().await?;
+        let serving = serving.clone();
+        tasks.spawn(async move {
+            tokio::select! {
+                () = serving.handle(message) => {}
+                () = serving.dropped.cancelled() => {}
+            }
+            drop(place);
+        });
+    }
+    Ok(())
+}
+
+struct Serving {
+    crib: Crib,
+    tools: HashMap<String, Run>,
+    any: Option<Run>,
+    /// What is being executed here: given again meanwhile, it is not begun a second time.
+    running: Mutex<HashSet<(String, String, String)>>,
+    /// What was given back without having been begun, and at which delivery.
+    returned: Mutex<HashMap<(String, String, String), i64>>,
+    ack_wait: Duration,
+    dropped: CancellationToken,
+}
+
+impl Serving {
+    async fn handle(&self, message: Message) {
+        let deliveries = message.info().map_or(1, |info| info.delivered);
+        let command = match Command::read(&message) {
+            Ok(command) => command,
+            Err(why) => return self.bury(&message, &why).await,
+        };
+        if !self.running.lock().insert(command.anchor()) {
+            return;
+        }
+        let working = self.work(&command, deliveries);
+        let told = self.alive(&message, working).await;
+        self.running.lock().remove(&command.anchor());
+        match told {
+            Told::Taken => finish(&message, AckKind::Ack).await,
+            // It is written down over there, and coming again would change nothing.
+            Told::Refused(why) => {
+                tracing::warn!(call = command.tool_call_id, why, "the report was refused");
+                finish(&message, AckKind::Ack).await;
+            }
+            Told::Nobody => finish(&message, AckKind::Nak(Some(GIVE_AGAIN))).await,
+        }
+    }
+
+    /// Shows signs of life until it is done.
+    async fn alive<T>(&self, message: &Message, work: impl Future<Output = T>) -> T {
+        let mut work = std::pin::pin!(work);
+        loop {
+            tokio::select! {
+                done = &mut work => return done,
+                () = tokio::time::sleep(self.ack_wait / 3) => {
+                    if let Err(error) = message.ack_with(AckKind::Progress).await {
+                        tracing::debug!(%error, "a sign of life was not sent");
+                    }
+                }
+            }
+        }
+    }
+
+    async fn work(&self, command: &Command, deliveries: i64) -> Told {
+        let prepared = match command.check() {
+            Ok(()) => self.crib.arguments(command).await,
+            Err(trouble) => Err(trouble),
+        };
+        let (answer, meta) = match prepared {
+            Ok((tool_name, args, meta)) => {
+                let again = deliveries > 1 && !self.was_returned(command, deliveries);
+                if again && let Some(told) = self.crib.report_known(command).await {
+                    return told;
+                }
+                let answer = match again && command.is_irreversible() {
+                    true => Answer::failed(unknown_outcome(&tool_name)),
+                    false => self.run(command, &tool_name, args).await,
+                };
+                (answer, meta)
+            }
+            Err(Trouble::Away) => {
+                self.returned.lock().insert(command.anchor(), deliveries);
+                return Told::Nobody;
+            }
+            Err(Trouble::Wrong(answer)) => (*answer, Value::Null),
+        };
+        self.crib.report(command, answer, &meta).await
+    }
+
+    /// Whether this process had it last, and gave it back without having begun.
+    fn was_returned(&self, command: &Command, deliveries: i64) -> bool {
+        self.returned.lock().remove(&command.anchor()) == Some(deliveries - 1)
+    }
+
+    async fn run(&self, command: &Command, tool_name: &str, args: Value) -> Answer {
+        let Some(run) = self.tools.get(tool_name).or(self.any.as_ref()) else {
+            let message = format!("there is no tool \"{tool_name}\" here");
+            return Answer::failed(Fault::new(Code::NotFound, message).not_happened());
+        };
+        let running = run(command.job(tool_name, args));
+        match std::panic::AssertUnwindSafe(running).catch_unwind().await {
+            Ok(answer) => answer,
+            Err(_) => Answer::failed(Fault::runtime(format!("{tool_name} panicked"))),
+        }
+    }
+
+    async fn bury(&self, message: &Message, why: &str) {
+        let subject = message.subject.as_str();
+        let headers = super::wire::header_map(message.headers.as_ref());
+        let payload = String::from_utf8_lossy(&message.payload);
+        let letter = json!({
+            "reason": "malformed", "message": why, "subject": subject, "headers": headers,
+            "payload": payload,
+        });
+        tracing::warn!(subject, why, "a command became a dead letter");
+        let kind = match self.crib.bury(subject, letter).await {
+            true => AckKind::Term,
+            false => AckKind::Nak(Some(GIVE_AGAIN)),
+        };
+        finish(message, kind).await;
+    }
+}
+
+fn unknown_outcome(tool_name: &str) -> Fault {
+    let message = format!(
+        "{tool_name} was begun before and its result is not known: it may have happened, and was \
+         not begun again"
+    );
+    Fault::new(Code::OutcomeUnknown, message)
+}
+
+async fn finish(message: &Message, kind: AckKind) {
+    if let Err(error) = message.ack_with(kind).await {
+        tracing::debug!(%error, "an acknowledgement was not sent");
+    }
+}

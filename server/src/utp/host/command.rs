@@ -1,0 +1,158 @@
+//! A command as a tool service reads it, and what may be wrong with it.
+
+use async_nats::jetstream::Message;
+use serde_json::{Map, Value};
+use toolcrib::fault::{Code, Fault};
+use toolcrib::utp::card::{error_of, mirrored};
+use toolcrib::utp::{AfterExecution, ToolStatus, subject, trace};
+
+use super::super::wire;
+use super::{Answer, Job};
+
+/// What keeps a command from being executed.
+pub(super) enum Trouble {
+    /// The crib does not answer: later.
+    Away,
+    /// Something is wrong with it, and this is the answer.
+    Wrong(Box<Answer>),
+}
+
+impl Trouble {
+    pub(super) fn wrong(code: Code, message: impl Into<String>) -> Self {
+        let fault = Fault::new(code, message).not_happened().retryable(false);
+        Self::Wrong(Box::new(Answer::failed(fault)))
+    }
+}
+
+/// A command that can be answered.
+pub(super) struct Command {
+    pub(super) project: String,
+    pub(super) channel: String,
+    pub(super) version: String,
+    pub(super) tool_call_id: String,
+    pub(super) turn_id: String,
+    pub(super) agent_id: String,
+    pub(super) epoch: i64,
+    pub(super) step_id: Option<String>,
+    pub(super) card_id: Option<String>,
+    tool_name: Option<String>,
+    after_execution: Option<String>,
+    pub(super) traceparent: String,
+    pub(super) tracestate: Option<String>,
+    pub(super) depth: Option<String>,
+    fields: Map<String, Value>,
+}
+
+impl Command {
+    /// Reads what is needed to answer; why that is not there, otherwise.
+    pub(super) fn read(message: &Message) -> Result<Self, String> {
+        let parts = subject::parse(&message.subject).ok_or("this is no subject of ours")?;
+        let payload: Value = serde_json::from_slice(&message.payload)
+            .map_err(|error| format!("the command is not JSON: {error}"))?;
+        let Value::Object(fields) = payload else { return Err("a command is an object".into()) };
+        let headers = wire::header_map(message.headers.as_ref());
+        let header = |name: &str| headers.get(name).and_then(Value::as_str).map(str::to_owned);
+        let text = |name: &str, in_header: &str| {
+            let given = fields.get(name).and_then(Value::as_str).map(str::to_owned);
+            let given = given.or_else(|| header(in_header));
+            given.map(|text| text.trim().to_owned()).filter(|text| !text.is_empty())
+        };
+        let needed = |name: &str, in_header: &str| {
+            text(name, in_header).ok_or_else(|| format!("{name} is missing"))
+        };
+        let epoch = match fields.get("turn_epoch") {
+            Some(Value::Number(number)) => number.as_i64(),
+            Some(Value::String(text)) => text.trim().parse().ok(),
+            _ => header("cg-turn-epoch").and_then(|text| text.trim().parse().ok()),
+        };
+        let tool_call_id = needed("tool_call_id", "cg-tool-call-id")?;
+        // A trace that cannot be read is no reason to leave a command without an answer.
+        let traced = header("traceparent").filter(|text| trace::parse(text).is_some());
+        Ok(Self {
+            project: parts.project.to_owned(),
+            channel: parts.channel.to_owned(),
+            version: parts.version.to_owned(),
+            turn_id: needed("agent_turn_id", "cg-turn-id")?,
+            agent_id: needed("agent_id", "cg-agent-id")?,
+            epoch: epoch.ok_or("turn_epoch is not a whole number")?,
+            step_id: text("step_id", "cg-step-id"),
+            card_id: text("tool_call_card_id", ""),
+            tool_name: text("tool_name", ""),
+            after_execution: text("after_execution", ""),
+            traceparent: traced.unwrap_or_else(|| trace::from_seed(&tool_call_id)),
+            tracestate: header("tracestate"),
+            depth: header("cg-recursion-depth"),
+            tool_call_id,
+            fields,
+        })
+    }
+
+    /// Checks the rest, which can be answered with a failed result.
+    pub(super) fn check(&self) -> Result<(), Trouble> {
+        for name in ["args", "arguments", "result"] {
+            if self.fields.contains_key(name) {
+                let message = format!("payload.{name} is forbidden: the card has the arguments");
+                return Err(Trouble::wrong(Code::BadRequest, message));
+            }
+        }
+        let needed = [
+            ("tool_call_card_id", self.card_id.is_some()),
+            ("tool_name", self.tool_name.is_some()),
+            ("after_execution", self.after_execution.is_some()),
+        ];
+        let missing: Vec<&str> =
+            needed.iter().filter(|(_, there)| !there).map(|(name, _)| *name).collect();
+        if !missing.is_empty() {
+            let message = format!("missing required fields {missing:?}");
+            return Err(Trouble::wrong(Code::BadRequest, message));
+        }
+        let after = self.after_execution.as_deref().unwrap_or_default();
+        if after.parse::<AfterExecution>().is_err() {
+            let message = format!("after_execution \"{after}\" is neither suspend nor terminate");
+            let fault = Fault::new(Code::BadRequest, message).not_happened();
+            let result = mirrored(&error_of(&fault, "tool"));
+            let fault =
+                fault.with_detail(serde_json::json!({ "utp_code": "invalid_after_execution" }));
+            let answer = Answer { status: ToolStatus::Failed, result, error: Some(fault) };
+            return Err(Trouble::Wrong(Box::new(answer)));
+        }
+        Ok(())
+    }
+
+    /// What the report says becomes of the turn; what cannot be read is taken for `suspend`.
+    pub(super) fn after_execution(&self) -> AfterExecution {
+        let given = self.after_execution.as_deref().unwrap_or_default();
+        given.parse().unwrap_or_default()
+    }
+
+    pub(super) fn anchor(&self) -> (String, String, String) {
+        (self.project.clone(), self.turn_id.clone(), self.tool_call_id.clone())
+    }
+
+    /// Whether it is said to be something that must not happen twice.
+    pub(super) fn is_irreversible(&self) -> bool {
+        self.fields.get("effect").and_then(Value::as_str) == Some("irreversible")
+    }
+
+    /// When nobody waits for it any more, where that was said.
+    pub(super) fn deadline_ms(&self) -> Option<u64> {
+        self.fields.get("deadline_at_ms").and_then(Value::as_u64)
+    }
+
+    pub(super) fn tool_name(&self) -> &str {
+        self.tool_name.as_deref().unwrap_or("unknown")
+    }
+
+    pub(super) fn job(&self, tool_name: &str, args: Value) -> Job {
+        Job {
+            tool_name: tool_name.to_owned(),
+            args,
+            project: self.project.clone(),
+            agent_id: self.agent_id.clone(),
+            turn_id: self.turn_id.clone(),
+            tool_call_id: self.tool_call_id.clone(),
+            traceparent: self.traceparent.clone(),
+            deadline_ms: self.deadline_ms(),
+        }
+    }
+}

@@ -1,0 +1,171 @@
+//! The connection to NATS: made in the background, kept, and made again. Streams are created when
+//! they are missing, so a broker that lost everything is set up like a new one.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use async_nats::connection::State;
+use async_nats::jetstream::stream::{Config as StreamConfig, RetentionPolicy, StorageType};
+use async_nats::jetstream::{self, message::PublishMessage};
+use async_nats::{Client, ConnectOptions, HeaderMap};
+use tokio::sync::Notify;
+
+/// How long a publish may take before it is tried again.
+const ACK_PATIENCE: Duration = Duration::from_secs(5);
+const DAY: Duration = Duration::from_secs(86_400);
+
+/// Why something was not published.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct NotPublished(String);
+
+/// Where to connect to.
+#[derive(Debug, Clone)]
+pub struct Address {
+    pub url: String,
+    /// A file with NATS credentials.
+    pub credentials: Option<std::path::PathBuf>,
+    /// The version of the protocol: a part of every subject.
+    pub version: String,
+}
+
+/// A connection. Cheap to clone.
+#[derive(Clone)]
+pub struct Link {
+    client: Client,
+    jetstream: jetstream::Context,
+    version: Arc<str>,
+    came_up: Arc<Notify>,
+    streams_known: Arc<AtomicBool>,
+}
+
+impl Link {
+    /// Connects; when the broker is away, goes on trying in the background.
+    pub async fn connect(address: &Address, name: &str) -> anyhow::Result<Self> {
+        let (came_up, streams_known) = (Arc::new(Notify::new()), Arc::new(AtomicBool::new(false)));
+        let (up, known) = (came_up.clone(), streams_known.clone());
+        let mut options = ConnectOptions::new()
+            .name(name)
+            .retry_on_initial_connect()
+            .max_reconnects(None)
+            .reconnect_delay_callback(|tries| {
+                Duration::from_millis((50 * tries.min(20) as u64).min(1_000))
+            })
+            .request_timeout(Some(Duration::from_secs(10)))
+            .client_capacity(8_192)
+            .subscription_capacity(262_144)
+            .event_callback(move |event| {
+                let (up, known) = (up.clone(), known.clone());
+                async move {
+                    match event {
+                        async_nats::Event::Connected => {
+                            tracing::info!("NATS is there");
+                            up.notify_waiters();
+                        }
+                        async_nats::Event::Disconnected => {
+                            tracing::warn!("NATS is away; what is to be published waits");
+                            known.store(false, Ordering::Release);
+                        }
+                        other => tracing::debug!(event = %other, "NATS"),
+                    }
+                }
+            });
+        if let Some(path) = &address.credentials {
+            options = options.credentials_file(path).await?;
+        }
+        let urls: Vec<&str> = address.url.split(',').map(str::trim).collect();
+        let client = options.connect(urls).await?;
+        let mut jetstream = jetstream::new(client.clone());
+        jetstream.set_timeout(ACK_PATIENCE);
+        let version = address.version.as_str().into();
+        Ok(Self { client, jetstream, version, came_up, streams_known })
+    }
+
+    /// The connection itself.
+    pub fn client(&self) -> &Client {
+        &self.client
+    }
+
+    /// The version of the protocol.
+    pub fn version(&self) -> &str {
+        &self.version
+    }
+
+    /// Whether the broker answers.
+    pub fn is_up(&self) -> bool {
+        self.client.connection_state() == State::Connected
+    }
+
+    /// Returns when the broker is there.
+    pub async fn up(&self) {
+        while !self.is_up() {
+            // Looked at again in any case: a missed event costs a moment and nothing else.
+            let _ = tokio::time::timeout(Duration::from_millis(500), self.came_up.notified()).await;
+        }
+    }
+
+    /// The name of the stream of commands.
+    pub fn command_stream(&self) -> String {
+        format!("cg_cmd_{}", self.version)
+    }
+
+    /// Creates what is missing.
+    pub async fn ensure_streams(&self) -> Result<(), NotPublished> {
+        if self.streams_known.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let version = &self.version;
+        let streams = [
+            (self.command_stream(), format!("cg.{version}.*.*.cmd.*.*.>"), DAY),
+            (format!("cg_evt_{version}"), format!("cg.{version}.*.*.evt.*.*.>"), 7 * DAY),
+        ];
+        for (name, subject, max_age) in streams {
+            let config = StreamConfig {
+                name,
+                subjects: vec![subject],
+                retention: RetentionPolicy::Limits,
+                storage: StorageType::File,
+                num_replicas: 1,
+                max_age,
+                duplicate_window: Duration::from_secs(120),
+                ..StreamConfig::default()
+            };
+            let made = self.jetstream.get_or_create_stream(config).await;
+            made.map_err(|error| NotPublished(format!("no stream: {error}")))?;
+        }
+        self.streams_known.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// JetStream itself.
+    pub fn jetstream(&self) -> &jetstream::Context {
+        &self.jetstream
+    }
+
+    /// Publishes on a stream; when this returns well, the broker has it. The broker drops what it
+    /// has seen under the same id.
+    pub async fn publish(
+        &self,
+        subject: String,
+        headers: HeaderMap,
+        payload: Vec<u8>,
+        id: &str,
+    ) -> Result<(), NotPublished> {
+        self.ensure_streams().await?;
+        let message =
+            PublishMessage::build().payload(payload.into()).headers(headers).message_id(id);
+        let sent = async {
+            let acked = self.jetstream.send_publish(subject, message).await;
+            acked.map_err(|error| error.to_string())?.await.map_err(|error| error.to_string())
+        };
+        match tokio::time::timeout(ACK_PATIENCE, sent).await {
+            Ok(Ok(_)) => Ok(()),
+            Ok(Err(why)) => {
+                self.streams_known.store(false, Ordering::Release);
+                Err(NotPublished(why))
+            }
+            Err(_) => Err(NotPublished("the broker did not answer".to_owned())),
+        }
+    }
+}

@@ -1,0 +1,113 @@
+//! Reading reports, from whichever door they come, and keeping those that cannot be taken.
+
+use serde_json::{Map, Value};
+use toolcrib::engine::{Ingested, Rejected, ToolReport, Unreadable};
+use toolcrib::fault::{Code, Error, Fault};
+use toolcrib::json::check_depth;
+use toolcrib::{Caller, Engine};
+
+/// A report as it came.
+pub struct Incoming<'a> {
+    /// The subject, or the path.
+    pub subject: &'a str,
+    /// Names in lower case.
+    pub headers: Map<String, Value>,
+    pub body: &'a [u8],
+}
+
+/// Takes a report. What can never be taken becomes a dead letter.
+pub async fn take(
+    engine: &Engine,
+    caller: &Caller,
+    incoming: Incoming<'_>,
+) -> Result<Ingested, Error> {
+    let rejected = match read(engine, &incoming) {
+        Ok(report) => match engine.ingest(caller, report).await {
+            Ok(ingested) => return Ok(ingested),
+            Err(rejected) => rejected,
+        },
+        Err(rejected) => rejected,
+    };
+    let Rejected { reason, error } = rejected;
+    if let Some(reason) = reason {
+        let letter = Unreadable {
+            kind: "report",
+            reason: reason.to_owned(),
+            message: message_of(&error),
+            subject: incoming.subject.to_owned(),
+            headers: incoming.headers,
+            payload: String::from_utf8_lossy(incoming.body).into_owned(),
+        };
+        engine.bury(&caller.project, letter).await?;
+    }
+    Err(error)
+}
+
+/// Takes a report again that could not be taken before.
+pub async fn take_again(
+    engine: &Engine,
+    caller: &Caller,
+    incoming: &Incoming<'_>,
+) -> Result<Ingested, Error> {
+    let report = read(engine, incoming).map_err(|rejected| rejected.error)?;
+    engine.ingest(caller, report).await.map_err(|rejected| rejected.error)
+}
+
+fn message_of(error: &Error) -> String {
+    match error {
+        Error::Refused { fault, .. } => fault.message.clone(),
+        Error::Internal(_) => "internal error".to_owned(),
+    }
+}
+
+fn malformed(message: impl Into<String>) -> Rejected {
+    let fault = Fault::new(Code::BadRequest, message).not_happened();
+    Rejected { reason: Some("malformed"), error: fault.into() }
+}
+
+/// The fields of a report: of the payload, or where it has none of the headers.
+fn read(engine: &Engine, incoming: &Incoming<'_>) -> Result<ToolReport, Rejected> {
+    let limit = engine.limits().max_result_bytes + 16_384;
+    if incoming.body.len() > limit {
+        let message = format!("the report is over the limit of {limit} bytes");
+        let fault = Fault::new(Code::PayloadTooLarge, message).not_happened();
+        return Err(Rejected { reason: Some("too_large"), error: fault.into() });
+    }
+    let unreadable = |why: String| malformed(format!("the report is not JSON: {why}"));
+    check_depth(incoming.body).map_err(|error| unreadable(error.to_string()))?;
+    let body: Value =
+        serde_json::from_slice(incoming.body).map_err(|error| unreadable(error.to_string()))?;
+    let Value::Object(fields) = &body else { return Err(malformed("a report is an object")) };
+    let header = |name: &str| incoming.headers.get(name).and_then(Value::as_str);
+    let field = |name: &str, in_header: &str| {
+        let given = fields.get(name).filter(|given| !given.is_null());
+        let given = given.map(|given| match given {
+            Value::String(text) => text.clone(),
+            other => other.to_string(),
+        });
+        let given = given.or_else(|| header(in_header).map(str::to_owned));
+        given.map(|text| text.trim().to_owned()).filter(|text| !text.is_empty())
+    };
+    let needed = |name: &str, in_header: &str| {
+        field(name, in_header).ok_or_else(|| malformed(format!("{name} is missing")))
+    };
+    let epoch = needed("turn_epoch", "cg-turn-epoch")?;
+    let depth = header("cg-recursion-depth").map(|text| {
+        let whole = || malformed("CG-Recursion-Depth must be a whole number from 0");
+        text.trim().parse::<u32>().map_err(|_| whole())
+    });
+    Ok(ToolReport {
+        tool_call_id: needed("tool_call_id", "cg-tool-call-id")?,
+        turn_id: needed("agent_turn_id", "cg-turn-id")?,
+        agent_id: needed("agent_id", "cg-agent-id")?,
+        epoch: epoch.parse().map_err(|_| malformed("turn_epoch must be a whole number"))?,
+        after_execution: field("after_execution", ""),
+        status: field("status", ""),
+        card_id: field("tool_result_card_id", ""),
+        card: fields.get("card").filter(|card| card.is_object()).cloned(),
+        inline_result: fields.contains_key("result"),
+        depth: depth.transpose()?,
+        traceparent: header("traceparent").map(str::to_owned),
+        source: field("source_agent_id", "cg-sender"),
+    })
+}

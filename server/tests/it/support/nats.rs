@@ -1,0 +1,269 @@
+//! A nats-server of the test's own, and someone on it who plays a tool service by hand.
+
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use async_nats::jetstream::consumer::pull;
+use async_nats::jetstream::{self, Message};
+use async_nats::{Client, HeaderMap, Request};
+use futures::StreamExt;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use toolcrib_server::utp::{Host, Link, link::Address};
+
+use super::process::free_port;
+use super::{Server, soon, until};
+
+/// A broker with a directory of its own; it goes away with the value.
+pub struct Nats {
+    dir: TempDir,
+    port: u16,
+    child: Option<Child>,
+}
+
+impl Nats {
+    /// A broker that answers; none where only quick tests are wanted.
+    pub async fn start() -> Option<Self> {
+        if std::env::var_os("TOOLCRIB_TEST_QUICK").is_some() {
+            return None;
+        }
+        let mut nats = Self { dir: tempfile::tempdir().unwrap(), port: free_port(), child: None };
+        nats.up().await;
+        Some(nats)
+    }
+
+    pub fn url(&self) -> String {
+        format!("nats://127.0.0.1:{}", self.port)
+    }
+
+    /// Starts it on the same directory.
+    pub async fn up(&mut self) {
+        let store = self.dir.path().join("jetstream");
+        let file = self.dir.path().join("nats.conf");
+        let text = format!(
+            "listen: \"127.0.0.1:{}\"\nmax_payload: 16777216\njetstream {{ store_dir: {:?} }}\n",
+            self.port, store
+        );
+        std::fs::write(&file, text).unwrap();
+        let log = std::fs::File::create(self.dir.path().join("nats.log")).unwrap();
+        let child = Command::new("nats-server")
+            .arg("-c")
+            .arg(&file)
+            .stdout(Stdio::null())
+            .stderr(log)
+            .spawn()
+            .expect("nats-server is missing: ./scripts/test installs it");
+        self.child = Some(child);
+        let address = format!("127.0.0.1:{}", self.port);
+        until("nats-server", || async {
+            tokio::net::TcpStream::connect(&address).await.ok().map(drop)
+        })
+        .await;
+    }
+
+    /// Takes it away at once; what it stored stays.
+    pub fn down(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+
+    /// A server of ours on it.
+    pub async fn server(&self) -> Server {
+        let url = self.url();
+        Server::with(|config| config.nats.url = Some(url)).await
+    }
+
+    pub async fn link(&self) -> Link {
+        let (url, version) = (self.url(), "v1r3".to_owned());
+        Link::connect(&Address { url, credentials: None, version }, "test").await.unwrap()
+    }
+
+    /// A tool service in Rust that is being served; it ends with the test.
+    pub async fn host(&self, target: &str, make: impl FnOnce(Host) -> Host) -> Hosted {
+        let host = make(Host::over(self.link().await));
+        let target = target.to_owned();
+        let serving = tokio::spawn(async move {
+            host.serve(&target, std::future::pending()).await.unwrap();
+        });
+        Hosted(serving)
+    }
+
+    pub async fn hand(&self) -> Hand {
+        let client = async_nats::connect(self.url()).await.unwrap();
+        Hand { client }
+    }
+}
+
+impl Drop for Nats {
+    fn drop(&mut self) {
+        self.down();
+    }
+}
+
+pub struct Hosted(tokio::task::JoinHandle<()>);
+
+impl Drop for Hosted {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+/// Someone on NATS who does everything by hand.
+#[derive(Clone)]
+pub struct Hand {
+    pub client: Client,
+}
+
+/// A command as it came.
+pub struct Given {
+    pub message: Message,
+    pub payload: Value,
+}
+
+impl Given {
+    pub fn header(&self, name: &str) -> String {
+        let headers = self.message.headers.as_ref().unwrap();
+        headers.get(name).map(|value| value.to_string()).unwrap_or_default()
+    }
+
+    pub async fn ack(&self) {
+        self.message.ack().await.unwrap();
+    }
+}
+
+impl Hand {
+    /// The next command for a target, which must come.
+    pub async fn next(&self, target: &str) -> Given {
+        self.next_on(&format!("cg.v1r3.*.*.cmd.tool.{target}.>"), &format!("hand_{target}")).await
+    }
+
+    /// The next message on a subject of the command stream.
+    pub async fn next_on(&self, subject: &str, name: &str) -> Given {
+        self.next_in("cg_cmd_v1r3", subject, name).await
+    }
+
+    /// The next message on a subject of this stream.
+    pub async fn next_in(&self, stream: &str, subject: &str, name: &str) -> Given {
+        let jetstream = jetstream::new(self.client.clone());
+        let consumer = until("the stream of commands", || async {
+            let stream = jetstream.get_stream(stream).await.ok()?;
+            let config = pull::Config {
+                durable_name: Some(name.to_owned()),
+                filter_subject: subject.to_owned(),
+                ..pull::Config::default()
+            };
+            stream.get_or_create_consumer(name, config).await.ok()
+        })
+        .await;
+        let fetching = async {
+            loop {
+                let fetch = consumer.fetch().max_messages(1).expires(Duration::from_secs(5));
+                // Nothing there yet, or the broker is away: asked again.
+                match fetch.messages().await {
+                    Ok(mut batch) => match batch.next().await {
+                        Some(Ok(message)) => return message,
+                        _ => tokio::time::sleep(Duration::from_millis(10)).await,
+                    },
+                    Err(_) => tokio::time::sleep(Duration::from_millis(50)).await,
+                }
+            }
+        };
+        let message = soon(&format!("a message on {subject}"), fetching).await;
+        let payload = serde_json::from_slice(&message.payload).unwrap();
+        Given { message, payload }
+    }
+
+    /// Asks the crib something, in project `default`.
+    pub async fn ask(&self, what: &str, body: Value) -> Value {
+        self.ask_in("default", what, body, &[]).await
+    }
+
+    pub async fn ask_in(
+        &self,
+        project: &str,
+        what: &str,
+        body: Value,
+        headers: &[(&str, &str)],
+    ) -> Value {
+        self.ask_raw(project, what, body.to_string().into_bytes(), headers).await
+    }
+
+    pub async fn ask_raw(
+        &self,
+        project: &str,
+        what: &str,
+        body: Vec<u8>,
+        headers: &[(&str, &str)],
+    ) -> Value {
+        let subject = format!("cg.v1r3.{project}.public.rpc.{what}");
+        let mut map = HeaderMap::new();
+        headers.iter().for_each(|(name, value)| map.insert(*name, *value));
+        let reply = until(&format!("an answer to {what}"), || async {
+            let request = Request::new().payload(body.clone().into()).headers(map.clone());
+            // The door may not be open yet.
+            self.client.send_request(subject.clone(), request).await.ok()
+        })
+        .await;
+        serde_json::from_slice(&reply.payload).unwrap()
+    }
+
+    /// Publishes a command, whatever it is.
+    pub async fn command(&self, subject: &str, body: Vec<u8>) {
+        let jetstream = jetstream::new(self.client.clone());
+        jetstream.publish(subject.to_owned(), body.into()).await.unwrap().await.unwrap();
+    }
+}
+
+/// A result card for a command.
+pub fn result_card(command: &Value, card_id: &str, status: &str, result: Value) -> Value {
+    let error = match status {
+        "success" => Value::Null,
+        _ => json!({ "code": "upstream_unavailable", "message": "it did not work" }),
+    };
+    json!({
+        "card_id": card_id,
+        "type": "tool.result",
+        "author_id": "tool.hand",
+        "content": {
+            "__type__": "ToolResultContent",
+            "status": status,
+            "after_execution": command["after_execution"],
+            "result": result,
+            "error": error,
+        },
+        "metadata": {
+            "agent_turn_id": command["agent_turn_id"],
+            "tool_call_id": command["tool_call_id"],
+        },
+    })
+}
+
+/// The report of a card.
+pub fn report(command: &Value, card_id: &str, status: &str) -> Value {
+    json!({
+        "tool_call_id": command["tool_call_id"],
+        "agent_turn_id": command["agent_turn_id"],
+        "turn_epoch": command["turn_epoch"],
+        "agent_id": command["agent_id"],
+        "after_execution": command["after_execution"],
+        "status": status,
+        "tool_result_card_id": card_id,
+        "step_id": command["step_id"],
+    })
+}
+
+/// The definition of a UTP tool that takes anything.
+pub fn tool(name: &str, target: &str, more: Value) -> Value {
+    let mut tool = json!({
+        "tool_name": name,
+        "target_subject": format!("cg.v1r3.{{project_id}}.{{channel_id}}.cmd.tool.{target}.run"),
+        "after_execution": "suspend",
+        "timeout_ms": 30_000,
+    });
+    for (key, value) in more.as_object().unwrap() {
+        tool[key] = value.clone();
+    }
+    tool
+}

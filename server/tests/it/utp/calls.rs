@@ -1,0 +1,242 @@
+//! Calls of tools that a tool service executes, from the invoke to the result.
+
+use serde_json::{Value, json};
+
+use crate::support::nats::{Nats, report, result_card, tool};
+use crate::support::{Server, until};
+
+#[tokio::test]
+async fn a_call_goes_to_the_tool_service_and_comes_back() {
+    let Some(nats) = Nats::start().await else { return };
+    let server = nats.server().await;
+    let api = server.api();
+    let schema = json!({ "type": "object", "properties": { "text": { "type": "string" } } });
+    api.post(
+        "/projects/default/tools",
+        tool("text.count", "count", json!({ "parameters": schema })),
+    )
+    .await
+    .is(201);
+    let _host = nats
+        .host("count", |host| {
+            host.tool("text.count", |job| async move {
+                let words = job.args["text"].as_str().unwrap().split_whitespace().count();
+                Ok(json!({ "words": words }))
+            })
+        })
+        .await;
+    let body = json!({ "run_id": "run_1", "args": { "text": "four words in here" } });
+    let call = api.post("/v1/tools/text.count/invoke?wait_ms=30000", body).await.is(202);
+    assert_eq!(
+        (&call["status"], &call["executor"]),
+        (&json!("SUCCEEDED"), &json!("utp")),
+        "{call}"
+    );
+    assert_eq!(call["result"], json!({ "words": 4 }));
+    let id = call["tool_call_id"].as_str().unwrap();
+    let cards = api.get(&format!("/v1/tool_calls/{id}/cards")).await.is(200)["cards"].clone();
+    let (asked, result) = (&cards[0], &cards[1]);
+    assert_eq!((&asked["type"], &result["type"]), (&json!("tool.call"), &json!("tool.result")));
+    assert_eq!(asked["content"]["__type__"], "ToolCallContent");
+    assert_eq!(asked["content"]["arguments"], json!({ "text": "four words in here" }));
+    assert_eq!(asked["content"]["tool_name"], "text.count");
+    assert_eq!(result["content"]["__type__"], "ToolResultContent");
+    assert_eq!(result["content"]["result"], json!({ "words": 4 }));
+    assert_eq!(result["content"]["status"], "success");
+    assert_eq!(result["author_id"], "tool.rust");
+    for name in ["agent_turn_id", "step_id", "tool_call_id", "trace_id"] {
+        assert!(asked["metadata"][name].is_string(), "{name}: {asked}");
+        assert_eq!(asked["metadata"][name], result["metadata"][name], "{name}");
+    }
+    for card in [asked, result] {
+        let id = card["card_id"].as_str().unwrap();
+        assert_eq!(&api.get(&format!("/v1/cards/{id}")).await.is(200), card);
+        let over_nats = nats.hand().await.ask("sys.cards.get", json!({ "card_ids": [id] })).await;
+        assert_eq!(over_nats, json!({ "ok": true, "cards": [card] }));
+    }
+}
+
+#[tokio::test]
+async fn the_command_is_what_the_protocol_says() {
+    let Some(nats) = Nats::start().await else { return };
+    let server = nats.server().await;
+    let api = server.api();
+    api.post("/projects/default/tools", tool("hand.work", "hand", json!({}))).await.is(201);
+    let id = api.invoke("hand.work", json!({ "a": 1 })).await;
+    let hand = nats.hand().await;
+    let command = hand.next("hand").await;
+    assert_eq!(command.message.subject.as_str(), "cg.v1r3.default.public.cmd.tool.hand.run");
+    let payload = &command.payload;
+    assert_eq!(payload["tool_call_id"], id.as_str());
+    assert_eq!(payload["agent_turn_id"], "run_1");
+    assert_eq!(payload["turn_epoch"], 1);
+    assert_eq!(payload["agent_id"], "default");
+    assert_eq!(payload["tool_name"], "hand.work");
+    assert_eq!(payload["after_execution"], "suspend");
+    assert_eq!(payload["project_id"], "default");
+    for forbidden in ["args", "arguments", "result"] {
+        assert!(payload.get(forbidden).is_none(), "{payload}");
+    }
+    for header in ["traceparent", "CG-Timestamp", "CG-Version", "CG-Msg-Type", "CG-Sender"] {
+        assert!(!command.header(header).is_empty(), "{header}");
+    }
+    assert_eq!(api.call(&id).await["status"], "PENDING", "nobody has taken it");
+    // Whoever reads the card has taken the call.
+    let asked = json!({ "card_ids": [payload["tool_call_card_id"]] });
+    let card = hand.ask("sys.cards.get", asked).await["cards"][0].clone();
+    assert_eq!(card["content"]["arguments"], json!({ "a": 1 }));
+    let target = "cg.v1r3.{project_id}.{channel_id}.cmd.tool.hand.run";
+    assert_eq!(card["content"]["target_subject"], target);
+    let trace_id = &command.header("traceparent")[3..35];
+    assert_eq!(card["metadata"]["trace_id"], trace_id, "one trace from the card to the command");
+    api.until_status(&id, "RUNNING").await;
+    let written = result_card(payload, "mine1", "success", json!({ "ok": 1 }));
+    let put = hand.ask("sys.cards.put", json!({ "card": written })).await;
+    assert_eq!((&put["ok"], &put["card_id"]), (&json!(true), &json!("mine1")), "{put}");
+    let taken = hand.ask("sys.l0.report", report(payload, "mine1", "success")).await;
+    assert_eq!((&taken["ok"], &taken["duplicate"]), (&json!(true), &json!(false)), "{taken}");
+    let call = api.finished(&id).await;
+    assert_eq!((&call["status"], &call["result"]), (&json!("SUCCEEDED"), &json!({ "ok": 1 })));
+    let copied = api.get("/v1/cards/mine1").await.is(200);
+    assert_eq!(copied["metadata"]["trace_id"], trace_id);
+    assert_eq!(copied["metadata"]["step_id"], card["metadata"]["step_id"]);
+}
+
+#[tokio::test]
+async fn each_of_the_five_statuses_ends_the_call_in_its_own_way() {
+    let Some(nats) = Nats::start().await else { return };
+    let server = nats.server().await;
+    let (api, hand) = (server.api(), nats.hand().await);
+    api.post("/projects/default/tools", tool("hand.work", "hand", json!({}))).await.is(201);
+    let expected = [
+        ("success", "SUCCEEDED", Value::Null),
+        ("partial", "SUCCEEDED", Value::Null),
+        ("failed", "FAILED", json!("UPSTREAM_UNAVAILABLE")),
+        ("timeout", "TIMEOUT", json!("TIMEOUT")),
+        ("canceled", "CANCELED", json!("CANCELED")),
+    ];
+    for (status, ends_as, code) in expected {
+        let id = api.invoke("hand.work", json!({})).await;
+        let command = hand.next("hand").await;
+        command.ack().await;
+        let card_id = format!("r-{status}");
+        let card = result_card(&command.payload, &card_id, status, json!({ "n": 1 }));
+        let mut said = report(&command.payload, &card_id, status);
+        said["card"] = card;
+        let taken = hand.ask("sys.l0.report", said.clone()).await;
+        assert_eq!(taken["ok"], true, "{status}: {taken}");
+        let call = api.finished(&id).await;
+        assert_eq!(call["status"], ends_as, "{status}: {call}");
+        assert_eq!(call["error"]["code"], code, "{status}: {call}");
+        assert_eq!(call.get("partial"), (status == "partial").then_some(&json!(true)), "{call}");
+        let again = hand.ask("sys.l0.report", said).await;
+        assert_eq!((&again["ok"], &again["duplicate"]), (&json!(true), &json!(true)), "{again}");
+        let cards = api.get(&format!("/v1/tool_calls/{id}/cards")).await.is(200);
+        assert_eq!(cards["cards"][1]["card_id"], card_id.as_str(), "the tool's own card: {cards}");
+    }
+    assert_eq!(api.get("/v1/dead_letters").await.is(200)["dead_letters"], json!([]));
+}
+
+#[tokio::test]
+async fn a_call_keeps_the_definition_it_was_made_with() {
+    let Some(nats) = Nats::start().await else { return };
+    let server = nats.server().await;
+    let (api, hand) = (server.api(), nats.hand().await);
+    let first =
+        api.post("/projects/default/tools", tool("hand.work", "old", json!({}))).await.is(201);
+    let id = api.invoke("hand.work", json!({})).await;
+    let command = hand.next("old").await;
+    let ends = json!({ "after_execution": "terminate" });
+    let second = api.post("/projects/default/tools", tool("hand.work", "new", ends)).await.is(201);
+    assert_ne!(first["version"], second["version"]);
+    let cards = api.get(&format!("/v1/tool_calls/{id}/cards")).await.is(200);
+    let subject = cards["cards"][0]["content"]["target_subject"].as_str().unwrap();
+    assert!(subject.contains(".old."), "{subject}");
+    // The report is measured by the old definition as well.
+    let mut said = report(&command.payload, "r1", "success");
+    said["card"] = result_card(&command.payload, "r1", "success", json!(1));
+    assert_eq!(hand.ask("sys.l0.report", said).await["ok"], true);
+    assert_eq!(api.finished(&id).await["status"], "SUCCEEDED");
+    let other = api.invoke("hand.work", json!({})).await;
+    let command = hand.next("new").await;
+    assert_eq!(command.payload["tool_call_id"], other.as_str());
+    assert_eq!(command.payload["after_execution"], "terminate");
+    // A tool that is gone: its calls go on as they began.
+    api.delete("/projects/default/tools/hand.work").await.is(204);
+    let mut said = report(&command.payload, "r2", "success");
+    said["card"] = result_card(&command.payload, "r2", "success", json!(2));
+    assert_eq!(hand.ask("sys.l0.report", said).await["ok"], true);
+    assert_eq!(api.finished(&other).await["result"], 2);
+}
+
+#[tokio::test]
+async fn every_other_call_can_be_read_as_cards_too() {
+    let server = Server::start().await;
+    let api = server.api();
+    let good = api.invoke("calculation.eval", json!({ "expression": "6*7" })).await;
+    let bad = api.invoke("calculation.eval", json!({ "expression": "1/0" })).await;
+    for (id, status) in [(&good, "success"), (&bad, "failed")] {
+        api.finished(id).await;
+        let cards = api.get(&format!("/v1/tool_calls/{id}/cards")).await.is(200)["cards"].clone();
+        assert_eq!(cards[0]["content"]["tool_name"], "calculation.eval");
+        assert_eq!(cards[1]["content"]["status"], status, "{cards}");
+        let card_id = cards[1]["card_id"].as_str().unwrap();
+        assert_eq!(api.get(&format!("/v1/cards/{card_id}")).await.is(200), cards[1]);
+    }
+    let path = format!("/v1/tool_calls/{bad}/cards");
+    let cards = api.get(&path).await.is(200);
+    let content = &cards["cards"][1]["content"];
+    assert_eq!(content["error"]["code"], "bad_request");
+    assert_eq!(content["result"]["error_code"], "bad_request");
+    assert!(content["error"]["message"].is_string());
+    api.clone().project("other").get(&path).await.refused(404, "NOT_FOUND");
+    api.get("/v1/cards/nothing").await.refused(404, "NOT_FOUND");
+}
+
+#[tokio::test]
+async fn a_tool_that_lasts_is_not_given_to_another_and_a_dead_one_is_replaced() {
+    let Some(nats) = Nats::start().await else { return };
+    let server = nats.server().await;
+    let api = server.api();
+    let idempotent = json!({ "effect": "idempotent" });
+    api.post("/projects/default/tools", tool("slow.work", "slow", idempotent)).await.is(201);
+    api.post("/projects/default/tools", tool("once.work", "slow", json!({}))).await.is(201);
+    let count = std::sync::Arc::new(std::sync::atomic::AtomicUsize::new(0));
+    let (runs, lasts) = (count.clone(), std::time::Duration::from_millis(2_500));
+    let make = move |host: toolcrib_server::utp::Host| {
+        let runs = runs.clone();
+        host.ack_wait(std::time::Duration::from_secs(1)).any(move |job| {
+            let n = runs.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+            async move {
+                // The first time it is begun it lasts longer than the broker waits for a sign.
+                tokio::time::sleep(if n == 0 { lasts } else { lasts / 100 }).await;
+                toolcrib_server::utp::Answer::success(json!({ "tool": job.tool_name, "n": n }))
+            }
+        })
+    };
+    let host = nats.host("slow", make.clone()).await;
+    let id = api.invoke("slow.work", json!({})).await;
+    assert_eq!(api.finished(&id).await["result"]["n"], 0);
+    assert_eq!(count.load(std::sync::atomic::Ordering::SeqCst), 1, "it ran once");
+    // Now one that dies in mid-call: what only reads or is idempotent is begun again by another,
+    // what must not happen twice is not.
+    count.store(0, std::sync::atomic::Ordering::SeqCst);
+    let again = api.invoke("slow.work", json!({})).await;
+    api.until_status(&again, "RUNNING").await;
+    drop(host);
+    let host = nats.host("slow", make.clone()).await;
+    assert_eq!(api.finished(&again).await["status"], "SUCCEEDED");
+    count.store(0, std::sync::atomic::Ordering::SeqCst);
+    let once = api.invoke("once.work", json!({})).await;
+    api.until_status(&once, "RUNNING").await;
+    until("it to be begun", || async {
+        (count.load(std::sync::atomic::Ordering::SeqCst) == 1).then_some(())
+    })
+    .await;
+    drop(host);
+    let _host = nats.host("slow", make).await;
+    let call = api.finished(&once).await;
+    assert_eq!(call["status"], "FAILED", "{call}");
+    assert!(call["error"]["message"].as_str().unwrap().contains("may have happened"), "{call}");
+    assert_eq!(count.load(std::sync::atomic::Ordering::SeqCst), 1, "it was begun once");
+}

@@ -1,0 +1,108 @@
+//! Who is who over NATS: keys and rules, the later version of the protocol, agents of the roster.
+
+use serde_json::json;
+
+use crate::support::Server;
+use crate::support::nats::{Nats, report, result_card, tool};
+
+#[tokio::test]
+async fn where_keys_were_made_an_agents_rules_hold_over_nats_too() {
+    let Some(nats) = Nats::start().await else { return };
+    let server = nats.server().await;
+    let admin = server.keyed("p", "boss", "admin", &[]).await;
+    let ada = server.keyed("p", "ada", "agent", &["calculation.*"]).await;
+    admin.put("/v1/agents/ada", json!({ "worker_target": "w1" })).await.is(200);
+    let hand = nats.hand().await;
+    let turn = hand.ask_in("p", "agent.ada.lease", json!({}), &[]).await;
+    assert_eq!(turn["ok"], true, "{turn}");
+    let call = |id: &str, tool: &str, args| json!({ "tool_call_id": id, "tool_name": tool, "arguments": args });
+    let id = turn["agent_turn_id"].as_str().unwrap();
+    let body = json!({
+        "agent_turn_id": id,
+        "turn_epoch": 1,
+        "calls": [
+            call("good", "calculation.eval", json!({ "expression": "1+1" })),
+            call("bad", "weather.query", json!({ "city": "Oslo" })),
+        ],
+    });
+    assert_eq!(hand.ask_in("p", "agent.ada.dispatch", body, &[]).await["ok"], true);
+    let body = json!({ "agent_turn_id": id, "turn_epoch": 1, "wait_ms": 20_000 });
+    let resumed = hand.ask_in("p", "agent.ada.resume", body, &[]).await;
+    assert_eq!(resumed["results"][0]["status"], "success", "{resumed}");
+    assert_eq!(resumed["results"][1]["error"]["code"], "auth_failed", "{resumed}");
+    // Her own key opens her own inbox and turns over HTTP, and nobody else's.
+    ada.get("/v1/agents/ada/inbox").await.is(200);
+    ada.get(&format!("/v1/agents/ada/turns/{id}")).await.is(200);
+    ada.get("/v1/agents/eve/inbox").await.refused(403, "PERMISSION_DENIED");
+    // A tool service on NATS is a provider: it can neither change the roster nor see letters.
+    let other = server.keyed("q", "eve", "admin", &[]).await;
+    other.get(&format!("/v1/agents/ada/turns/{id}")).await.refused(404, "NOT_FOUND");
+}
+
+#[tokio::test]
+async fn the_later_version_has_its_identity_in_headers() {
+    let Some(nats) = Nats::start().await else { return };
+    let url = nats.url();
+    let server = Server::with(|config| {
+        config.nats.url = Some(url);
+        config.nats.version = "v1r4".to_owned();
+    })
+    .await;
+    let api = server.api();
+    let target = json!({ "target_subject": "cmd.tool.hand.run" });
+    api.post("/projects/default/tools", tool("hand.work", "hand", target)).await.is(201);
+    let id = api.invoke("hand.work", json!({ "a": 1 })).await;
+    let hand = nats.hand().await;
+    let subject = "cg.v1r4.default.public.cmd.tool.hand.run";
+    let command = hand.next_in("cg_cmd_v1r4", subject, "later").await;
+    let mut fields: Vec<&String> = command.payload.as_object().unwrap().keys().collect();
+    fields.sort();
+    assert_eq!(fields, ["after_execution", "tool_call_card_id", "tool_name"]);
+    assert_eq!(command.header("CG-Tool-Call-Id"), id);
+    let headers: Vec<(&str, String)> =
+        ["CG-Agent-Id", "CG-Turn-Id", "CG-Turn-Epoch", "CG-Step-Id", "CG-Tool-Call-Id"]
+            .map(|name| (name, command.header(name)))
+            .into();
+    let mut full = command.payload.clone();
+    full["agent_turn_id"] = json!(command.header("CG-Turn-Id"));
+    full["tool_call_id"] = json!(id);
+    let said = json!({
+        "after_execution": "suspend", "status": "success", "tool_result_card_id": "r1",
+        "card": result_card(&full, "r1", "success", json!({ "later": true })),
+    });
+    let mut map = async_nats::HeaderMap::new();
+    headers.iter().for_each(|(name, value)| map.insert(*name, value.as_str()));
+    let request =
+        async_nats::Request::new().payload(said.to_string().into_bytes().into()).headers(map);
+    let to = "cg.v1r4.default.public.rpc.sys.l0.report";
+    let reply = hand.client.send_request(to, request).await.unwrap();
+    let taken: serde_json::Value = serde_json::from_slice(&reply.payload).unwrap();
+    assert_eq!(taken["ok"], true, "{taken}");
+    assert_eq!(api.finished(&id).await["result"], json!({ "later": true }));
+}
+
+#[tokio::test]
+async fn a_call_outside_a_turn_reaches_the_inbox_of_an_agent_of_the_roster() {
+    let Some(nats) = Nats::start().await else { return };
+    let server = nats.server().await;
+    let (api, hand) = (server.api(), nats.hand().await);
+    api.post("/projects/default/tools", tool("hand.work", "hand", json!({}))).await.is(201);
+    for on_the_roster in [false, true] {
+        if on_the_roster {
+            api.put("/v1/agents/default", json!({ "worker_target": "w9" })).await.is(200);
+        }
+        let id = api.invoke("hand.work", json!({})).await;
+        let command = hand.next("hand").await;
+        command.ack().await;
+        let mut said = report(&command.payload, &format!("r-{on_the_roster}"), "success");
+        said["card"] =
+            result_card(&command.payload, &format!("r-{on_the_roster}"), "success", json!(1));
+        let taken = hand.ask("sys.l0.report", said).await;
+        assert_eq!(taken["inbox_id"].is_string(), on_the_roster, "{taken}");
+        assert_eq!(api.finished(&id).await["status"], "SUCCEEDED");
+    }
+    let items = api.get("/v1/agents/default/inbox?wait_ms=20000").await.is(200);
+    assert_eq!(items["items"].as_array().unwrap().len(), 1, "{items}");
+    let woken = hand.next_on("cg.v1r3.default.public.cmd.agent.w9.wakeup", "w9").await;
+    assert_eq!(woken.payload["inbox_id"], items["items"][0]["inbox_id"]);
+}

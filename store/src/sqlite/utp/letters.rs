@@ -1,0 +1,121 @@
+//! Inboxes, the outbox, and getting rid of what is old.
+
+use rusqlite::{Connection, OptionalExtension, params};
+use toolcrib::store::utp::Delivered;
+use toolcrib::utp::{InboxItem, Letter, Waiting};
+
+use super::{body, of_body};
+
+/// Puts something into an inbox, unless the outcome of that call is there already.
+pub(super) fn put(connection: &Connection, item: &InboxItem) -> rusqlite::Result<Delivered> {
+    let known: Option<String> = connection
+        .prepare_cached(
+            "SELECT inbox_id FROM inbox \
+             WHERE project = ?1 AND turn_id = ?2 AND tool_call_id = ?3",
+        )?
+        .query_row([&item.project, &item.turn_id, &item.tool_call_id], |row| row.get(0))
+        .optional()?;
+    if let Some(known) = known {
+        return Ok(Delivered::Known(known));
+    }
+    connection
+        .prepare_cached(
+            "INSERT INTO inbox \
+             (inbox_id, project, agent_id, turn_id, tool_call_id, created_ms, body) \
+             VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)",
+        )?
+        .execute(params![
+            item.inbox_id,
+            item.project,
+            item.agent_id,
+            item.turn_id,
+            item.tool_call_id,
+            item.created_ms as i64,
+            body(item)?
+        ])?;
+    Ok(Delivered::New)
+}
+
+pub(super) fn deliver(
+    connection: &Connection,
+    item: &InboxItem,
+    result_card_id: &str,
+    letter: Option<&Letter>,
+) -> rusqlite::Result<Delivered> {
+    let delivered = put(connection, item)?;
+    let call: Option<(i64, String)> = connection
+        .prepare_cached(
+            "SELECT number, body FROM turn_calls \
+             WHERE project = ?1 AND turn_id = ?2 AND tool_call_id = ?3 AND inbox_id IS NULL",
+        )?
+        .query_row([&item.project, &item.turn_id, &item.tool_call_id], |row| {
+            Ok((row.get(0)?, row.get(1)?))
+        })
+        .optional()?;
+    if let Some((number, text)) = call {
+        let mut waiting: Waiting = of_body(&text)?;
+        waiting.result_card_id = Some(result_card_id.to_owned());
+        waiting.inbox_id = Some(item.inbox_id.clone());
+        // Also when it was put in before its step was stored.
+        connection
+            .prepare_cached("UPDATE turn_calls SET inbox_id = ?1, body = ?2 WHERE number = ?3")?
+            .execute(params![item.inbox_id, body(&waiting)?, number])?;
+    }
+    if delivered == Delivered::New {
+        letter.map_or(Ok(()), |letter| post(connection, letter))?;
+    }
+    Ok(delivered)
+}
+
+pub(super) fn post(connection: &Connection, letter: &Letter) -> rusqlite::Result<()> {
+    connection
+        .prepare_cached("INSERT OR IGNORE INTO outbox (id, body) VALUES (?1, ?2)")?
+        .execute(params![letter.id, body(letter)?])
+        .map(drop)
+}
+
+pub(super) fn take(
+    connection: &Connection,
+    project: &str,
+    agent_id: &str,
+    ids: &[String],
+    now_ms: u64,
+) -> rusqlite::Result<usize> {
+    let mut update = connection.prepare_cached(
+        "UPDATE inbox SET taken_ms = ?1 WHERE project = ?2 AND agent_id = ?3 AND inbox_id = ?4 \
+         AND taken_ms IS NULL",
+    )?;
+    let mut count = 0;
+    for id in ids {
+        count += update.execute(params![now_ms as i64, project, agent_id, id])?;
+    }
+    Ok(count)
+}
+
+/// What is old and of no more use, a little of each.
+pub(super) fn purge(
+    connection: &Connection,
+    before_ms: u64,
+    limit: usize,
+) -> rusqlite::Result<usize> {
+    let bound = params![i64::try_from(before_ms).unwrap_or(i64::MAX), limit as i64];
+    let mut count = 0;
+    for sql in [
+        "DELETE FROM cards WHERE number IN (SELECT number FROM cards ORDER BY number LIMIT ?2) \
+         AND created_ms < ?1",
+        "DELETE FROM inbox WHERE number IN (SELECT number FROM inbox ORDER BY number LIMIT ?2) \
+         AND created_ms < ?1 AND taken_ms IS NOT NULL",
+        "DELETE FROM dead_letters WHERE id IN (SELECT id FROM dead_letters ORDER BY id LIMIT ?2) \
+         AND created_ms < ?1",
+        "DELETE FROM turn_calls WHERE number IN (SELECT number FROM turn_calls \
+         WHERE inbox_id IS NOT NULL ORDER BY number LIMIT ?2) \
+         AND NOT EXISTS (SELECT 1 FROM turns t WHERE t.project = turn_calls.project \
+         AND t.turn_id = turn_calls.turn_id AND t.updated_ms >= ?1)",
+        "DELETE FROM turns WHERE (project, turn_id) IN (SELECT project, turn_id FROM turns \
+         WHERE updated_ms < ?1 LIMIT ?2) AND NOT EXISTS (SELECT 1 FROM turn_calls c \
+         WHERE c.project = turns.project AND c.turn_id = turns.turn_id)",
+    ] {
+        count += connection.prepare_cached(sql)?.execute(bound)?;
+    }
+    Ok(count)
+}

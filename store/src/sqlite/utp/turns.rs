@@ -1,0 +1,83 @@
+//! Turns and the calls of their steps.
+
+use rusqlite::{Connection, OptionalExtension, params};
+use toolcrib::store::Saved;
+use toolcrib::store::utp::TurnChange;
+use toolcrib::utp::{Turn, Waiting};
+
+use super::{body, letters, of_body};
+
+/// Saves a turn with what belongs to it, unless its stored version is not the one before.
+pub(super) fn save(
+    connection: &Connection,
+    turn: &Turn,
+    change: &TurnChange,
+) -> rusqlite::Result<Saved> {
+    let stored: Option<i64> = connection
+        .prepare_cached("SELECT version FROM turns WHERE project = ?1 AND turn_id = ?2")?
+        .query_row([&turn.project, &turn.turn_id], |row| row.get(0))
+        .optional()?;
+    if stored.unwrap_or(0) + 1 != turn.version as i64 {
+        return Ok(Saved::Stale);
+    }
+    connection
+        .prepare_cached("INSERT OR REPLACE INTO turns VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)")?
+        .execute(params![
+            turn.project,
+            turn.turn_id,
+            turn.agent_id,
+            turn.status.as_str(),
+            turn.lease_until_ms as i64,
+            turn.updated_ms as i64,
+            turn.version as i64,
+            body(turn)?
+        ])?;
+    for waiting in &change.waiting {
+        connection
+            .prepare_cached(
+                "INSERT OR IGNORE INTO turn_calls \
+                 (project, turn_id, tool_call_id, step_id, call_id, inbox_id, body) \
+                 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)",
+            )?
+            .execute(params![
+                waiting.project,
+                waiting.turn_id,
+                waiting.tool_call_id,
+                waiting.step_id,
+                waiting.call_id,
+                waiting.inbox_id,
+                body(waiting)?
+            ])?;
+    }
+    if change.takes_inbox {
+        connection
+            .prepare_cached(
+                "UPDATE inbox SET taken_ms = ?1 \
+                 WHERE project = ?2 AND turn_id = ?3 AND taken_ms IS NULL",
+            )?
+            .execute(params![turn.updated_ms as i64, turn.project, turn.turn_id])?;
+    }
+    for item in &change.inbox {
+        letters::put(connection, item)?;
+    }
+    change.letters.iter().try_for_each(|letter| letters::post(connection, letter))?;
+    Ok(Saved::Yes)
+}
+
+/// Calls whose outcome is in no inbox yet, with their numbers.
+pub(super) fn undelivered(
+    connection: &Connection,
+    after: u64,
+    limit: usize,
+) -> rusqlite::Result<Vec<(u64, Waiting)>> {
+    let mut select = connection.prepare_cached(
+        "SELECT number, body FROM turn_calls \
+         WHERE inbox_id IS NULL AND number > ?1 AND call_id IS NOT NULL ORDER BY number LIMIT ?2",
+    )?;
+    let mut rows = select.query(params![after as i64, limit as i64])?;
+    let mut all = Vec::new();
+    while let Some(row) = rows.next()? {
+        all.push((row.get::<_, i64>(0)? as u64, of_body(&row.get::<_, String>(1)?)?));
+    }
+    Ok(all)
+}

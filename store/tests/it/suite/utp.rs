@@ -1,0 +1,296 @@
+//! Cards, turns, inboxes, the outbox and dead letters.
+
+use serde_json::{Map, json};
+use toolcrib::directory::{Change, Project};
+use toolcrib::store::utp::{CardPut, Delivered, TurnChange};
+use toolcrib::store::{Saved, Store};
+use toolcrib::tool::{Definition, Executor};
+use toolcrib::utp::card::into_map;
+use toolcrib::utp::{
+    AfterExecution, Binding, Card, DeadLetter, InboxItem, Letter, Member, Turn, TurnStatus, Waiting,
+};
+
+use super::directory::tool;
+use crate::support::{NOW, json as text};
+
+fn card(card_id: &str, kind: &str, turn_id: &str, call: &str) -> Card {
+    Card {
+        card_id: card_id.into(),
+        project: "p".into(),
+        kind: kind.into(),
+        content: into_map(json!({ "__type__": "JsonContent", "data": { "n": 1.5 } })),
+        created_ms: NOW,
+        author_id: "ada".into(),
+        metadata: into_map(json!({ "agent_turn_id": turn_id })),
+        tool_calls: None,
+        tool_call_id: Some(call.into()),
+        ttl_seconds: None,
+    }
+}
+
+fn turn(turn_id: &str, version: u64) -> Turn {
+    Turn {
+        project: "p".into(),
+        agent_id: "ada".into(),
+        turn_id: turn_id.into(),
+        epoch: version,
+        status: TurnStatus::Running,
+        channel: "public".into(),
+        step_id: Some("s1".into()),
+        parent_step_id: None,
+        traceparent: None,
+        tracestate: None,
+        context_box_id: None,
+        depth: 0,
+        lease_until_ms: NOW + 1_000,
+        lease_ms: 1_000,
+        resume_deadline_ms: None,
+        created_ms: NOW,
+        updated_ms: NOW,
+        reason: None,
+        version,
+    }
+}
+
+fn waiting(call: &str) -> Waiting {
+    Waiting {
+        project: "p".into(),
+        agent_id: "ada".into(),
+        turn_id: "t1".into(),
+        epoch: 1,
+        step_id: "s1".into(),
+        tool_call_id: call.into(),
+        tool_name: "x".into(),
+        call_id: Some("tc_1".into()),
+        result_card_id: None,
+        inbox_id: None,
+    }
+}
+
+fn item(agent: &str, call: &str) -> InboxItem {
+    InboxItem {
+        inbox_id: format!("inbox_{agent}_{call}"),
+        project: "p".into(),
+        agent_id: agent.into(),
+        message_type: "tool_result".into(),
+        turn_id: "t1".into(),
+        tool_call_id: call.into(),
+        payload: Map::new(),
+        traceparent: "00-1-1-01".into(),
+        tracestate: None,
+        parent_step_id: None,
+        source_agent_id: None,
+        depth: 0,
+        created_ms: NOW,
+    }
+}
+
+fn letter(id: &str) -> Letter {
+    Letter {
+        id: id.into(),
+        subject: "p.c.cmd.agent.w.wakeup".into(),
+        headers: vec![("a".into(), "b".into())],
+        payload: json!({ "agent_id": "ada" }),
+        expires_ms: NOW + 1,
+    }
+}
+
+pub async fn cards_are_written_once(store: &dyn Store) {
+    let utp = store.utp();
+    let first = card("c1", "tool.result", "t1", "call_0");
+    assert_eq!(utp.put_card(first.clone()).await.unwrap(), CardPut::New);
+    assert_eq!(utp.card("p", "c1").await.unwrap(), Some(first.clone()));
+    assert_eq!(utp.card("q", "c1").await.unwrap(), None, "another project's");
+    let later = Card { created_ms: NOW + 9, ..first.clone() };
+    assert_eq!(utp.put_card(later).await.unwrap(), CardPut::Same);
+    let changed = Card { author_id: "eve".into(), ..first.clone() };
+    assert_eq!(utp.put_card(changed).await.unwrap(), CardPut::Other(Box::new(first.clone())));
+    let second = card("c2", "tool.result", "t1", "call_0");
+    assert_eq!(utp.put_card(second).await.unwrap(), CardPut::Other(Box::new(first.clone())));
+    let found = utp.result_card("p", "t1", "call_0").await.unwrap();
+    assert_eq!(found, Some(first));
+    for other in [
+        card("c3", "tool.result", "t2", "call_0"),
+        card("c4", "tool.call", "t1", "call_0"),
+        card("c5", "tool.call", "t1", "call_0"),
+        Card { project: "q".into(), ..card("c1", "tool.result", "t1", "call_0") },
+    ] {
+        assert_eq!(utp.put_card(other).await.unwrap(), CardPut::New);
+    }
+}
+
+pub async fn of_many_results_of_a_call_one_is_kept(store: &dyn Store) {
+    let utp = store.utp();
+    let writing = (0..50).map(|n| utp.put_card(card(&format!("c{n}"), "tool.result", "t", "x")));
+    let put = futures::future::join_all(writing).await;
+    let new = put.iter().filter(|put| matches!(put, Ok(CardPut::New))).count();
+    assert_eq!(new, 1);
+}
+
+pub async fn turns_are_saved_by_version(store: &dyn Store) {
+    let utp = store.utp();
+    let change = || TurnChange::default();
+    assert_eq!(utp.save_turn(turn("t1", 2), change()).await.unwrap(), Saved::Stale);
+    assert_eq!(utp.save_turn(turn("t1", 1), change()).await.unwrap(), Saved::Yes);
+    assert_eq!(utp.save_turn(turn("t1", 1), change()).await.unwrap(), Saved::Stale);
+    let full = TurnChange { waiting: vec![waiting("a"), waiting("b")], ..change() };
+    assert_eq!(utp.save_turn(turn("t1", 2), full).await.unwrap(), Saved::Yes);
+    assert_eq!(utp.turn("p", "t1").await.unwrap(), Some(turn("t1", 2)));
+    assert_eq!(utp.turn("q", "t1").await.unwrap(), None);
+    let calls = utp.waiting("p", "t1", "s1").await.unwrap();
+    assert_eq!(calls, [waiting("a"), waiting("b")]);
+    assert_eq!(utp.waiting_call("p", Some("t1"), "b").await.unwrap(), Some(waiting("b")));
+    assert_eq!(utp.waiting_call("p", Some("t2"), "b").await.unwrap(), None);
+    assert_eq!(utp.waiting_call("p", None, "b").await.unwrap(), Some(waiting("b")));
+    assert_eq!(utp.expired_turns(NOW, 9).await.unwrap(), []);
+    assert_eq!(utp.expired_turns(NOW + 1_000, 9).await.unwrap(), [turn("t1", 2)]);
+}
+
+pub async fn an_outcome_is_delivered_once_and_in_order(store: &dyn Store) {
+    let utp = store.utp();
+    let change = TurnChange { waiting: vec![waiting("a"), waiting("b")], ..TurnChange::default() };
+    utp.save_turn(turn("t1", 1), change).await.unwrap();
+    let first = utp.deliver(item("ada", "b"), "r1", Some(letter("l1"))).await.unwrap();
+    assert_eq!(first, Delivered::New);
+    let again = utp.deliver(item("ada", "b"), "r1", Some(letter("l2"))).await.unwrap();
+    assert_eq!(again, Delivered::Known("inbox_ada_b".into()));
+    utp.deliver(item("ada", "a"), "r2", None).await.unwrap();
+    utp.deliver(item("eve", "z"), "r3", None).await.unwrap();
+    assert_eq!(utp.outbox(9).await.unwrap(), [letter("l1")], "one wakeup");
+    let open = utp.undelivered(0, 9).await.unwrap();
+    assert!(open.is_empty(), "{open:?}");
+    let calls = utp.waiting("p", "t1", "s1").await.unwrap();
+    assert_eq!(calls[1].result_card_id.as_deref(), Some("r1"));
+    let items = utp.inbox("p", "ada", 9).await.unwrap();
+    assert_eq!(items, [item("ada", "b"), item("ada", "a")]);
+    assert_eq!(utp.waiting_agents(NOW + 1, 9).await.unwrap(), [item("ada", "b"), item("eve", "z")]);
+    assert_eq!(utp.waiting_agents(NOW, 9).await.unwrap(), []);
+    let ids = ["inbox_ada_b".to_owned(), "inbox_eve_z".to_owned()];
+    assert_eq!(utp.take_from_inbox("p", "ada", &ids, NOW).await.unwrap(), 1, "only its own");
+    assert_eq!(utp.take_from_inbox("p", "ada", &ids, NOW).await.unwrap(), 0);
+    assert_eq!(utp.inbox("p", "ada", 9).await.unwrap(), [item("ada", "a")]);
+    let again = utp.deliver(item("ada", "b"), "r1", None).await.unwrap();
+    assert_eq!(again, Delivered::Known("inbox_ada_b".into()), "also after it was taken");
+    let change = TurnChange { takes_inbox: true, ..TurnChange::default() };
+    utp.save_turn(turn("t1", 2), change).await.unwrap();
+    assert_eq!(utp.inbox("p", "ada", 9).await.unwrap(), []);
+}
+
+pub async fn an_outcome_before_its_step_is_not_forgotten(store: &dyn Store) {
+    let utp = store.utp();
+    utp.deliver(item("ada", "a"), "r1", None).await.unwrap();
+    let change = TurnChange { waiting: vec![waiting("a")], ..TurnChange::default() };
+    utp.save_turn(turn("t1", 1), change).await.unwrap();
+    let open = utp.undelivered(0, 9).await.unwrap();
+    assert_eq!(open.len(), 1);
+    assert!(utp.undelivered(open[0].0, 9).await.unwrap().is_empty());
+    let again = utp.deliver(item("ada", "a"), "r1", None).await.unwrap();
+    assert_eq!(again, Delivered::Known("inbox_ada_a".into()));
+    assert!(utp.undelivered(0, 9).await.unwrap().is_empty());
+    let calls = utp.waiting("p", "t1", "s1").await.unwrap();
+    assert_eq!(calls[0].inbox_id.as_deref(), Some("inbox_ada_a"));
+}
+
+pub async fn the_outbox_is_emptied_in_order(store: &dyn Store) {
+    let utp = store.utp();
+    utp.post(vec![letter("l2"), letter("l1")]).await.unwrap();
+    assert_eq!(utp.outbox(1).await.unwrap(), [letter("l2")]);
+    utp.posted(&["l2".into()]).await.unwrap();
+    assert_eq!(utp.outbox(9).await.unwrap(), [letter("l1")]);
+}
+
+pub async fn dead_letters_are_listed_newest_first(store: &dyn Store) {
+    let utp = store.utp();
+    let dead = |id: &str, project: &str| DeadLetter {
+        id: id.into(),
+        project: project.into(),
+        kind: "report".into(),
+        reason: "orphan".into(),
+        message: "…".into(),
+        subject: "s".into(),
+        headers: Map::new(),
+        payload: "{".into(),
+        cut: false,
+        created_ms: NOW,
+        redriven_ms: None,
+        last_try: None,
+    };
+    for (id, project) in [("dl_1", "p"), ("dl_2", "p"), ("dl_3", "q")] {
+        utp.bury(dead(id, project)).await.unwrap();
+    }
+    assert_eq!(
+        utp.dead_letters("p", None, 9).await.unwrap(),
+        [dead("dl_2", "p"), dead("dl_1", "p")]
+    );
+    assert_eq!(utp.dead_letters("p", Some("dl_2"), 9).await.unwrap(), [dead("dl_1", "p")]);
+    assert_eq!(utp.dead_letter("p", "dl_3").await.unwrap(), None);
+    let tried = DeadLetter { last_try: Some("taken".into()), ..dead("dl_1", "p") };
+    utp.bury(tried.clone()).await.unwrap();
+    assert_eq!(utp.dead_letter("p", "dl_1").await.unwrap(), Some(tried));
+}
+
+pub async fn what_is_old_and_used_goes(store: &dyn Store) {
+    let utp = store.utp();
+    utp.put_card(card("c1", "tool.call", "t1", "a")).await.unwrap();
+    let change = TurnChange { waiting: vec![waiting("a")], ..TurnChange::default() };
+    utp.save_turn(turn("t1", 1), change).await.unwrap();
+    utp.deliver(item("ada", "a"), "r1", None).await.unwrap();
+    utp.purge_utp(NOW, 100).await.unwrap();
+    assert!(utp.card("p", "c1").await.unwrap().is_some(), "not older than that");
+    utp.purge_utp(NOW + 1, 100).await.unwrap();
+    assert_eq!(utp.inbox("p", "ada", 9).await.unwrap().len(), 1, "nobody has taken it yet");
+    utp.take_from_inbox("p", "ada", &["inbox_ada_a".into()], NOW).await.unwrap();
+    for _ in 0..2 {
+        utp.purge_utp(NOW + 1, 100).await.unwrap();
+    }
+    assert_eq!(utp.card("p", "c1").await.unwrap(), None);
+    assert_eq!(utp.turn("p", "t1").await.unwrap(), None);
+    assert!(utp.waiting("p", "t1", "s1").await.unwrap().is_empty());
+}
+
+pub async fn a_projects_tool_is_kept_by_version(store: &dyn Store) {
+    let bound = |target: &str| Definition {
+        executor: Executor::Utp,
+        utp: Some(Binding {
+            target_subject: target.into(),
+            after_execution: AfterExecution::Terminate,
+            options: text(r#"{"args":{"fixed":{"a":1.10}}}"#),
+        }),
+        ..tool("p", "a.b", "")
+    };
+    let (old, new) = (bound("x.old"), bound("x.new"));
+    assert_ne!(old.version(), new.version());
+    let project = Project { id: "p".into(), title: "P".into(), created_ms: NOW };
+    let member = Member {
+        project: "p".into(),
+        agent_id: "ada".into(),
+        worker_target: "w".into(),
+        profile: Some(text(r#"{"x":1}"#)),
+        allowed_tools: Some(vec!["a.*".into()]),
+        updated_ms: NOW,
+    };
+    let changes = [
+        Change::AddProject(project.clone()),
+        Change::PutTool(Box::new(old.clone())),
+        Change::PutTool(Box::new(new.clone())),
+        Change::PutMember(Member { worker_target: "old".into(), ..member.clone() }),
+        Change::PutMember(member.clone()),
+    ];
+    for change in changes {
+        super::directory::change(store, change).await;
+    }
+    let directory = store.directory().await.unwrap();
+    assert_eq!(directory.tools, std::slice::from_ref(&new));
+    assert_eq!((directory.projects, directory.roster), (vec![project], vec![member]));
+    let utp = store.utp();
+    for known in [&old, &new] {
+        let found = utp.tool_version("p", "a.b", &known.version()).await.unwrap();
+        assert_eq!(found.as_ref(), Some(known));
+    }
+    let (project, name, agent_id) = ("p".to_owned(), "a.b".to_owned(), "ada".to_owned());
+    super::directory::change(store, Change::DropTool { project: project.clone(), name }).await;
+    super::directory::change(store, Change::DropMember { project, agent_id }).await;
+    let directory = store.directory().await.unwrap();
+    assert!(directory.tools.is_empty() && directory.roster.is_empty());
+    assert!(utp.tool_version("p", "a.b", &old.version()).await.unwrap().is_some());
+}
