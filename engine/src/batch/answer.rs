@@ -70,12 +70,15 @@ pub fn pending(call: &Call) -> Pending<'_> {
 impl Settled {
     pub(super) fn of(
         index: usize,
-        read: Result<Entry, Misfit>,
+        read: &Result<Entry, Misfit>,
         state: Option<(State, bool)>,
     ) -> Self {
         let (form, id, name, refused) = match read {
-            Ok(entry) => (entry.form, entry.id, Some(entry.name), None),
-            Err(misfit) => (misfit.form, misfit.id, misfit.name, Some(misfit.fault)),
+            Ok(entry) => (entry.form, entry.id.clone(), Some(entry.name.clone()), None),
+            Err(misfit) => {
+                let Misfit { form, id, name, fault } = misfit.clone();
+                (form, id, name, Some(fault))
+            }
         };
         // Only the envelope can be answered without an id.
         let stand_in = || (form != Form::Envelope).then(|| format!("call_{index}"));
