@@ -130,10 +130,7 @@ impl Engine {
         }
         let budget = batch.budget_tokens;
         let run = Arc::new(Run::new(self, caller, batch, read));
-        let mut states = run.clone().all().await;
-        let settled = run.read().iter().enumerate();
-        let results = settled.map(|(index, read)| Settled::of(index, read, states[index].take()));
-        BatchAnswer::of(results.collect(), budget).await
+        BatchAnswer::of(run.all().await, budget).await
     }
 
     fn check(&self, batch: &Batch) -> Result<(), Error> {

@@ -7,12 +7,13 @@ use futures::StreamExt;
 use serde_json::json;
 use tokio::task::JoinSet;
 
-use super::{Batch, Mode, State};
+use super::{Batch, Mode, Settled, State};
 use crate::call::Call;
 use crate::caller::Caller;
 use crate::dialect::{Entry, Misfit};
-use crate::engine::{Engine, Invocation};
+use crate::engine::{CatalogEntry, Engine, Invocation};
 use crate::fault::{Code, Error, Fault};
+use crate::json::Json;
 use crate::tool::Effect;
 
 /// So many lanes are worth a task of their own, which another thread can run.
@@ -22,7 +23,10 @@ const WORTH_A_TASK: usize = 16;
 type Lane = Vec<usize>;
 
 /// What became of an entry, and whether it had been asked before.
-pub(super) type Known = (State, bool);
+type Known = (State, bool);
+
+/// An entry as it is answered, and its message, unless that depends on the other messages.
+pub(super) type Answered = (Settled, Option<Json>);
 
 /// A batch under way.
 pub(super) struct Run {
@@ -30,6 +34,8 @@ pub(super) struct Run {
     caller: Caller,
     batch: Batch,
     read: Vec<Result<Entry, Misfit>>,
+    /// The tool that each entry means.
+    tools: Vec<Option<Arc<CatalogEntry>>>,
     width: usize,
     until_ms: u64,
     /// Lanes that have begun.
@@ -45,7 +51,8 @@ impl Run {
         batch: Batch,
         read: Vec<Result<Entry, Misfit>>,
     ) -> Self {
-        let limits = engine.limits();
+        let (limits, catalog) = (engine.limits(), engine.inner.catalog());
+        let tool = |entry: &Entry| catalog.named(caller, &entry.name);
         let wait_ms = batch.wait_ms.unwrap_or(limits.max_wait_ms).min(limits.max_wait_ms);
         Self {
             width: batch.max_parallel.unwrap_or(limits.max_batch_parallel),
@@ -53,19 +60,15 @@ impl Run {
             engine: engine.clone(),
             caller: caller.clone(),
             batch,
+            tools: read.iter().map(|entry| entry.as_ref().ok().and_then(tool)).collect(),
             read,
             begun: AtomicUsize::new(0),
             bytes: AtomicUsize::new(0),
         }
     }
 
-    /// The entries, as they were read.
-    pub(super) fn read(&self) -> &[Result<Entry, Misfit>] {
-        &self.read
-    }
-
-    /// Runs all of it; by the places of the entries.
-    pub(super) async fn all(self: Arc<Self>) -> Vec<Option<Known>> {
+    /// Runs all of it, and answers in the order of the entries.
+    pub(super) async fn all(self: Arc<Self>) -> Vec<Answered> {
         let mut lanes = self.lanes();
         let mut others = JoinSet::new();
         // Where all have a place anyway, the threads share them. When nobody waits any more, the
@@ -78,37 +81,45 @@ impl Run {
                 others.spawn(self.clone().some(lanes.split_off(lanes.len() - each)));
             }
         }
-        let mut states: Vec<Option<Known>> = self.read.iter().map(|_| None).collect();
-        let mut note = |done: Vec<(usize, Known)>| {
-            done.into_iter().for_each(|(index, known)| states[index] = Some(known));
+        let mut answers: Vec<Option<Answered>> = self.read.iter().map(|_| None).collect();
+        let mut note = |done: Vec<(usize, Answered)>| {
+            done.into_iter().for_each(|(index, answer)| answers[index] = Some(answer));
         };
-        note(self.some(lanes).await);
+        note(self.clone().some(lanes).await);
         while let Some(done) = others.join_next().await {
             match done {
                 Ok(done) => note(done),
                 Err(error) => tracing::error!(%error, "a part of a batch"),
             }
         }
-        states
+        let all = answers.into_iter().enumerate();
+        all.map(|(index, answer)| answer.unwrap_or_else(|| self.answered(index, None))).collect()
+    }
+
+    /// An entry as it is answered; without a call when it could not be read.
+    fn answered(&self, index: usize, known: Option<Known>) -> Answered {
+        let settled = Settled::of(index, &self.read[index], known);
+        let alone = self.batch.budget_tokens.is_none();
+        let message = alone.then(|| settled.message(&settled.content()));
+        (settled, message)
     }
 
     /// What runs side by side: the entries of a lane go one after the other.
     fn lanes(&self) -> Vec<Lane> {
-        let catalog = self.engine.inner.catalog();
-        let in_order = |entry: &Entry| match self.batch.mode {
+        let in_order = |index: usize| match self.batch.mode {
             // With one place there is only one order that nobody wonders about.
             _ if self.width == 1 => true,
             Mode::Serial => true,
             Mode::Unordered => false,
             // What is not there is refused at once, and need not wait for its turn.
-            Mode::Parallel => catalog
-                .named(&self.caller, &entry.name)
+            Mode::Parallel => self.tools[index]
+                .as_ref()
                 .is_some_and(|tool| tool.definition.effect != Effect::Read),
         };
         let (mut ordered, mut lanes) = (Lane::new(), Vec::new());
         for (index, entry) in self.read.iter().enumerate() {
             match entry {
-                Ok(entry) if in_order(entry) => ordered.push(index),
+                Ok(_) if in_order(index) => ordered.push(index),
                 Ok(_) => lanes.push(vec![index]),
                 Err(_) => {}
             }
@@ -119,14 +130,14 @@ impl Run {
         lanes
     }
 
-    async fn some(self: Arc<Self>, lanes: Vec<Lane>) -> Vec<(usize, Known)> {
+    async fn some(self: Arc<Self>, lanes: Vec<Lane>) -> Vec<(usize, Answered)> {
         // Boxed, because a lane is moved several times on its way to where it is run.
         let lanes: Vec<_> = lanes.iter().map(|lane| Box::pin(self.lane(lane))).collect();
         let done = futures::stream::iter(lanes).buffer_unordered(self.width);
         done.collect::<Vec<_>>().await.into_iter().flatten().collect()
     }
 
-    async fn lane(&self, places: &[usize]) -> Vec<(usize, Known)> {
+    async fn lane(&self, places: &[usize]) -> Vec<(usize, Answered)> {
         // Those that have a place from the beginning begin even if nobody waits at all.
         let mut at_once = self.begun.fetch_add(1, Ordering::Relaxed) < self.width;
         let mut blocked = false;
@@ -135,7 +146,8 @@ impl Run {
             let Ok(entry) = &self.read[index] else { continue };
             let in_time = at_once || self.engine.now_ms() < self.until_ms;
             if blocked || !in_time {
-                done.push((index, (State::Refused(not_begun()), false)));
+                let known = (State::Refused(not_begun()), false);
+                done.push((index, self.answered(index, Some(known))));
                 continue;
             }
             let known = self.settle(index, entry).await;
@@ -144,7 +156,7 @@ impl Run {
                 State::Open(call) => blocked = !call.asked.background,
                 State::Ended { .. } => at_once = false,
             }
-            done.push((index, known));
+            done.push((index, self.answered(index, Some(known))));
         }
         done
     }
@@ -167,6 +179,7 @@ impl Run {
 
     fn invocation(&self, index: usize, entry: &Entry) -> Invocation {
         let batch = &self.batch;
+        let name = self.tools[index].as_ref().map_or(&entry.name, |tool| &tool.definition.name);
         let of_batch = || batch.idempotency_key.as_ref().map(|key| format!("{key}/{index}"));
         Invocation {
             run_id: batch.run_id.clone(),
@@ -177,7 +190,7 @@ impl Run {
             user_id: batch.user_id.clone(),
             traceparent: batch.traceparent.clone(),
             callback_url: batch.callback_url.clone(),
-            ..Invocation::of(entry.name.clone(), entry.args.clone())
+            ..Invocation::of(name.clone(), entry.args.clone())
         }
     }
 
