@@ -61,12 +61,17 @@ impl Target {
         Ok(connections)
     }
 
-    /// One call, on a new connection if the old one is no longer open; tells whether it was ok.
-    async fn call(&self, connection: &mut Connection) -> io::Result<bool> {
+    /// One call, on a new connection if the old one is no longer open; how long its answer took,
+    /// if it was ok.
+    async fn call(&self, connection: &mut Connection) -> io::Result<Option<Duration>> {
+        let begun = Instant::now();
         if !connection.is_open() {
             *connection = Connection::open(&self.addr).await?;
         }
-        connection.round_trip(&self.request).await.map(|answer| (self.ok)(&answer))
+        let answer = connection.round_trip(&self.request).await?;
+        // Judging a long answer takes time that is not the server's.
+        let took = begun.elapsed();
+        Ok((self.ok)(&answer).then_some(took))
     }
 }
 
@@ -81,10 +86,9 @@ struct Tally {
 impl Tally {
     /// Makes one call and notes how it went.
     async fn call(&mut self, target: &Target, connection: &mut Connection) {
-        let begun = Instant::now();
         match target.call(connection).await {
-            Ok(true) => self.latencies.push(micros(begun.elapsed())),
-            Ok(false) => self.errors += 1,
+            Ok(Some(took)) => self.latencies.push(micros(took)),
+            Ok(None) => self.errors += 1,
             Err(_) => {
                 self.errors += 1;
                 tokio::time::sleep(AFTER_FAILURE).await;

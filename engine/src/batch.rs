@@ -11,21 +11,19 @@
 //! the same idempotency key takes up where this one was left.
 
 mod answer;
+mod run;
 mod shares;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
-use futures::StreamExt;
 use serde_json::json;
 
-use crate::call::Call;
 use crate::caller::Caller;
-use crate::dialect::{self, Entry};
-use crate::engine::{Engine, Invocation};
+use crate::dialect;
+use crate::engine::Engine;
 use crate::fault::{Code, Error, Fault};
 use crate::json::Json;
-use crate::tool::Effect;
+use run::Run;
 
 pub use answer::{BatchAnswer, Settled, State, pending};
 pub(crate) use shares::divided;
@@ -130,28 +128,9 @@ impl Engine {
             let first = read.iter().flatten().next().map_or("", |entry| entry.name.as_str());
             self.inner.check_permission(&self.inner.catalog(), caller, first).await?;
         }
-        let limits = self.limits();
-        let width = batch.max_parallel.unwrap_or(limits.max_batch_parallel);
-        let wait_ms = batch.wait_ms.unwrap_or(limits.max_wait_ms).min(limits.max_wait_ms);
-        let lanes = self.lanes(caller, &batch, width, &read);
-        let run = Run {
-            engine: self,
-            caller,
-            batch: &batch,
-            width,
-            until_ms: self.now_ms() + wait_ms,
-            begun: AtomicUsize::new(0),
-            bytes: AtomicUsize::new(0),
-        };
-        let lanes: Vec<_> = lanes.into_iter().map(|lane| run.lane(lane)).collect();
-        let done = futures::stream::iter(lanes).buffer_unordered(width).collect::<Vec<_>>().await;
-        let mut states: Vec<Option<(State, bool)>> = read.iter().map(|_| None).collect();
-        for (index, state, replayed) in done.into_iter().flatten() {
-            states[index] = Some((state, replayed));
-        }
-        let settled = read.into_iter().zip(states).enumerate();
-        let results = settled.map(|(index, (read, state))| Settled::of(index, read, state));
-        BatchAnswer::of(results.collect(), batch.budget_tokens).await
+        let budget = batch.budget_tokens;
+        let run = Arc::new(Run::new(self, caller, batch, read));
+        BatchAnswer::of(run.all().await, budget).await
     }
 
     fn check(&self, batch: &Batch) -> Result<(), Error> {
@@ -192,139 +171,5 @@ impl Engine {
             }
         }
         Ok(())
-    }
-
-    /// What runs side by side: the entries of a lane go one after the other.
-    fn lanes<'a>(
-        &self,
-        caller: &Caller,
-        batch: &Batch,
-        width: usize,
-        read: &'a [Result<Entry, dialect::Misfit>],
-    ) -> Vec<Vec<(usize, &'a Entry)>> {
-        let fit = read.iter().enumerate();
-        let fit = fit.filter_map(|(index, entry)| entry.as_ref().ok().map(|entry| (index, entry)));
-        let catalog = self.inner.catalog();
-        let in_order = |entry: &Entry| match batch.mode {
-            // With one place there is only one order that nobody wonders about.
-            _ if width == 1 => true,
-            Mode::Serial => true,
-            Mode::Unordered => false,
-            // What is not there is refused at once, and need not wait for its turn.
-            Mode::Parallel => catalog
-                .named(caller, &entry.name)
-                .is_some_and(|tool| tool.definition.effect != Effect::Read),
-        };
-        let (ordered, free): (Vec<_>, Vec<_>) = fit.partition(|(_, entry)| in_order(entry));
-        let mut lanes: Vec<_> = free.into_iter().map(|entry| vec![entry]).collect();
-        if !ordered.is_empty() {
-            lanes.insert(0, ordered);
-        }
-        lanes
-    }
-}
-
-/// A batch under way.
-struct Run<'a> {
-    engine: &'a Engine,
-    caller: &'a Caller,
-    batch: &'a Batch,
-    width: usize,
-    until_ms: u64,
-    /// Lanes that have begun.
-    begun: AtomicUsize,
-    /// Bytes of the results so far.
-    bytes: AtomicUsize,
-}
-
-impl Run<'_> {
-    async fn lane(&self, entries: Vec<(usize, &Entry)>) -> Vec<(usize, State, bool)> {
-        // Those that have a place from the beginning begin even if nobody waits at all.
-        let mut at_once = self.begun.fetch_add(1, Ordering::Relaxed) < self.width;
-        let mut blocked = false;
-        let mut done = Vec::with_capacity(entries.len());
-        for (index, entry) in entries {
-            let in_time = at_once || self.engine.now_ms() < self.until_ms;
-            if blocked || !in_time {
-                done.push((index, State::Refused(not_begun()), false));
-                continue;
-            }
-            let (state, replayed) = self.settle(index, entry).await;
-            match &state {
-                State::Refused(_) => {}
-                State::Open(call) => blocked = !call.asked.background,
-                State::Ended { .. } => at_once = false,
-            }
-            done.push((index, state, replayed));
-        }
-        done
-    }
-
-    async fn settle(&self, index: usize, entry: &Entry) -> (State, bool) {
-        let asked = self.invocation(index, entry);
-        let ticket = match self.engine.invoke(self.caller, asked).await {
-            Ok(ticket) => ticket,
-            Err(error) => return (State::Refused(told(error)), false),
-        };
-        let mut call = ticket.call.clone();
-        if !call.status.is_terminal() && !call.asked.background {
-            let left_ms = self.until_ms.saturating_sub(self.engine.now_ms());
-            // When the store cannot be asked, the ticket is still good.
-            call = self.engine.outcome(self.caller, &ticket, left_ms).await.unwrap_or(call);
-        }
-        let state = if call.status.is_terminal() { self.ended(call) } else { State::Open(call) };
-        (state, ticket.replayed)
-    }
-
-    fn invocation(&self, index: usize, entry: &Entry) -> Invocation {
-        let batch = self.batch;
-        let of_batch = || batch.idempotency_key.as_ref().map(|key| format!("{key}/{index}"));
-        Invocation {
-            run_id: batch.run_id.clone(),
-            call_id: entry.id.clone(),
-            timeout_ms: entry.timeout_ms,
-            retry: entry.retry,
-            idempotency_key: entry.idempotency_key.clone().or_else(of_batch),
-            user_id: batch.user_id.clone(),
-            traceparent: batch.traceparent.clone(),
-            callback_url: batch.callback_url.clone(),
-            ..Invocation::of(entry.name.clone(), entry.args.clone())
-        }
-    }
-
-    /// Keeps the result, unless those of this batch are too much together already.
-    fn ended(&self, call: Arc<Call>) -> State {
-        let data = call.outcome.as_ref().and_then(|outcome| outcome.data.as_ref());
-        let size = data.map_or(0, |data| data.text().len());
-        let before = self.bytes.fetch_add(size, Ordering::Relaxed);
-        if before + size <= self.engine.limits().max_batch_bytes {
-            return State::Ended { call, left_out_bytes: None };
-        }
-        self.bytes.fetch_sub(size, Ordering::Relaxed);
-        let mut slim = (*call).clone();
-        if let Some(outcome) = &mut slim.outcome {
-            outcome.data = None;
-        }
-        State::Ended { call: Arc::new(slim), left_out_bytes: Some(size) }
-    }
-}
-
-fn not_begun() -> Fault {
-    let message = "not begun: the wait was over before its turn came. Nothing was done, and it \
-                   will not be done later; ask for it again if it is still wanted";
-    Fault::new(Code::Canceled, message).not_happened().retryable(true)
-}
-
-/// A refusal as the fault of an entry.
-fn told(error: Error) -> Fault {
-    match error {
-        Error::Refused { fault, retry_after_ms: Some(ms) } if fault.detail.is_none() => {
-            fault.with_detail(json!({ "retry_after_ms": ms }))
-        }
-        Error::Refused { fault, .. } => fault,
-        Error::Internal(source) => {
-            tracing::error!(error = %source, "an entry of a batch");
-            Fault::new(Code::Internal, "internal error; see the server's log")
-        }
     }
 }

@@ -110,7 +110,7 @@ pub fn parse(entry: &Json) -> Result<Entry, Misfit> {
     })
 }
 
-fn form_of(fields: &Fields) -> Result<Form, Fault> {
+fn form_of(fields: &Fields<'_>) -> Result<Form, Fault> {
     match fields.text("type")?.as_deref() {
         Some("function") => Ok(Form::OpenAi),
         Some("function_call") => Ok(Form::Responses),

@@ -95,6 +95,13 @@ impl<'de> Deserialize<'de> for Json {
     }
 }
 
+/// A part of a document that was checked.
+impl From<&RawValue> for Json {
+    fn from(raw: &RawValue) -> Self {
+        Self(raw.to_owned().into())
+    }
+}
+
 impl From<serde_json::Error> for NotJson {
     fn from(error: serde_json::Error) -> Self {
         let (line, column) = (error.line(), error.column());

@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 use std::sync::Arc;
 
+use super::run::Answered;
 use super::shares;
 use crate::call::{Call, Metrics};
 use crate::dialect::{self, Answer, Entry, Form, Misfit, Pending};
@@ -70,12 +71,15 @@ pub fn pending(call: &Call) -> Pending<'_> {
 impl Settled {
     pub(super) fn of(
         index: usize,
-        read: Result<Entry, Misfit>,
+        read: &Result<Entry, Misfit>,
         state: Option<(State, bool)>,
     ) -> Self {
         let (form, id, name, refused) = match read {
-            Ok(entry) => (entry.form, entry.id, Some(entry.name), None),
-            Err(misfit) => (misfit.form, misfit.id, misfit.name, Some(misfit.fault)),
+            Ok(entry) => (entry.form, entry.id.clone(), Some(entry.name.clone()), None),
+            Err(misfit) => {
+                let Misfit { form, id, name, fault } = misfit.clone();
+                (form, id, name, Some(fault))
+            }
         };
         // Only the envelope can be answered without an id.
         let stand_in = || (form != Form::Envelope).then(|| format!("call_{index}"));
@@ -131,7 +135,7 @@ impl Settled {
     }
 
     /// The whole of it, as a text for a model.
-    fn content(&self) -> String {
+    pub(super) fn content(&self) -> String {
         match &self.state {
             State::Open(call) => dialect::pending_content(&pending(call)),
             State::Ended { call, left_out_bytes: Some(bytes) } => {
@@ -166,7 +170,7 @@ impl Settled {
         tokens::first(&brief, budget).to_owned()
     }
 
-    fn message(&self, content: &str) -> Json {
+    pub(super) fn message(&self, content: &str) -> Json {
         let pending = match &self.state {
             State::Open(call) => Some(pending(call)),
             _ => None,
@@ -184,14 +188,16 @@ impl Settled {
 }
 
 impl BatchAnswer {
-    pub(super) async fn of(
-        mut results: Vec<Settled>,
-        budget: Option<usize>,
-    ) -> Result<Self, Error> {
+    pub(super) async fn of(answered: Vec<Answered>, budget: Option<usize>) -> Result<Self, Error> {
+        let (mut results, messages): (Vec<_>, Vec<_>) = answered.into_iter().unzip();
+        let Some(budget) = budget else {
+            let messages = messages.into_iter().map(|message| message.unwrap_or_else(Json::null));
+            return Ok(Self { messages: messages.collect(), results });
+        };
         let mut contents: Vec<String> = results.iter().map(Settled::content).collect();
         let bytes: usize = contents.iter().map(String::len).sum();
         // Every token has at least one byte.
-        if let Some(budget) = budget.filter(|budget| bytes > *budget) {
+        if bytes > budget {
             // Counting tokens of large results is work, and others want this thread.
             let kept = tokio::task::spawn_blocking(move || {
                 keep_to(budget, &mut results, &mut contents);

@@ -8,9 +8,9 @@ use super::{Answer, Entry, Form, misfit, written};
 use crate::fault::Fault;
 use crate::json::Json;
 
-pub(super) fn read(fields: &Fields) -> Result<Entry, Fault> {
+pub(super) fn read(fields: &Fields<'_>) -> Result<Entry, Fault> {
     let (id, name) = (fields.text("id")?, fields.needed("name")?);
-    let input = fields.raw("input").cloned().unwrap_or_else(Json::empty_object);
+    let input = fields.raw("input").unwrap_or_else(Json::empty_object);
     if !input.text().starts_with('{') {
         return Err(misfit("/input", "input must be an object"));
     }

@@ -11,9 +11,9 @@ const NEAR: usize = 30;
 
 /// The arguments. Some servers write the object itself and not its text, which is as good; a model
 /// that has no arguments to give often writes an empty text.
-pub(super) fn read(given: Option<&Json>, pointer: &str) -> Result<Json, Fault> {
+pub(super) fn read(given: Option<Json>, pointer: &str) -> Result<Json, Fault> {
     let Some(given) = given else { return Ok(Json::empty_object()) };
-    let Ok(text) = serde_json::from_str::<String>(given.text()) else { return Ok(given.clone()) };
+    let Ok(text) = serde_json::from_str::<String>(given.text()) else { return Ok(given) };
     if text.trim().is_empty() {
         return Ok(Json::empty_object());
     }

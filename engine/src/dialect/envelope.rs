@@ -7,7 +7,7 @@ use super::{Answer, Entry, Form, Pending, Said, misfit, written};
 use crate::fault::Fault;
 use crate::json::Json;
 
-pub(super) fn read(fields: &Fields) -> Result<Entry, Fault> {
+pub(super) fn read(fields: &Fields<'_>) -> Result<Entry, Fault> {
     // Arguments under another form's name would be left out silently, and the tool run without.
     for (field, kind) in [("arguments", "function_call"), ("input", "tool_use")] {
         if fields.has(field) && !fields.has("args") {
@@ -19,7 +19,7 @@ pub(super) fn read(fields: &Fields) -> Result<Entry, Fault> {
         }
     }
     let (id, name) = (fields.text("call_id")?, fields.needed("name")?);
-    let args = fields.raw("args").cloned().unwrap_or_else(Json::empty_object);
+    let args = fields.raw("args").unwrap_or_else(Json::empty_object);
     Ok(Entry {
         timeout_ms: fields.number("timeout_ms")?,
         retry: fields.number("retry")?,

@@ -1,55 +1,65 @@
 //! The fields of an entry, each still as its own text, and what they must be.
 
-use std::collections::BTreeMap;
+use std::borrow::Cow;
+use std::fmt;
+
+use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
+use serde_json::value::RawValue;
 
 use super::misfit;
 use crate::fault::Fault;
 use crate::json::Json;
 
-/// The fields of an object. Those that are `null` are not there: model libraries write them so.
-pub(super) struct Fields {
-    fields: BTreeMap<String, Json>,
+/// The fields of an object, borrowed from its text. Those that are `null` are not there: model
+/// libraries write them so. Of those that come twice the last counts.
+pub(super) struct Fields<'a> {
+    fields: Vec<(Cow<'a, str>, &'a RawValue)>,
     /// Where the object is within the entry.
     place: &'static str,
 }
 
-impl Fields {
+impl<'a> Fields<'a> {
     /// The fields of an entry.
-    pub(super) fn of(entry: &Json) -> Result<Self, Fault> {
-        Self::within(entry, "")
+    pub(super) fn of(entry: &'a Json) -> Result<Self, Fault> {
+        Self::within(entry.text(), "")
     }
 
-    fn within(object: &Json, place: &'static str) -> Result<Self, Fault> {
-        let read: Result<BTreeMap<String, Json>, _> = serde_json::from_str(object.text());
-        let Ok(mut fields) = read else {
-            let shown: String = object.text().chars().take(40).collect();
+    fn within(object: &'a str, place: &'static str) -> Result<Self, Fault> {
+        let read: Result<Object<'a>, _> = serde_json::from_str(object);
+        let Ok(Object(mut fields)) = read else {
+            let shown: String = object.chars().take(40).collect();
             return Err(misfit(place, format!("a call of a tool is an object, not {shown}")));
         };
-        fields.retain(|_, value| value.text() != "null");
+        fields.retain(|(_, value)| value.get() != "null");
         Ok(Self { fields, place })
     }
 
-    pub(super) fn has(&self, name: &str) -> bool {
-        self.fields.contains_key(name)
+    fn get(&self, name: &str) -> Option<&'a RawValue> {
+        let named = self.fields.iter().rfind(|(field, _)| field == name);
+        named.map(|(_, value)| *value)
     }
 
-    pub(super) fn raw(&self, name: &str) -> Option<&Json> {
-        self.fields.get(name)
+    pub(super) fn has(&self, name: &str) -> bool {
+        self.get(name).is_some()
+    }
+
+    pub(super) fn raw(&self, name: &str) -> Option<Json> {
+        self.get(name).map(Json::from)
     }
 
     /// The object in a field.
     pub(super) fn object(&self, name: &str, place: &'static str) -> Result<Self, Fault> {
-        match self.fields.get(name) {
-            Some(object) => Self::within(object, place),
+        match self.get(name) {
+            Some(object) => Self::within(object.get(), place),
             None => Err(misfit(place, format!("{name} is missing"))),
         }
     }
 
     /// A text, if it is there.
     pub(super) fn text(&self, name: &str) -> Result<Option<String>, Fault> {
-        let Some(value) = self.fields.get(name) else { return Ok(None) };
+        let Some(value) = self.get(name) else { return Ok(None) };
         let refused = |_| self.refused(name, "must be a text");
-        serde_json::from_str(value.text()).map(Some).map_err(refused)
+        serde_json::from_str(value.get()).map(Some).map_err(refused)
     }
 
     /// A text that must be there.
@@ -67,13 +77,44 @@ impl Fields {
     where
         N: serde::de::DeserializeOwned,
     {
-        let Some(value) = self.fields.get(name) else { return Ok(None) };
+        let Some(value) = self.get(name) else { return Ok(None) };
         let refused =
             |_| self.refused(name, "must be a whole number, not below 0 and not too large");
-        serde_json::from_str(value.text()).map(Some).map_err(refused)
+        serde_json::from_str(value.get()).map(Some).map_err(refused)
     }
 
     fn refused(&self, name: &str, what: &str) -> Fault {
         misfit(&format!("{}/{name}", self.place), format!("{name} {what}"))
     }
 }
+
+/// An object's fields, none of them copied.
+struct Object<'a>(Vec<(Cow<'a, str>, &'a RawValue)>);
+
+impl<'de: 'a, 'a> Deserialize<'de> for Object<'a> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(InOrder).map(Object)
+    }
+}
+
+struct InOrder;
+
+impl<'de> Visitor<'de> for InOrder {
+    type Value = Vec<(Cow<'de, str>, &'de RawValue)>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        let mut fields = Vec::with_capacity(8);
+        while let Some((Key(key), value)) = map.next_entry()? {
+            fields.push((key, value));
+        }
+        Ok(fields)
+    }
+}
+
+/// A name, borrowed where it is written without escapes.
+#[derive(serde::Deserialize)]
+struct Key<'a>(#[serde(borrow)] Cow<'a, str>);

@@ -8,7 +8,7 @@ use super::{Answer, Entry, Form, arguments, written};
 use crate::fault::Fault;
 use crate::json::Json;
 
-pub(super) fn read(fields: &Fields) -> Result<Entry, Fault> {
+pub(super) fn read(fields: &Fields<'_>) -> Result<Entry, Fault> {
     let function = fields.object("function", "/function")?;
     let name = function.needed("name")?;
     let args = arguments::read(function.raw("arguments"), "/function/arguments")?;
@@ -16,7 +16,7 @@ pub(super) fn read(fields: &Fields) -> Result<Entry, Fault> {
 }
 
 /// The tool's name, where it can be read.
-pub(super) fn name_hint(fields: &Fields) -> Option<String> {
+pub(super) fn name_hint(fields: &Fields<'_>) -> Option<String> {
     fields.object("function", "/function").ok()?.hint("name")
 }
 

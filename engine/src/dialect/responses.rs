@@ -8,7 +8,7 @@ use super::{Answer, Entry, Form, arguments, written};
 use crate::fault::Fault;
 use crate::json::Json;
 
-pub(super) fn read(fields: &Fields) -> Result<Entry, Fault> {
+pub(super) fn read(fields: &Fields<'_>) -> Result<Entry, Fault> {
     let (id, name) = (fields.text("call_id")?, fields.needed("name")?);
     let args = arguments::read(fields.raw("arguments"), "/arguments")?;
     Ok(Entry::new(Form::Responses, id, name, args))

@@ -98,8 +98,17 @@ async fn serial_is_one_after_the_other_in_the_order_asked() {
 
 #[tokio::test]
 async fn reads_run_side_by_side() {
+    all_meet(8).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn many_reads_are_shared_by_the_threads() {
+    all_meet(100).await;
+}
+
+async fn all_meet(count: usize) {
     // Each waits for all the others: one after the other would never end.
-    let together = Arc::new(Barrier::new(8));
+    let together = Arc::new(Barrier::new(count));
     let meet = FnTool::new("t.meet", "Waits for the others", move |args: Numbered| {
         let together = together.clone();
         async move {
@@ -109,8 +118,10 @@ async fn reads_run_side_by_side() {
     })
     .effect(Effect::Read);
     let engine = Engine::builder().tool(meet).start().await.unwrap();
-    let answer = run(&engine, batch(Mode::Parallel, (0..8).map(|n| envelope("t.meet", n)))).await;
-    assert_eq!(numbers(&answer), [0, 1, 2, 3, 4, 5, 6, 7].map(Value::from), "in the order asked");
+    let entries = (0..count).map(|n| envelope("t.meet", n));
+    let answer = run(&engine, batch(Mode::Parallel, entries)).await;
+    let expected: Vec<Value> = (0..count).map(Value::from).collect();
+    assert_eq!(numbers(&answer), expected, "in the order asked");
 }
 
 #[tokio::test]

@@ -1,8 +1,7 @@
 //! Batches: all the calls that a model asked for at once.
 
-use axum::Json;
 use axum::extract::State;
-use axum::http::{HeaderValue, StatusCode};
+use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -164,12 +163,24 @@ fn written(answer: &BatchAnswer) -> Response {
     let results = answer.results.iter().map(ResultBody::from).collect();
     let body = BatchAnswerBody { results, messages: &answer.messages };
     let status = if answer.is_open() { StatusCode::ACCEPTED } else { StatusCode::OK };
-    let mut response = (status, Json(body)).into_response();
+    let Some(text) = text_of(&body, answer.messages.len()) else {
+        return Refused::from(Fault::new(Code::Internal, "internal error")).into_response();
+    };
+    let kind = (header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    let mut response = (status, [kind], text).into_response();
     if answer.is_replayed() {
         let headers = response.headers_mut();
         headers.insert("idempotent-replayed", HeaderValue::from_static("true"));
     }
     response
+}
+
+/// The answer's text, in room that most answers fit in: they are long, and a text that grows is
+/// copied again and again.
+fn text_of(body: &BatchAnswerBody<'_>, entries: usize) -> Option<Vec<u8>> {
+    let mut text = Vec::with_capacity(512 * entries);
+    serde_json::to_writer(&mut text, body).ok()?;
+    Some(text)
 }
 
 fn read(body: BatchBody) -> Result<Batch, Error> {

@@ -1,0 +1,232 @@
+//! A batch under way: which entries run beside which, and on how many threads.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use futures::StreamExt;
+use serde_json::json;
+use tokio::task::JoinSet;
+
+use super::{Batch, Mode, Settled, State};
+use crate::call::Call;
+use crate::caller::Caller;
+use crate::dialect::{Entry, Misfit};
+use crate::engine::{CatalogEntry, Engine, Invocation};
+use crate::fault::{Code, Error, Fault};
+use crate::json::Json;
+use crate::tool::Effect;
+
+/// So many lanes are worth a task of their own, which another thread can run.
+const WORTH_A_TASK: usize = 16;
+
+/// The places of entries that go one after the other.
+type Lane = Vec<usize>;
+
+/// What became of an entry, and whether it had been asked before.
+type Known = (State, bool);
+
+/// An entry as it is answered, and its message, unless that depends on the other messages.
+pub(super) type Answered = (Settled, Option<Json>);
+
+/// A batch under way.
+pub(super) struct Run {
+    engine: Engine,
+    caller: Caller,
+    batch: Batch,
+    read: Vec<Result<Entry, Misfit>>,
+    /// The tool that each entry means.
+    tools: Vec<Option<Arc<CatalogEntry>>>,
+    width: usize,
+    until_ms: u64,
+    /// Lanes that have begun.
+    begun: AtomicUsize,
+    /// Bytes of the results so far.
+    bytes: AtomicUsize,
+}
+
+impl Run {
+    pub(super) fn new(
+        engine: &Engine,
+        caller: &Caller,
+        batch: Batch,
+        read: Vec<Result<Entry, Misfit>>,
+    ) -> Self {
+        let (limits, catalog) = (engine.limits(), engine.inner.catalog());
+        let tool = |entry: &Entry| catalog.named(caller, &entry.name);
+        let wait_ms = batch.wait_ms.unwrap_or(limits.max_wait_ms).min(limits.max_wait_ms);
+        Self {
+            width: batch.max_parallel.unwrap_or(limits.max_batch_parallel),
+            until_ms: engine.now_ms() + wait_ms,
+            engine: engine.clone(),
+            caller: caller.clone(),
+            batch,
+            tools: read.iter().map(|entry| entry.as_ref().ok().and_then(tool)).collect(),
+            read,
+            begun: AtomicUsize::new(0),
+            bytes: AtomicUsize::new(0),
+        }
+    }
+
+    /// Runs all of it, and answers in the order of the entries.
+    pub(super) async fn all(self: Arc<Self>) -> Vec<Answered> {
+        let mut lanes = self.lanes();
+        let mut others = JoinSet::new();
+        // Where all have a place anyway, the threads share them. When nobody waits any more, the
+        // tasks end with the set they are in.
+        if lanes.len() <= self.width {
+            let threads = tokio::runtime::Handle::current().metrics().num_workers();
+            let tasks = threads.min(lanes.len() / WORTH_A_TASK).max(1);
+            let each = lanes.len().div_ceil(tasks);
+            while lanes.len() > each {
+                others.spawn(self.clone().some(lanes.split_off(lanes.len() - each)));
+            }
+        }
+        let mut answers: Vec<Option<Answered>> = self.read.iter().map(|_| None).collect();
+        let mut note = |done: Vec<(usize, Answered)>| {
+            done.into_iter().for_each(|(index, answer)| answers[index] = Some(answer));
+        };
+        note(self.clone().some(lanes).await);
+        while let Some(done) = others.join_next().await {
+            match done {
+                Ok(done) => note(done),
+                Err(error) => tracing::error!(%error, "a part of a batch"),
+            }
+        }
+        let all = answers.into_iter().enumerate();
+        all.map(|(index, answer)| answer.unwrap_or_else(|| self.answered(index, None))).collect()
+    }
+
+    /// An entry as it is answered; without a call when it could not be read.
+    fn answered(&self, index: usize, known: Option<Known>) -> Answered {
+        let settled = Settled::of(index, &self.read[index], known);
+        let alone = self.batch.budget_tokens.is_none();
+        let message = alone.then(|| settled.message(&settled.content()));
+        (settled, message)
+    }
+
+    /// What runs side by side: the entries of a lane go one after the other.
+    fn lanes(&self) -> Vec<Lane> {
+        let in_order = |index: usize| match self.batch.mode {
+            // With one place there is only one order that nobody wonders about.
+            _ if self.width == 1 => true,
+            Mode::Serial => true,
+            Mode::Unordered => false,
+            // What is not there is refused at once, and need not wait for its turn.
+            Mode::Parallel => self.tools[index]
+                .as_ref()
+                .is_some_and(|tool| tool.definition.effect != Effect::Read),
+        };
+        let (mut ordered, mut lanes) = (Lane::new(), Vec::new());
+        for (index, entry) in self.read.iter().enumerate() {
+            match entry {
+                Ok(_) if in_order(index) => ordered.push(index),
+                Ok(_) => lanes.push(vec![index]),
+                Err(_) => {}
+            }
+        }
+        if !ordered.is_empty() {
+            lanes.insert(0, ordered);
+        }
+        lanes
+    }
+
+    async fn some(self: Arc<Self>, lanes: Vec<Lane>) -> Vec<(usize, Answered)> {
+        // Boxed, because a lane is moved several times on its way to where it is run.
+        let lanes: Vec<_> = lanes.iter().map(|lane| Box::pin(self.lane(lane))).collect();
+        let done = futures::stream::iter(lanes).buffer_unordered(self.width);
+        done.collect::<Vec<_>>().await.into_iter().flatten().collect()
+    }
+
+    async fn lane(&self, places: &[usize]) -> Vec<(usize, Answered)> {
+        // Those that have a place from the beginning begin even if nobody waits at all.
+        let mut at_once = self.begun.fetch_add(1, Ordering::Relaxed) < self.width;
+        let mut blocked = false;
+        let mut done = Vec::with_capacity(places.len());
+        for index in places.iter().copied() {
+            let Ok(entry) = &self.read[index] else { continue };
+            let in_time = at_once || self.engine.now_ms() < self.until_ms;
+            if blocked || !in_time {
+                let known = (State::Refused(not_begun()), false);
+                done.push((index, self.answered(index, Some(known))));
+                continue;
+            }
+            let known = self.settle(index, entry).await;
+            match &known.0 {
+                State::Refused(_) => {}
+                State::Open(call) => blocked = !call.asked.background,
+                State::Ended { .. } => at_once = false,
+            }
+            done.push((index, self.answered(index, Some(known))));
+        }
+        done
+    }
+
+    async fn settle(&self, index: usize, entry: &Entry) -> Known {
+        let asked = self.invocation(index, entry);
+        let ticket = match self.engine.invoke(&self.caller, asked).await {
+            Ok(ticket) => ticket,
+            Err(error) => return (State::Refused(told(error)), false),
+        };
+        let mut call = ticket.call.clone();
+        if !call.status.is_terminal() && !call.asked.background {
+            let left_ms = self.until_ms.saturating_sub(self.engine.now_ms());
+            // When the store cannot be asked, the ticket is still good.
+            call = self.engine.outcome(&self.caller, &ticket, left_ms).await.unwrap_or(call);
+        }
+        let state = if call.status.is_terminal() { self.ended(call) } else { State::Open(call) };
+        (state, ticket.replayed)
+    }
+
+    fn invocation(&self, index: usize, entry: &Entry) -> Invocation {
+        let batch = &self.batch;
+        let name = self.tools[index].as_ref().map_or(&entry.name, |tool| &tool.definition.name);
+        let of_batch = || batch.idempotency_key.as_ref().map(|key| format!("{key}/{index}"));
+        Invocation {
+            run_id: batch.run_id.clone(),
+            call_id: entry.id.clone(),
+            timeout_ms: entry.timeout_ms,
+            retry: entry.retry,
+            idempotency_key: entry.idempotency_key.clone().or_else(of_batch),
+            user_id: batch.user_id.clone(),
+            traceparent: batch.traceparent.clone(),
+            callback_url: batch.callback_url.clone(),
+            ..Invocation::of(name.clone(), entry.args.clone())
+        }
+    }
+
+    /// Keeps the result, unless those of this batch are too much together already.
+    fn ended(&self, call: Arc<Call>) -> State {
+        let data = call.outcome.as_ref().and_then(|outcome| outcome.data.as_ref());
+        let size = data.map_or(0, |data| data.text().len());
+        let before = self.bytes.fetch_add(size, Ordering::Relaxed);
+        if before + size <= self.engine.limits().max_batch_bytes {
+            return State::Ended { call, left_out_bytes: None };
+        }
+        self.bytes.fetch_sub(size, Ordering::Relaxed);
+        let mut slim = (*call).clone();
+        if let Some(outcome) = &mut slim.outcome {
+            outcome.data = None;
+        }
+        State::Ended { call: Arc::new(slim), left_out_bytes: Some(size) }
+    }
+}
+
+fn not_begun() -> Fault {
+    let message = "not begun: the wait was over before its turn came. Nothing was done, and it \
+                   will not be done later; ask for it again if it is still wanted";
+    Fault::new(Code::Canceled, message).not_happened().retryable(true)
+}
+
+/// A refusal as the fault of an entry.
+fn told(error: Error) -> Fault {
+    match error {
+        Error::Refused { fault, retry_after_ms: Some(ms) } if fault.detail.is_none() => {
+            fault.with_detail(json!({ "retry_after_ms": ms }))
+        }
+        Error::Refused { fault, .. } => fault,
+        Error::Internal(source) => {
+            tracing::error!(error = %source, "an entry of a batch");
+            Fault::new(Code::Internal, "internal error; see the server's log")
+        }
+    }
+}
