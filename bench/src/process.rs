@@ -12,9 +12,16 @@ use anyhow::Context;
 ///
 /// When the process is gone or is not ours to see, or the system has no such `/proc`.
 pub fn resident_bytes(pid: u32) -> anyhow::Result<u64> {
-    let path = format!("/proc/{pid}/status");
-    let status = std::fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
-    vm_rss(&status).with_context(|| format!("no VmRSS in {path}"))
+    figure(pid, "VmRSS:")
+}
+
+/// The most that the resident memory of a process has been, in bytes (`VmHWM`).
+///
+/// # Errors
+///
+/// As for [`resident_bytes`].
+pub fn peak_resident_bytes(pid: u32) -> anyhow::Result<u64> {
+    figure(pid, "VmHWM:")
 }
 
 /// A loopback port that was free a moment ago, for a child that must be told its address.
@@ -31,9 +38,15 @@ pub fn free_port() -> anyhow::Result<u16> {
     Ok(listener.local_addr()?.port())
 }
 
+fn figure(pid: u32, name: &str) -> anyhow::Result<u64> {
+    let path = format!("/proc/{pid}/status");
+    let status = std::fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
+    line(&status, name).with_context(|| format!("no {name} in {path}"))
+}
+
 /// `VmRSS:  12345 kB`, where the kernel's "kB" is 1024 bytes.
-fn vm_rss(status: &str) -> Option<u64> {
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
+fn line(status: &str, name: &str) -> Option<u64> {
+    let line = status.lines().find_map(|line| line.strip_prefix(name))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     kib.checked_mul(1024)
 }
@@ -46,9 +59,10 @@ mod tests {
     #[test]
     fn reads_the_resident_line() {
         let status = "Name:\tx\nVmHWM:\t  900 kB\nVmRSS:\t   512 kB\nThreads:\t1\n";
-        assert_eq!(vm_rss(status), Some(512 * 1024));
-        assert_eq!(vm_rss("Name:\tkthread\n"), None);
-        assert_eq!(vm_rss("VmRSS:\t many kB\n"), None);
+        assert_eq!(line(status, "VmRSS:"), Some(512 * 1024));
+        assert_eq!(line(status, "VmHWM:"), Some(900 * 1024));
+        assert_eq!(line("Name:\tkthread\n", "VmRSS:"), None);
+        assert_eq!(line("VmRSS:\t many kB\n", "VmRSS:"), None);
     }
 
     #[cfg(target_os = "linux")]

@@ -28,6 +28,7 @@ use crate::json::Json;
 use crate::tool::Effect;
 
 pub use answer::{BatchAnswer, Settled, State, pending};
+pub(crate) use shares::divided;
 
 /// The longest idempotency key of a batch: the keys of its entries are a little longer.
 pub const MAX_KEY_BYTES: usize = 240;

@@ -25,6 +25,7 @@ use crate::id::CallId;
 use crate::json::Json;
 use crate::source::{Attempt, ProgressSink, Source, Started};
 use crate::tool::{Definition, Effect, Executor};
+use crate::trace::TraceParent;
 
 pub use state::ClientView;
 use state::State;
@@ -46,8 +47,8 @@ pub struct Request {
     pub attempt: u32,
     pub effect: Effect,
     pub deadline_ms: u64,
-    /// The trace to go on with, as W3C's `traceparent`.
-    pub traceparent: Option<String>,
+    /// The span that the attempt is.
+    pub traceparent: Option<TraceParent>,
     /// It may have been given before.
     pub redelivered: bool,
 }

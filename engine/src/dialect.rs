@@ -64,7 +64,13 @@ pub struct Misfit {
     pub id: Option<String>,
     pub name: Option<String>,
     /// What is wrong, and where.
-    pub fault: Fault,
+    pub fault: Box<Fault>,
+}
+
+impl Misfit {
+    fn new(form: Form, id: Option<String>, name: Option<String>, fault: Fault) -> Self {
+        Self { form, id, name, fault: Box::new(fault) }
+    }
 }
 
 /// Reads one entry, in whatever form it is.
@@ -78,12 +84,12 @@ pub struct Misfit {
 /// # Ok::<(), toolcrib::json::NotJson>(())
 /// ```
 pub fn parse(entry: &Json) -> Result<Entry, Misfit> {
-    let unreadable = |fault| Misfit { form: Form::Envelope, id: None, name: None, fault };
+    let unreadable = |fault| Misfit::new(Form::Envelope, None, None, fault);
     let fields = Fields::of(entry).map_err(unreadable)?;
     let of_any = || fields.hint("call_id").or_else(|| fields.hint("id"));
     let form = form_of(&fields).map_err(|fault| {
         let (id, name) = (of_any(), fields.hint("name"));
-        Misfit { form: Form::Envelope, id, name, fault }
+        Misfit::new(Form::Envelope, id, name, fault)
     })?;
     let read = match form {
         Form::Envelope => envelope::read(&fields),
@@ -100,7 +106,7 @@ pub fn parse(entry: &Json) -> Result<Entry, Misfit> {
             Form::OpenAi => openai::name_hint(&fields),
             _ => fields.hint("name"),
         };
-        Misfit { form, id, name, fault }
+        Misfit::new(form, id, name, fault)
     })
 }
 

@@ -40,8 +40,11 @@ pub const MIN_BUDGET: usize = 64;
 /// about four.
 const BYTES_PER_TOKEN: usize = 24;
 
+/// So many values of a document are looked at, whatever the budget.
+const MOST_VALUES: usize = 100_000;
+
 /// How many degrees of detail there are.
-const RUNGS: u32 = 13;
+const RUNGS: u32 = 24;
 
 /// Where a result comes from, and what it was wanted for.
 #[derive(Debug, Clone, Copy)]
@@ -68,7 +71,7 @@ pub fn digest(data: &Json, budget_tokens: usize, source: &Source<'_>) -> Option<
     if !tokens::exceeds(whole, budget_tokens) {
         return None;
     }
-    let root = skeleton(whole, budget_tokens.saturating_mul(2));
+    let root = skeleton(whole, budget_tokens.saturating_mul(4).min(MOST_VALUES));
     let what = What::of(&root);
     let note = what.note(whole.len(), budget_tokens, source);
     let mut room = budget_tokens.saturating_sub(tokens::count(&note) + 1);
@@ -106,7 +109,9 @@ impl<'n, 'a> What<'n, 'a> {
                     return Self::Text { pointer, text, lines };
                 }
                 Node::List(list) => {
-                    let table = Table::of(list, beside);
+                    // Beside a table that is nearly everything, nothing else needs its own items.
+                    let nearly_all = list.bytes > root.bytes() / 10 * 9;
+                    let table = nearly_all.then(|| Table::of(list, beside)).flatten();
                     return table.map_or(Self::Json, |table| Self::Table { pointer, table });
                 }
                 Node::Map(map) => {
@@ -203,6 +208,11 @@ fn ladder(room: usize, render: impl Fn(u32) -> String) -> String {
         }
     }
     best.unwrap_or_else(|| cut(&render(RUNGS), room))
+}
+
+/// A number made smaller with each degree of detail that is given up.
+fn scaled(number: usize, factor: f64, rung: u32, least: usize) -> usize {
+    ((number as f64 * factor.powf(f64::from(rung))) as usize).max(least)
 }
 
 /// As much of a text as fits, with a mark that it was cut.

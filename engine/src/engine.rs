@@ -1,9 +1,10 @@
 //! The engine: what every door calls and what drives every source.
 //!
-//! One call, one path: a door makes a [`Caller`] and an [`Invocation`]; [`Engine::invoke`] checks,
-//! commits and answers with a ticket; the attempt is started at its source; its report goes through
-//! [`crate::lifecycle::step`] in `advance`, the only writer of calls; waiters are woken. The store
-//! is the truth, and everything kept in memory here can be made again from it.
+//! One call, one path: a door makes a [`Caller`](crate::Caller) and an [`Invocation`];
+//! [`Engine::invoke`] checks, commits and answers with a ticket; the attempt is started at its
+//! source; its report goes through [`crate::lifecycle::step`] in `advance`, the only writer of
+//! calls; waiters are woken. The store is the truth, and everything kept in memory here can be made
+//! again from it.
 
 mod admin;
 mod advance;
@@ -11,6 +12,7 @@ mod ahead;
 mod attempt;
 mod builder;
 mod catalog;
+mod contexts;
 mod gate;
 mod ingress;
 mod invoke;
@@ -18,6 +20,8 @@ mod live;
 mod measure;
 mod notices;
 mod observing;
+mod permit;
+mod record;
 mod recover;
 mod report;
 mod result;
@@ -48,11 +52,13 @@ use crate::tool::{Alternate, Executor};
 pub use admin::{NewKey, ShownKey};
 pub use builder::Builder;
 pub use catalog::{Catalog, Entry as CatalogEntry, Registration};
+pub use contexts::{CONTEXT_CALLS, RunTools, Style};
 pub use ingress::Connecting;
 pub use invoke::{Invocation, Ticket};
 pub use notices::{DeliveryPage, DeliveryQuery};
+pub use record::{MAX_RECORDED, OwnCall, OwnResult};
 pub use report::Report;
-pub use result::RESULT_READ;
+pub use result::{Given, RESULT_READ};
 pub use search::Found;
 pub use wait::{CallPage, CallQuery, EventQuery};
 

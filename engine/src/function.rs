@@ -25,6 +25,7 @@ use crate::json::Json;
 use crate::retry::PolicyPatch;
 use crate::source::{Attempt, ProgressSink, Source, Started};
 use crate::tool::{Alternate, Definition, Effect, Executor, Risk};
+use crate::trace::TraceParent;
 
 /// How far an attempt is.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -61,8 +62,9 @@ pub struct ToolContext {
     pub agent: String,
     pub attempt: u32,
     pub deadline_ms: u64,
-    /// The trace to go on with, as W3C's `traceparent`: for requests that the tool makes.
-    pub traceparent: Option<String>,
+    /// The span that the attempt is. Requests that the tool makes go on with its trace when they
+    /// carry it as the header `traceparent`.
+    pub traceparent: Option<TraceParent>,
     /// Fires when the call was canceled or its deadline passed.
     pub canceled: CancellationToken,
     progress: ProgressSink,
@@ -275,7 +277,7 @@ impl Source for Functions {
     }
 }
 
-fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".into())
 }

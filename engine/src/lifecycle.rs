@@ -20,7 +20,7 @@ use crate::dialogue::{Dialogue, Questions};
 use crate::event::{Kind, Record};
 use crate::fault::{Code, Fault, Happened};
 use crate::json::Json;
-use crate::tool::Effect;
+use crate::tool::{Effect, Executor};
 
 /// What can happen to a call.
 #[derive(Debug, Clone, PartialEq)]
@@ -110,7 +110,8 @@ fn claim(call: &Call, node: &str, now_ms: u64) -> Result<Step, Refusal> {
     next.attempt_ms = Some(now_ms);
     next.node = Some(node.to_owned());
     next.taken_by = None;
-    if call.target.executor.parks() {
+    // Who asked and runs it itself has it already.
+    if call.target.executor.parks() && call.target.executor != Executor::Caller {
         next.hold = Some(Hold::Parked);
         return Ok(committed(next, vec![], vec![Action::Start]));
     }

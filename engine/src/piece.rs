@@ -81,7 +81,7 @@ pub struct Match {
 }
 
 /// A wrong setting of a part, by its name.
-fn invalid(field: &str, message: String) -> Fault {
+pub(crate) fn invalid(field: &str, message: String) -> Fault {
     let problem = json!({ "pointer": format!("/{field}"), "message": message });
     Fault::new(Code::ValidationError, message)
         .with_detail(json!({ "field": field, "problems": [problem] }))

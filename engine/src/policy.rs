@@ -70,6 +70,28 @@ pub fn matches(pattern: &str, name: &str) -> bool {
     rest.ends_with(last)
 }
 
+/// The rule that denies this name, in words. What an agent does with its own hands needs no rule
+/// that allows it, but a rule that denies the name holds there too.
+pub fn denied<'a>(
+    rules: impl Iterator<Item = &'a Rule>,
+    project: &str,
+    agent: &str,
+    tool: &str,
+) -> Option<String> {
+    let about = |rule: &&Rule| {
+        rule.project == project
+            && (rule.agent == "*" || rule.agent == agent)
+            && rule.verdict == Verdict::Deny
+            && matches(&rule.pattern, tool)
+    };
+    let mut rules = rules;
+    rules.find(about).map(|rule| words(rule, project))
+}
+
+fn words(rule: &Rule, project: &str) -> String {
+    format!("rule \"deny {} for agent {}\" of project \"{project}\"", rule.pattern, rule.agent)
+}
+
 /// Decides over a project's rules.
 pub fn decide<'a>(
     rules: impl Iterator<Item = &'a Rule>,
@@ -85,12 +107,7 @@ pub fn decide<'a>(
         }
         match rule.verdict {
             Verdict::Allow => allowed = true,
-            Verdict::Deny => {
-                return Decision::Denied(format!(
-                    "rule \"deny {} for agent {}\" of project \"{project}\"",
-                    rule.pattern, rule.agent
-                ));
-            }
+            Verdict::Deny => return Decision::Denied(words(rule, project)),
         }
     }
     if allowed {
@@ -167,6 +184,10 @@ mod tests {
         assert_eq!(ask("ada", "calc.add"), Decision::Allowed);
         assert!(matches!(ask("bob", "calc.add"), Decision::Denied(why) if why.contains("no rule")));
         assert!(matches!(ask("ada", "file.read"), Decision::Denied(why) if why.contains("file.*")));
+        let own = |tool| denied(rules.iter(), "p", "ada", tool);
+        assert_eq!(own("calc.add"), None, "no rule need allow what one runs oneself");
+        assert!(own("file.read").is_some_and(|why| why.contains("file.*")));
+        assert_eq!(denied(rules.iter(), "other", "ada", "file.read"), None);
         assert!(matches!(
             decide(rules.iter(), "other", "ada", "weather.query"),
             Decision::Denied(_)

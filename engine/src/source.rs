@@ -11,6 +11,7 @@ use crate::function::Progress;
 use crate::id::CallId;
 use crate::json::Json;
 use crate::tool::{Definition, Effect, Executor};
+use crate::trace::TraceParent;
 
 /// One try at executing a call.
 #[derive(Debug, Clone)]
@@ -24,8 +25,8 @@ pub struct Attempt {
     pub effect: Effect,
     pub args: Json,
     pub deadline_ms: u64,
-    /// The trace it belongs to, as W3C's `traceparent`: what it does is part of that.
-    pub traceparent: Option<String>,
+    /// The span that it is: what it does is part of that.
+    pub traceparent: Option<TraceParent>,
     /// The client the call is pinned to.
     pub client_id: Option<String>,
     /// The client that has taken this very attempt before (it is being handed over again).
@@ -68,4 +69,25 @@ pub trait Source: Send + Sync + 'static {
 
     /// The attempt is over, whichever way: nothing need be kept for it.
     fn settled(&self, _call_id: &CallId, _attempt: u32) {}
+}
+
+/// The source of what callers run themselves: there is nothing to start, to stop or to forget, and
+/// the caller reports how it went.
+pub(crate) struct Callers;
+
+#[async_trait]
+impl Source for Callers {
+    fn executor(&self) -> Executor {
+        Executor::Caller
+    }
+
+    fn list(&self) -> Vec<Definition> {
+        Vec::new()
+    }
+
+    async fn start(&self, _attempt: Attempt, _progress: ProgressSink) -> Started {
+        Started::Parked
+    }
+
+    fn cancel(&self, _call_id: &CallId, _attempt: u32) {}
 }

@@ -15,6 +15,7 @@ use crate::delivery::{Delivery, DeliveryStatus, Try};
 use crate::directory::{AuditEntry, Change, Directory};
 use crate::event::{Event, Kind, Record};
 use crate::id::CallId;
+use crate::json::Json;
 
 pub use memory::MemoryStore;
 
@@ -106,6 +107,16 @@ pub enum EventScope {
     Project(String),
 }
 
+/// What is kept of a run beside its calls.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Run {
+    pub project: String,
+    pub run_id: String,
+    /// The tools that were set for it.
+    pub tool_definitions: Json,
+    pub updated_ms: u64,
+}
+
 /// Where tickets, their history and the directory are kept.
 #[async_trait]
 pub trait Store: Send + Sync + 'static {
@@ -153,6 +164,12 @@ pub trait Store: Send + Sync + 'static {
     /// now on. 0 when there is no event at all.
     async fn newest_event(&self, scope: EventScope) -> Result<u64, StoreError>;
 
+    /// What is kept of a run; none where nothing was ever set for it.
+    async fn run(&self, project: &str, run_id: &str) -> Result<Option<Run>, StoreError>;
+
+    /// Keeps this of a run, instead of what was kept before.
+    async fn put_run(&self, run: Run) -> Result<(), StoreError>;
+
     /// The newest record of this kind in a call's history.
     async fn newest_record(
         &self,
@@ -186,7 +203,8 @@ pub trait Store: Send + Sync + 'static {
         tried: Option<Try>,
     ) -> Result<Saved, StoreError>;
 
-    /// Deletes up to `limit` calls that ended before this, with all that belongs to them.
+    /// Deletes up to `limit` calls that ended before this, with all that belongs to them; and as
+    /// many runs that were last changed before this and have no calls left.
     async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<usize, StoreError>;
 
     /// The version of the directory.

@@ -23,11 +23,14 @@ pub enum Executor {
     Mcp,
     /// An HTTP API.
     Http,
+    /// Whoever asked: the caller runs it itself, and the crib keeps the record.
+    Caller,
 }
 
 impl Executor {
     /// Every executor.
-    pub const ALL: [Self; 5] = [Self::Builtin, Self::Client, Self::Utp, Self::Mcp, Self::Http];
+    pub const ALL: [Self; 6] =
+        [Self::Builtin, Self::Client, Self::Utp, Self::Mcp, Self::Http, Self::Caller];
 
     /// As written on the wire.
     pub fn as_str(self) -> &'static str {
@@ -37,21 +40,22 @@ impl Executor {
             Self::Utp => "utp",
             Self::Mcp => "mcp",
             Self::Http => "http",
+            Self::Caller => "caller",
         }
     }
 
-    /// The coarse word of the public field `source`.
+    /// The coarse word of the public field `source`: whether the server executes it.
     pub fn source(self) -> &'static str {
         match self {
-            Self::Client => "client",
+            Self::Client | Self::Caller => "client",
             _ => "server",
         }
     }
 
-    /// Whether an attempt is parked with somebody else, who reports later; such a call reads
-    /// PENDING until that side has taken it.
+    /// Whether an attempt is with somebody else, who reports later. Such a call reads PENDING until
+    /// that side has taken it; what the caller runs itself is taken from the first moment.
     pub fn parks(self) -> bool {
-        matches!(self, Self::Client | Self::Utp)
+        matches!(self, Self::Client | Self::Utp | Self::Caller)
     }
 }
 

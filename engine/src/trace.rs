@@ -6,8 +6,6 @@
 use std::fmt;
 use std::str::FromStr;
 
-use sha2::{Digest, Sha256};
-
 use crate::call::Call;
 use crate::id::CallId;
 
@@ -38,7 +36,9 @@ impl TraceParent {
 
     /// The trace's id as it is written.
     pub fn trace_id_text(&self) -> String {
-        self.to_string()[3..35].to_owned()
+        let mut text = [0; 32];
+        write_hex(&mut text, &self.trace_id);
+        String::from_utf8_lossy(&text).into_owned()
     }
 
     /// Another span of the same trace.
@@ -122,14 +122,8 @@ impl Ids {
 
     fn new(id: &CallId, traceparent: Option<&str>) -> Self {
         let parent = traceparent.and_then(|text| text.parse().ok());
-        let digest: [u8; 32] = Sha256::digest(id.as_str().as_bytes()).into();
-        let mut part = digest.chunks_exact(8).map(|part| {
-            let mut bytes = [0; 8];
-            bytes.copy_from_slice(part);
-            // An id of zeros means none.
-            u64::from_be_bytes(bytes).max(1)
-        });
-        let [first, second, own, attempts] = std::array::from_fn(|_| part.next().unwrap_or(1));
+        // An id of zeros means none.
+        let [first, second, own, attempts] = spread(id.as_str().as_bytes()).map(|id| id.max(1));
         let begun_here = || TraceParent {
             trace_id: (u128::from(first) << 64 | u128::from(second)).to_be_bytes(),
             span_id: [0; 8],
@@ -156,6 +150,28 @@ impl Ids {
         let span_id = self.attempts.wrapping_add(step).max(1).to_be_bytes();
         self.call.with(span_id, sampled)
     }
+}
+
+/// Four numbers that look random and follow from these bytes. They need not resist anybody: whoever
+/// knows the call's id may know its spans'. A cryptographic digest would cost each call ten times
+/// as much.
+fn spread(bytes: &[u8]) -> [u64; 4] {
+    let (mut one, mut other) = (bytes.len() as u64, !(bytes.len() as u64));
+    for chunk in bytes.chunks(8) {
+        let mut word = [0; 8];
+        word[..chunk.len()].copy_from_slice(chunk);
+        let word = u64::from_le_bytes(word);
+        one = mix(one ^ word);
+        other = mix(other.wrapping_add(word));
+    }
+    [1, 2, 3, 4].map(|n| mix(one.wrapping_add(other.rotate_left(16 * n))))
+}
+
+/// The finish of SplitMix64: every bit of the number changes about half of the others.
+fn mix(number: u64) -> u64 {
+    let number = (number ^ (number >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let number = (number ^ (number >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    number ^ (number >> 31)
 }
 
 #[cfg(test)]
@@ -226,5 +242,22 @@ mod tests {
         assert!(!within.attempt(1, false).is_sampled());
         let nonsense = Ids::new(&id, Some("nonsense"));
         assert_eq!(nonsense.trace_id(), ids.trace_id(), "as if none were given");
+    }
+
+    #[test]
+    fn ids_of_calls_that_follow_each_other_are_spread_evenly() {
+        let minter = crate::id::Minter::default();
+        let mut seen = std::collections::HashSet::new();
+        let mut upper = 0;
+        for n in 0..20_000 {
+            let ids = Ids::new(&minter.call(1_700_000_000_000 + n / 1_000), None);
+            let trace_id = u128::from_be_bytes(ids.trace_id());
+            upper += u64::from(trace_id as u64 >> 63 == 1);
+            assert!(seen.insert(trace_id), "two calls in one trace");
+            assert!(seen.insert(u128::from(u64::from_be_bytes(ids.call(true).span_id))));
+            assert!(seen.insert(u128::from(u64::from_be_bytes(ids.attempt(1, true).span_id))));
+        }
+        // Ten standard deviations.
+        assert!((9_293..=10_707).contains(&upper), "{upper} of 20000");
     }
 }

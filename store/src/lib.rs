@@ -10,3 +10,8 @@ pub mod sqlite;
 
 pub use migrate::SCHEMA_VERSION;
 pub use sqlite::{OpenError, SqliteStore};
+
+/// The page for Rust users: its code is compiled and run here, where both crates are at hand.
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/library.md")]
+pub struct LibraryPage;

@@ -5,9 +5,10 @@ use rusqlite::{Connection, TransactionBehavior};
 
 use crate::sqlite::OpenError;
 
-const MIGRATIONS: [&str; 2] = [
+const MIGRATIONS: [&str; 3] = [
     include_str!("../migrations/sqlite/0001_init.sql"),
     include_str!("../migrations/sqlite/0002_callbacks.sql"),
+    include_str!("../migrations/sqlite/0003_runs.sql"),
 ];
 
 /// The version this program writes.

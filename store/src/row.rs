@@ -53,8 +53,8 @@ fn is_false(value: &bool) -> bool {
     !value
 }
 
-fn is_usual(backoff: &Cow<'_, Backoff>) -> bool {
-    **backoff == Backoff::default()
+fn is_usual(backoff: &Backoff) -> bool {
+    *backoff == Backoff::default()
 }
 
 #[derive(Serialize, Deserialize)]
@@ -132,7 +132,7 @@ fn encode<T: Serialize>(value: &T) -> Result<String, StoreError> {
     serde_json::to_string(value).map_err(|error| StoreError::Corrupt(error.to_string()))
 }
 
-fn decode<'a, T: Deserialize<'a>>(text: &'a str) -> Result<T, StoreError> {
+pub(crate) fn decode<'a, T: Deserialize<'a>>(text: &'a str) -> Result<T, StoreError> {
     serde_json::from_str(text).map_err(|error| StoreError::Corrupt(error.to_string()))
 }
 
@@ -201,7 +201,7 @@ impl CallRow {
 
 fn stored_target<'a>(call: &Call, target: &'a Target, with_args: bool) -> StoredTarget<'a> {
     StoredTarget {
-        tool: (target.tool != call.tool_name).then(|| Cow::Borrowed(target.tool.as_str())),
+        tool: (target.tool != call.tool_name).then_some(Cow::Borrowed(target.tool.as_str())),
         version: Cow::Borrowed(&target.version),
         executor: (target.executor != call.target.executor).then_some(target.executor),
         effect: target.effect,

@@ -6,6 +6,7 @@ mod directory;
 mod history;
 mod open;
 mod reader;
+mod runs;
 mod writer;
 
 use std::path::{Path, PathBuf};
@@ -20,8 +21,8 @@ use toolcrib::directory::{AuditEntry, Change, Directory};
 use toolcrib::event::{Event, Kind, Record};
 use toolcrib::id::CallId;
 use toolcrib::store::{
-    CallFilter, Created, DeliveryFilter, EventScope, IdempotencyKey, NewCall, Open, Saved, Store,
-    StoreError,
+    CallFilter, Created, DeliveryFilter, EventScope, IdempotencyKey, NewCall, Open, Run, Saved,
+    Store, StoreError,
 };
 
 use crate::migrate::{check, migrate};
@@ -193,6 +194,16 @@ impl Store for SqliteStore {
 
     async fn newest_event(&self, scope: EventScope) -> Result<u64, StoreError> {
         self.read(move |connection| history::newest_event(connection, &scope)).await
+    }
+
+    async fn run(&self, project: &str, run_id: &str) -> Result<Option<Run>, StoreError> {
+        let (project, run_id) = (project.to_owned(), run_id.to_owned());
+        self.read(move |connection| runs::run(connection, &project, &run_id)).await
+    }
+
+    async fn put_run(&self, run: Run) -> Result<(), StoreError> {
+        let run = Box::new(run);
+        self.write(|reply| Op::PutRun { run, reply }).await
     }
 
     async fn newest_record(

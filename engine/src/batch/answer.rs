@@ -81,7 +81,7 @@ impl Settled {
         let stand_in = || (form != Form::Envelope).then(|| format!("call_{index}"));
         let lost = || Fault::new(Code::Internal, "internal error; see the server's log");
         let (state, replayed) = match (refused, state) {
-            (Some(fault), _) => (State::Refused(fault), false),
+            (Some(fault), _) => (State::Refused(*fault), false),
             (None, Some(known)) => known,
             (None, None) => (State::Refused(lost()), false),
         };

@@ -2,7 +2,7 @@
 
 /// What each gets of a budget: who needs little gets all of it, and the others share the rest
 /// evenly. Together never more than the budget.
-pub(super) fn divided(budget: usize, needs: &[usize]) -> Vec<usize> {
+pub(crate) fn divided(budget: usize, needs: &[usize]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..needs.len()).collect();
     order.sort_by_key(|index| needs[*index]);
     let mut shares = vec![0; needs.len()];

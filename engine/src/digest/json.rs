@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use super::shape::shape;
 use super::skeleton::{List, Map, Node};
-use super::{BYTES_PER_TOKEN, ladder};
+use super::{BYTES_PER_TOKEN, ladder, scaled};
 use crate::json::cursor::unquoted;
 
 /// How much is shown.
@@ -27,11 +27,16 @@ impl Detail {
     /// From everything that the budget could hold (0) down to the least.
     pub(super) fn rung(rung: u32, room: usize) -> Self {
         Self {
-            items: (room / 4) >> rung,
-            least_items: [3, 3, 3, 3, 3, 3, 3, 2, 2, 1, 1, 1].get(rung as usize).map_or(0, |n| *n),
-            keys: (512 >> rung).max(4),
-            text: (4_096 >> (rung * 3 / 2)).max(16),
-            depth: 10_usize.saturating_sub(rung as usize / 2).max(2),
+            items: scaled(room / 4, 0.7, rung, 0),
+            least_items: match rung {
+                0..14 => 3,
+                14..18 => 2,
+                18..23 => 1,
+                _ => 0,
+            },
+            keys: scaled(512, 0.7, rung, 4),
+            text: scaled(4_096, 0.6, rung, 16),
+            depth: 10_usize.saturating_sub(rung as usize / 4).max(2),
             most_bytes: room.saturating_mul(BYTES_PER_TOKEN),
         }
     }
@@ -152,9 +157,9 @@ pub(super) fn around(root: &Node<'_>, room: usize) -> String {
     let detail = |rung: u32| Detail {
         items: 3,
         least_items: 0,
-        keys: (64 >> rung).max(3),
-        text: (400 >> rung).max(12),
-        depth: 4_usize.saturating_sub(rung as usize / 2).max(1),
+        keys: scaled(64, 0.8, rung, 3),
+        text: scaled(400, 0.75, rung, 12),
+        depth: 4_usize.saturating_sub(rung as usize / 4).max(1),
         most_bytes: room.saturating_mul(BYTES_PER_TOKEN),
     };
     ladder(room, |rung| {

@@ -39,7 +39,8 @@ pub(super) fn shape(node: &Node<'_>, room: usize) -> String {
     let shape = Shape::of(node);
     let written = |rung: u32| {
         let mut text = String::new();
-        let (depth, keys) = (8 - (rung as usize).min(8), (MANY_KEYS >> (rung / 2)).max(3));
+        let depth = 8_usize.saturating_sub(rung as usize / 2);
+        let keys = super::scaled(MANY_KEYS, 0.85, rung, 3);
         shape.write(&mut text, depth, keys);
         text
     };

@@ -79,12 +79,13 @@ impl Walk {
 
     fn list<'a>(&mut self, cursor: &mut Cursor<'a>, depth: usize) -> List<'a> {
         let begin = cursor.at();
-        // Half of what is left is for what comes behind the first items.
-        let reserve = self.left / 2;
+        // A part of what is left is for the first items, a part for those behind them, and most
+        // of it for what comes after this array.
+        let (first, all) = (self.left / 4 * 3, self.left / 8 * 5);
         let (mut count, mut head, mut places) = (0, Vec::new(), Places::default());
         cursor.enter();
         while cursor.more() {
-            if head.is_empty() || self.left > reserve {
+            if head.is_empty() || self.left > first {
                 head.push(self.value(cursor, depth + 1));
             } else {
                 places.note(count, cursor.at());
@@ -97,7 +98,7 @@ impl Walk {
         if depth < SPREAD_DEPTH {
             for (place, at) in places.taken() {
                 // The last one is always looked at, and has something left for it.
-                if self.left > reserve / 4 || place + 1 == count {
+                if self.left > all || place + 1 == count {
                     spread.push((place, self.value(&mut cursor.moved_to(at), depth + 1)));
                 }
             }
@@ -107,12 +108,14 @@ impl Walk {
 
     fn map<'a>(&mut self, cursor: &mut Cursor<'a>, depth: usize) -> Map<'a> {
         let begin = cursor.at();
-        let reserve = self.left / 4;
+        let reserve = self.left / 8;
         let (mut count, mut entries) = (0, Vec::new());
         cursor.enter();
         while cursor.more() {
             let key = cursor.key();
-            if self.left > reserve {
+            // A plain value costs little, and is told as long as anything is.
+            let nested = matches!(cursor.kind(), Kind::Array | Kind::Object);
+            if self.left > if nested { reserve } else { 0 } {
                 entries.push((key, self.value(cursor, depth + 1)));
             } else {
                 cursor.skip();

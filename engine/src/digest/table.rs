@@ -6,9 +6,9 @@
 use std::fmt::Write;
 
 use super::json::{self, Detail, key_text};
-use super::ladder;
 use super::shape::Shape;
 use super::skeleton::{List, Map, Node};
+use super::{ladder, scaled};
 use crate::json::cursor::unquoted;
 
 /// Fewer rows are as well shown as JSON.
@@ -50,7 +50,7 @@ impl<'n, 'a> Table<'n, 'a> {
         let place = if pointer.is_empty() { String::new() } else { format!(" {pointer}") };
         let (rows, columns) = (self.count, self.columns.len());
         let mut text = format!("table{place}: {rows} rows, {columns} columns\ncolumns: ");
-        let names = (256_usize >> (rung / 2)).max(4);
+        let names = scaled(256, 0.8, rung, 4);
         for (n, (name, shape)) in self.columns.iter().take(names).enumerate() {
             if n > 0 {
                 text.push_str(", ");
@@ -61,9 +61,9 @@ impl<'n, 'a> Table<'n, 'a> {
         if columns > names {
             let _ = write!(text, ", … {} more", columns - names);
         }
-        let detail = Detail::rung(rung + 3, room);
+        let detail = Detail::rung(rung + 6, room);
         let mut after = 0;
-        for place in self.sample((room / 3) >> rung) {
+        for place in self.sample(scaled(room / 3, 0.7, rung, 0)) {
             let (row, cells) = &self.rows[place];
             if *row > after {
                 let _ = write!(text, "\n… {} rows", row - after);

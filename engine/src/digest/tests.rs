@@ -72,8 +72,7 @@ fn a_long_text_inside_an_object_is_digested_as_text() {
 
 #[test]
 fn a_table_shows_columns_count_and_sample_rows() {
-    let row =
-        |n: u32| json!({ "id": n, "name": format!("user {n}"), "vip": n % 7 == 0, "note": null });
+    let row = |n: u32| json!({ "id": n, "name": format!("user {n}"), "vip": n < 7, "note": null });
     let rows: Vec<Value> = (0..2_000).map(row).collect();
     let digest = digested(&Value::from(rows), 300, None);
     has(&digest, &["2000 rows, 4 columns", "id number", "name string", "vip boolean", "note null"]);
@@ -97,7 +96,7 @@ fn an_answer_of_the_database_is_a_table() {
 fn json_shows_its_shape_counts_and_first_items() {
     let user = |n: u32| {
         let mut user = json!({ "id": n, "tags": vec!["x"; n as usize % 5], "at": { "lat": 1.5 } });
-        if n % 2 == 0 {
+        if n < 100 {
             user["mail"] = json!("a@example.org");
         }
         user
@@ -167,7 +166,7 @@ fn a_digest_of_anything_is_within_any_budget() {
     let call_id = call_id();
     let mut dice = Dice(7);
     let mut digests = 0;
-    for round in 0..400 {
+    for round in 0..150 {
         let value = json!([dice.value(0), dice.value(1)]);
         let value = if round % 3 == 0 { value[0].clone() } else { value };
         let data = Json::of_value(&value);
@@ -187,7 +186,7 @@ fn a_digest_of_anything_is_within_any_budget() {
             }
         }
     }
-    assert!(digests > 500, "{digests}");
+    assert!(digests > 200, "{digests}");
 }
 
 #[test]
@@ -197,7 +196,7 @@ fn every_small_budget_holds() {
     let deep = (0..60).fold(json!("x".repeat(4_000)), |inner, n| json!([inner, n, {"k": n}]));
     for data in [Value::from(rows), text, deep, json!("a".repeat(9_000)), json!(" ".repeat(9_000))]
     {
-        for budget in 0..160 {
+        for budget in (0..20).chain((20..160).step_by(7)) {
             if tokens::exceeds(&data.to_string(), budget) {
                 digested(&data, budget, Some("words"));
             }

@@ -52,10 +52,22 @@ const EMPTY: [&str; 20] = [
 ];
 
 /// A few lines of the middle.
+#[derive(Clone, Copy)]
 struct Block {
     begin: usize,
     end: usize,
     first_line: usize,
+    lines: usize,
+}
+
+/// What is known of a text before anything of it is chosen: found in one go, as it is long.
+struct Looked<'t> {
+    text: &'t str,
+    lines: usize,
+    /// With what each is worth.
+    blocks: Vec<(f64, Block)>,
+    words: Words<'t>,
+    weights: Vec<f64>,
 }
 
 /// Head, tail and the most relevant middle, in at most this many tokens, with a mark wherever lines
@@ -63,10 +75,15 @@ struct Block {
 pub(super) fn render(text: &str, hint: Option<&str>, room: usize) -> String {
     let asked = asked_words(hint.unwrap_or_default());
     let Some(words) = Words::new(&asked) else { return String::new() };
+    let blocks = blocks(text);
+    let (scores, weights) = words.scores(text, &blocks);
+    let lines = blocks.last().map_or(0, |last| last.first_line + last.lines);
+    let blocks = scores.into_iter().zip(blocks).collect();
+    let looked = Looked { text, lines, blocks, words, weights };
     // What the marks between the parts take is known only when they are there.
     let mut part = room;
     for _ in 0..12 {
-        let shown = compose(text, &words, part);
+        let shown = looked.compose(part);
         if !tokens::exceeds(&shown, room) {
             return shown;
         }
@@ -80,38 +97,106 @@ pub(super) fn line_count(text: &str) -> usize {
     lines(text).count()
 }
 
-fn compose(text: &str, words: &Words<'_>, room: usize) -> String {
-    let head_end = whole_lines(text, tokens::first(text, room * 2 / 5).len());
-    let rest = &text[head_end..];
-    let tail_begin = text.len() - line_start(rest, tokens::last(rest, room / 4));
-    let head = &text[..head_end];
-    let middle_room = room.saturating_sub(room * 2 / 5 + room / 4 + 24);
-    let blocks = blocks(text, head_end, tail_begin);
-    let chosen = choose(text, &blocks, words, middle_room);
-    let mut out = String::new();
-    out.push_str(head);
-    let mut shown_to = head_end;
-    let mut line = lines(head).count() - usize::from(!head.is_empty() && !head.ends_with('\n'));
-    for Shown { begin, end, first_line } in chosen {
-        mark(&mut out, text, shown_to, begin, line);
-        out.push_str(&text[begin..end]);
-        shown_to = end;
-        line = first_line + lines(&text[begin..end]).count();
+impl Looked<'_> {
+    fn compose(&self, room: usize) -> String {
+        let text = self.text;
+        let head_end = whole_lines(text, tokens::first(text, room * 2 / 5).len());
+        let (head, rest) = text.split_at(head_end);
+        let tail_begin = text.len() - line_start(rest, tokens::last(rest, room / 4));
+        let tail = &text[tail_begin..];
+        let middle_room = room.saturating_sub(room * 2 / 5 + room / 4 + 24);
+        let mut out = head.to_owned();
+        let mut shown_to = head_end;
+        let partial = usize::from(!head.is_empty() && !head.ends_with('\n'));
+        let mut line = lines(head).count() - partial;
+        for shown in self.choose(head_end, tail_begin, middle_room) {
+            if shown.begin > shown_to {
+                mark(&mut out, shown.first_line.saturating_sub(line), line);
+            }
+            let part = &text[shown.begin..shown.end];
+            out.push_str(part);
+            shown_to = shown.end;
+            line = shown.first_line + lines(part).count();
+        }
+        if tail_begin > shown_to {
+            let tail_line = self.lines.saturating_sub(lines(tail).count());
+            mark(&mut out, tail_line.saturating_sub(line), line);
+        }
+        out.push_str(tail);
+        out
     }
-    mark(&mut out, text, shown_to, tail_begin, line);
-    out.push_str(&text[tail_begin..]);
-    out
+
+    /// The best of the blocks between two places, as much as fits, in the order of the text.
+    fn choose(&self, from: usize, to: usize, room: usize) -> Vec<Shown> {
+        // Too little for even one line and its mark.
+        if room < 24 {
+            return Vec::new();
+        }
+        let within = |(score, block): &(f64, Block)| Some((*score, self.clipped(block, from, to)?));
+        let worth = self.blocks.iter().filter(|(score, _)| *score > 0.0);
+        let mut ranked: Vec<(f64, Block)> = worth.filter_map(within).collect();
+        // Equal ones in the order of the text.
+        ranked.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.begin.cmp(&b.1.begin)));
+        let mut left = room;
+        let mut chosen = Vec::new();
+        for (_, block) in ranked {
+            // Each costs its own tokens and a mark before it.
+            let Some(rest) = left.checked_sub(16).filter(|rest| *rest >= 8) else { break };
+            let shown = self.window(&block, rest.min((room / 2).max(24)));
+            left = rest - tokens::count(&self.text[shown.begin..shown.end]).min(rest);
+            chosen.push(shown);
+        }
+        chosen.sort_by_key(|shown| shown.begin);
+        chosen
+    }
+
+    /// The whole lines of a block that lie between two places.
+    fn clipped(&self, block: &Block, from: usize, to: usize) -> Option<Block> {
+        if block.begin >= from && block.end <= to {
+            return Some(*block);
+        }
+        let mut clipped: Option<Block> = None;
+        let mut at = block.begin;
+        for (n, line) in lines(&self.text[block.begin..block.end]).enumerate() {
+            let end = at + line.len();
+            if at >= from && end <= to {
+                let first_line = block.first_line + n;
+                let begun = Block { begin: at, end, first_line, lines: 0 };
+                let clipped = clipped.get_or_insert(begun);
+                (clipped.end, clipped.lines) = (end, clipped.lines + 1);
+            }
+            at = end;
+        }
+        clipped
+    }
+
+    /// A block; of one that does not fit, its best line and what fits behind it.
+    fn window(&self, block: &Block, room: usize) -> Shown {
+        let (mut begin, mut first_line) = (block.begin, block.first_line);
+        let written = &self.text[block.begin..block.end];
+        if tokens::exceeds(written, room) {
+            let (mut at, mut best) = (block.begin, 0.0);
+            for (n, line) in lines(written).enumerate() {
+                let score = weight_of(self.words.bits(line), &self.weights);
+                if score > best {
+                    (best, begin, first_line) = (score, at, block.first_line + n);
+                }
+                at += line.len();
+            }
+        }
+        let rest = &self.text[begin..block.end];
+        let end = begin + whole_lines(rest, tokens::first(rest, room).len());
+        Shown { begin, end, first_line }
+    }
 }
 
-/// Says what is left out between two places.
-fn mark(out: &mut String, text: &str, from: usize, to: usize, line: usize) {
-    if from >= to {
-        return;
-    }
+/// Says that lines are left out, and where they begin.
+fn mark(out: &mut String, count: usize, line: usize) {
     if !out.is_empty() && !out.ends_with('\n') {
         out.push('\n');
     }
-    let count = lines(&text[from..to]).count();
+    // Where a line is shown in part, it is that one.
+    let count = count.max(1);
     let _ = writeln!(out, "[… {count} lines left out, offset {line}]");
 }
 
@@ -137,22 +222,17 @@ fn line_start(rest: &str, tail: &str) -> usize {
     }
 }
 
-fn blocks(text: &str, from: usize, to: usize) -> Vec<Block> {
-    let middle = text.get(from..to).unwrap_or_default();
-    let size = BLOCK.max(middle.len() / MOST_BLOCKS);
+fn blocks(text: &str) -> Vec<Block> {
+    let size = BLOCK.max(text.len() / MOST_BLOCKS);
     let mut blocks: Vec<Block> = Vec::new();
-    let head = &text[..from];
-    let partial = usize::from(!head.is_empty() && !head.ends_with('\n'));
-    let (mut at, mut line) = (from, lines(head).count() - partial);
-    for piece in lines(middle) {
+    let (mut at, mut line) = (0, 0);
+    for piece in lines(text) {
+        let end = at + piece.len();
         match blocks.last_mut().filter(|block| block.end - block.begin < size) {
-            Some(block) => block.end += piece.len(),
-            None => {
-                let end = at + piece.len();
-                blocks.push(Block { begin: at, end, first_line: line });
-            }
+            Some(block) => (block.end, block.lines) = (end, block.lines + 1),
+            None => blocks.push(Block { begin: at, end, first_line: line, lines: 1 }),
         }
-        at += piece.len();
+        at = end;
         line += 1;
     }
     blocks
@@ -163,48 +243,6 @@ struct Shown {
     begin: usize,
     end: usize,
     first_line: usize,
-}
-
-/// The best of the blocks, as much as fits, in the order of the text.
-fn choose(text: &str, blocks: &[Block], words: &Words<'_>, room: usize) -> Vec<Shown> {
-    // Too little for even one line and its mark.
-    if room < 24 {
-        return Vec::new();
-    }
-    let (scores, weights) = words.scores(text, blocks);
-    let scored = scores.into_iter().zip(blocks);
-    let mut ranked: Vec<(f64, &Block)> = scored.filter(|(score, _)| *score > 0.0).collect();
-    // Equal ones in the order of the text.
-    ranked.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.begin.cmp(&b.1.begin)));
-    let mut left = room;
-    let mut chosen = Vec::new();
-    for (_, block) in ranked {
-        // Each costs its own tokens and a mark before it.
-        let Some(rest) = left.checked_sub(16).filter(|rest| *rest >= 8) else { break };
-        let shown = window(text, block, words, &weights, rest.min((room / 2).max(24)));
-        left = rest - tokens::count(&text[shown.begin..shown.end]).min(rest);
-        chosen.push(shown);
-    }
-    chosen.sort_by_key(|shown| shown.begin);
-    chosen
-}
-
-/// A block; of one that does not fit, its best line and what fits behind it.
-fn window(text: &str, block: &Block, words: &Words<'_>, weights: &[f64], room: usize) -> Shown {
-    let (mut begin, mut first_line) = (block.begin, block.first_line);
-    if tokens::exceeds(&text[block.begin..block.end], room) {
-        let (mut at, mut best) = (block.begin, 0.0);
-        for (n, line) in lines(&text[block.begin..block.end]).enumerate() {
-            let score = weight_of(words.bits(line), weights);
-            if score > best {
-                (best, begin, first_line) = (score, at, block.first_line + n);
-            }
-            at += line.len();
-        }
-    }
-    let rest = &text[begin..block.end];
-    let end = begin + whole_lines(rest, tokens::first(rest, room).len());
-    Shown { begin, end, first_line }
 }
 
 /// What is looked for: the words of the question, then the salient ones.

@@ -25,7 +25,7 @@ pub(super) enum Ahead {
     /// It is not over.
     UnderWay(UnderWay),
     /// It is over, and this is what follows.
-    Over(Step),
+    Over(Box<Step>),
 }
 
 /// A read that goes on once its ticket is stored.
@@ -79,7 +79,7 @@ impl Inner {
         step.records.splice(0..0, said);
         // It is one state, the first that is stored.
         step.call.version = call.version;
-        Ahead::Over(step)
+        Ahead::Over(Box::new(step))
     }
 
     fn held_sink(self: &Arc<Self>, call: &Arc<Call>, held: &Arc<Held>) -> ProgressSink {

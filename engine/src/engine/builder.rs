@@ -23,7 +23,7 @@ use crate::function::{Functions, Tool};
 use crate::id::Minter;
 use crate::notify::{Notifier, Notifying};
 use crate::observe::Observer;
-use crate::source::Source;
+use crate::source::{Callers, Source};
 use crate::store::{MemoryStore, Store};
 use crate::task;
 use crate::tool::{Executor, check_name};
@@ -156,7 +156,7 @@ impl Builder {
         check_unique(&tools)?;
         let functions: Arc<dyn Source> = Arc::new(Functions::new(tools));
         let mut sources: HashMap<Executor, Arc<dyn Source>> = HashMap::new();
-        let own = [functions, desk.clone() as Arc<dyn Source>];
+        let own = [functions, desk.clone() as Arc<dyn Source>, Arc::new(Callers)];
         for source in own.into_iter().chain(self.sources) {
             sources.insert(source.executor(), source);
         }

@@ -427,7 +427,7 @@ pub(super) fn check_client_id(client_id: &str) -> Result<(), Error> {
     Err(Error::refused(Code::ValidationError, message))
 }
 
-fn check_definition(tool: &Definition) -> Result<(), Error> {
+pub(super) fn check_definition(tool: &Definition) -> Result<(), Error> {
     let invalid = |message: String| Error::refused(Code::ValidationError, message);
     check_name(&tool.name).map_err(|error| invalid(error.to_string()))?;
     if !TIMEOUT_MS_RANGE.contains(&tool.timeout_ms) {

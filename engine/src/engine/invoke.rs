@@ -25,7 +25,7 @@ use crate::policy::Decision;
 use crate::retry::{MAX_RETRIES_LIMIT, TIMEOUT_MS_RANGE};
 use crate::schema::Problem;
 use crate::store::{Created, IdempotencyKey, NewCall};
-use crate::tool::hex;
+use crate::tool::{Executor, hex};
 
 /// The envelope: what a caller asks for.
 #[derive(Debug, Clone)]
@@ -117,28 +117,8 @@ impl Engine {
 }
 
 impl Inner {
-    /// Denied calls are answered with the reason and written down.
-    pub(crate) async fn check_permission(
-        &self,
-        catalog: &Catalog,
-        caller: &Caller,
-        tool: &str,
-    ) -> Result<(), Error> {
-        let Decision::Denied(reason) = catalog.decide(caller, tool) else {
-            measure::allowed();
-            return Ok(());
-        };
-        metrics::counter!("toolcrib_policy_decisions_total", "decision" => "deny").increment(1);
-        let shown: String = tool.chars().take(128).collect();
-        let entry = self.entry(caller, &caller.project, "call.denied", &shown, &reason);
-        self.store.audit(entry).await.map_err(unavailable)?;
-        let message = format!("agent \"{}\" may not call \"{shown}\": {reason}", caller.agent);
-        let detail = json!({ "agent": caller.agent, "tool": shown, "rule": reason });
-        Err(Fault::new(Code::PermissionDenied, message).not_happened().with_detail(detail).into())
-    }
-
     /// The call as it would be, before anything was decided about it.
-    fn draft(
+    pub(super) fn draft(
         &self,
         catalog: &Catalog,
         caller: &Caller,
@@ -244,7 +224,7 @@ impl Inner {
     }
 
     /// Commits the call, already claimed when a place is free, and starts it.
-    async fn accept(
+    pub(super) async fn accept(
         self: Arc<Self>,
         call: Call,
         key: Option<IdempotencyKey>,
@@ -269,6 +249,7 @@ impl Inner {
         };
         let mut follows = match begun {
             Ahead::Over(step) => {
+                let step = *step;
                 let over = self.attempt_over(&call, &step.call, &step.records);
                 records.extend(step.records);
                 let before = std::mem::replace(&mut call, Arc::new(step.call));
@@ -350,6 +331,11 @@ impl Inner {
     }
 
     pub(super) fn place(&self, call: &Call) -> (Place, Caps) {
+        // What callers run themselves takes nobody's place. No tool has this name.
+        if call.target.executor == Executor::Caller {
+            let (project, tool) = (call.project.clone(), "(caller)".to_owned());
+            return (Place { project, tool, local: false }, Caps::default());
+        }
         let place = Place {
             project: call.project.clone(),
             tool: call.target.tool.clone(),
@@ -412,7 +398,7 @@ fn full(full: Full) -> Error {
     }
 }
 
-fn check_envelope(asked: &Invocation, max_args_bytes: usize) -> Result<(), Error> {
+pub(super) fn check_envelope(asked: &Invocation, max_args_bytes: usize) -> Result<(), Error> {
     let invalid = |message: String| {
         let fault = Fault::new(Code::ValidationError, message).not_happened();
         Err(Error::from(fault))
@@ -437,16 +423,22 @@ fn check_envelope(asked: &Invocation, max_args_bytes: usize) -> Result<(), Error
     ];
     for (field, word) in words {
         let Some(word) = word else { continue };
-        if word.is_empty() || word.len() > 255 || word.chars().any(char::is_control) {
-            let message = format!("{field} must be 1 to 255 bytes without control characters");
-            return invalid(message);
-        }
+        check_word(field, word)?;
+    }
+    Ok(())
+}
+
+/// An id or a label that a caller made up.
+pub(super) fn check_word(field: &str, word: &str) -> Result<(), Error> {
+    if word.is_empty() || word.len() > 255 || word.chars().any(char::is_control) {
+        let message = format!("{field} must be 1 to 255 bytes without control characters");
+        return Err(Fault::new(Code::ValidationError, message).not_happened().into());
     }
     Ok(())
 }
 
 /// The arguments must fit before anything is stored or run.
-fn check_args(tool: &Compiled, args: &Value) -> Result<(), Error> {
+pub(super) fn check_args(tool: &Compiled, args: &Value) -> Result<(), Error> {
     let problems = tool.input.problems(args);
     if problems.is_empty() {
         return Ok(());
@@ -479,7 +471,11 @@ fn check_client(
     Err(fault.with_detail(json!({ "pointer": "/client_id" })).into())
 }
 
-fn idempotency_key(caller: &Caller, asked: &Invocation, args: &Value) -> Option<IdempotencyKey> {
+pub(super) fn idempotency_key(
+    caller: &Caller,
+    asked: &Invocation,
+    args: &Value,
+) -> Option<IdempotencyKey> {
     let key = asked.idempotency_key.clone()?;
     let mut hash = Sha256::new();
     let rest = json!([

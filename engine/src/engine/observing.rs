@@ -14,25 +14,21 @@ pub(super) struct Over {
 }
 
 impl Engine {
-    /// The call's span in its trace. Where nothing is recorded, the one it was asked in, if any.
+    /// The call's span in its trace, if it is recorded. Otherwise the one it was asked in, if any.
     pub fn trace_of(&self, call: &Call) -> Option<TraceParent> {
-        match &self.inner.observer {
-            Some(observer) => {
-                let ids = Ids::of(call);
-                Some(ids.call(observer.samples(&ids)))
-            }
-            None => call.asked.traceparent.as_deref()?.parse().ok(),
-        }
+        let Some(observer) = &self.inner.observer else { return asked_in(call) };
+        let ids = Ids::of(call);
+        if observer.samples(&ids) { Some(ids.call(true)) } else { ids.parent }
     }
 }
 
 impl Inner {
     /// The trace that whoever executes the attempt goes on with: below the attempt's own span, or,
     /// where nothing is recorded, as it came.
-    pub(super) fn handed_on(&self, call: &Call) -> Option<String> {
-        let Some(observer) = &self.observer else { return call.asked.traceparent.clone() };
+    pub(super) fn handed_on(&self, call: &Call) -> Option<TraceParent> {
+        let Some(observer) = &self.observer else { return asked_in(call) };
         let ids = Ids::of(call);
-        Some(ids.attempt(call.attempt, observer.samples(&ids)).to_string())
+        Some(ids.attempt(call.attempt, observer.samples(&ids)))
     }
 
     /// Whether `/metrics`, which needs no key, may name the call's tool. What comes with the server
@@ -90,4 +86,8 @@ impl Inner {
             observer.ended(&Ended { ids, call: after, description: &description });
         }
     }
+}
+
+fn asked_in(call: &Call) -> Option<TraceParent> {
+    call.asked.traceparent.as_deref()?.parse().ok()
 }

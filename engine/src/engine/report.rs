@@ -115,7 +115,7 @@ impl Engine {
 
 impl Inner {
     /// Decides an event to the end, also when who brought it does not wait for that.
-    async fn decide(
+    pub(super) async fn decide(
         self: &Arc<Self>,
         caller: &Caller,
         id: &CallId,
@@ -134,8 +134,12 @@ impl Inner {
     ) -> Result<Arc<Call>, Error> {
         require_provider(caller)?;
         let call = self.own_call(caller, id).await?;
-        if !call.target.executor.parks() {
-            let message = format!("{} is executed by the server itself", call.target.tool);
+        let elsewhere = match call.target.executor {
+            Executor::Caller => Some("whoever called it"),
+            executor => (!executor.parks()).then_some("the server itself"),
+        };
+        if let Some(who) = elsewhere {
+            let message = format!("{} is executed by {who}", call.target.tool);
             return Err(Error::refused(Code::PermissionDenied, message));
         }
         let catalog = self.catalog();
@@ -239,7 +243,7 @@ impl Inner {
 }
 
 /// A refused report as the answer the reporter gets.
-fn settled(advanced: Advanced) -> Result<Arc<Call>, Error> {
+pub(super) fn settled(advanced: Advanced) -> Result<Arc<Call>, Error> {
     let (call, refusal) = match advanced {
         Advanced::Done(call) | Advanced::Repeated(call) => return Ok(call),
         Advanced::Refused(call, refusal) => (call, refusal),

@@ -15,8 +15,8 @@ use crate::function::{FnTool, ToolContext};
 use crate::id::CallId;
 use crate::json::Json;
 use crate::piece::{self, Content, Part, Piece};
-use crate::tokens;
 use crate::tool::{Effect, Risk};
+use crate::{digest, tokens};
 
 /// The name of the tool that reads results.
 pub const RESULT_READ: &str = "result.read";
@@ -58,6 +58,52 @@ impl Engine {
         };
         Ok(read(data, part, MOST_BYTES).await?)
     }
+}
+
+impl Engine {
+    /// A call's result as a model is given it: whole where it is within the budget, else its
+    /// digest. What the call was asked with says what is relevant, unless something better is
+    /// given.
+    pub async fn given_result(
+        &self,
+        caller: &Caller,
+        id: &CallId,
+        budget_tokens: usize,
+        hint: Option<String>,
+    ) -> Result<Given, Error> {
+        if budget_tokens == 0 {
+            let message = "budget_tokens must be 1 or more";
+            return Err(piece::invalid("budget_tokens", message.into()).into());
+        }
+        let call = self.call(caller, id).await?;
+        let data = data(&call)?;
+        let large = data.text().len() > LARGE;
+        let give = move || {
+            let hint = hint.as_deref().unwrap_or(call.args.text());
+            let (call_id, tool) = (&call.id, call.tool_name.as_str());
+            let source = digest::Source { call_id, tool, hint: Some(hint) };
+            match digest::digest(&data, budget_tokens, &source) {
+                Some(digest) => Given::Digest(digest),
+                None => Given::Whole { tokens: tokens::count(data.text()), data },
+            }
+        };
+        if !large {
+            return Ok(give());
+        }
+        let giving = tokio::task::spawn_blocking(give).await;
+        giving.map_err(|error| Error::Internal(Box::new(error)))
+    }
+}
+
+/// A result as a model is given it.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Given {
+    /// It is within the budget.
+    Whole {
+        data: Json,
+        tokens: usize,
+    },
+    Digest(digest::Digest),
 }
 
 impl Inner {

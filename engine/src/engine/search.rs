@@ -157,7 +157,7 @@ impl Index {
 /// Everything about a tool that can be searched for.
 fn words_of(definition: &Definition) -> String {
     let name = plain(&definition.name);
-    let mut words = vec![name.as_str(); NAME_WEIGHT].join(" ");
+    let mut words = [name.as_str(); NAME_WEIGHT].join(" ");
     words.push(' ');
     words.push_str(&definition.description);
     let title = definition.metadata.as_ref().map(|metadata| metadata.value());

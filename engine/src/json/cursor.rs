@@ -181,7 +181,48 @@ pub fn unquoted(written: &str) -> Cow<'_, str> {
         return Cow::Borrowed(inner);
     }
     // Half of a surrogate pair is JSON and no text; then it is shown as it was written.
-    serde_json::from_str(written).map_or(Cow::Borrowed(inner), Cow::Owned)
+    unescaped(inner).map_or(Cow::Borrowed(inner), Cow::Owned)
+}
+
+/// In one piece of memory that is large enough from the start: a long text is not held several
+/// times while it grows.
+fn unescaped(inner: &str) -> Option<String> {
+    let mut text = String::with_capacity(inner.len());
+    let mut rest = inner;
+    while let Some(at) = rest.find('\\') {
+        text.push_str(&rest[..at]);
+        let (character, behind) = escape(&rest[at + 1..])?;
+        text.push(character);
+        rest = behind;
+    }
+    text.push_str(rest);
+    Some(text)
+}
+
+/// The character of an escape, and what stands behind it.
+fn escape(written: &str) -> Option<(char, &str)> {
+    let mut characters = written.chars();
+    let character = match characters.next()? {
+        'n' => '\n',
+        'r' => '\r',
+        't' => '\t',
+        'b' => '\u{8}',
+        'f' => '\u{c}',
+        'u' => return code_point(characters.as_str()),
+        other => other,
+    };
+    Some((character, characters.as_str()))
+}
+
+fn code_point(written: &str) -> Option<(char, &str)> {
+    let unit = |text: &str| u16::from_str_radix(text.get(..4)?, 16).ok();
+    let (first, rest) = (unit(written)?, written.get(4..)?);
+    // A character beyond the first 65,536 is written as two.
+    let second = rest.strip_prefix("\\u").and_then(unit);
+    let mut decoded = char::decode_utf16([first].into_iter().chain(second));
+    let character = decoded.next()?.ok()?;
+    let rest = if character.len_utf16() == 2 { rest.get(6..)? } else { rest };
+    Some((character, rest))
 }
 
 #[cfg(test)]
@@ -228,5 +269,23 @@ mod tests {
     fn half_a_surrogate_pair_is_shown_as_written() {
         assert_eq!(unquoted(r#""a\ud800""#), r"a\ud800");
         assert_eq!(unquoted(r#""\u00e9\n""#), "é\n");
+    }
+
+    #[test]
+    fn escapes_mean_what_they_mean_everywhere() {
+        for written in [
+            r#""""#,
+            r#""plain é 🦀""#,
+            r#""\"\\\/\b\f\n\r\t""#,
+            r#""\u0041\u00e9\u20ac x""#,
+            r#""\ud83e\udd80 and \uD83E\uDD80\u0041""#,
+            r#""\u0000\u001f""#,
+        ] {
+            let expected: String = serde_json::from_str(written).unwrap();
+            assert_eq!(unquoted(written), expected, "{written}");
+        }
+        for odd in [r#""\udd80\ud83e""#, r#""\ud83e\u0041""#, r#""\ud83ex""#] {
+            assert_eq!(unquoted(odd), odd.trim_matches('"'));
+        }
     }
 }

@@ -428,3 +428,20 @@ fn messages_say_whether_it_may_have_happened() {
     assert!(message(&standing(At::Parked)).contains("connected?"));
     assert!(message(&standing(At::Queue)).contains("no place was free"));
 }
+
+/// What the caller runs itself is under way as soon as it is recorded, and is never run by us.
+#[test]
+fn the_callers_own_call_runs_from_the_first_moment_and_once() {
+    let own = Call { max_retries: 0, ..call(Executor::Caller, Effect::Irreversible) };
+    let claimed = step(&own, &Event::Claim { node: "n1".into() }, NOW).unwrap();
+    assert_eq!((claimed.call.status, claimed.call.hold), (Status::Running, None));
+    assert_eq!(claimed.records[0].kind, Kind::Started);
+    let lost = step(&claimed.call, &Event::Lost { node: "n2".into() }, NOW).unwrap();
+    assert_eq!((lost.call.status, lost.call.attempt), (Status::Running, 1), "it is the caller's");
+    let harmless = failed_with(Fault::unreachable("refused"));
+    let failed = step(&lost.call, &harmless, NOW).unwrap().call;
+    assert_eq!((failed.status, failed.attempt), (Status::Failed, 1));
+    let late = step(&claimed.call, &Event::Deadline, DEADLINE).unwrap().call;
+    assert_eq!(late.status, Status::Timeout);
+    assert!(late.outcome.unwrap().error.unwrap().message.contains("may have taken effect"));
+}

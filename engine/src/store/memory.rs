@@ -9,8 +9,8 @@ use async_trait::async_trait;
 use parking_lot::Mutex;
 
 use super::{
-    CallFilter, Created, DeliveryFilter, EventScope, IdempotencyKey, NewCall, Open, Saved, Store,
-    StoreError,
+    CallFilter, Created, DeliveryFilter, EventScope, IdempotencyKey, NewCall, Open, Run, Saved,
+    Store, StoreError,
 };
 use crate::call::Call;
 use crate::delivery::{Delivery, KEPT_TRIES, Try};
@@ -26,6 +26,7 @@ struct State {
     by_id: HashMap<CallId, u64>,
     events: BTreeMap<u64, Event>,
     keys: HashMap<(String, String, String), (CallId, String)>,
+    runs: BTreeMap<(String, String), Run>,
     deliveries: BTreeMap<CallId, (Delivery, Vec<Try>)>,
     directory: Directory,
     audit: Vec<AuditEntry>,
@@ -61,6 +62,16 @@ impl State {
         }
         let call = self.by_id.get(id).and_then(|place| self.calls.get(place))?;
         Some(Created::Replayed(Box::new(call.clone())))
+    }
+
+    fn purge_runs(&mut self, before_ms: u64, mut left: usize) {
+        let Self { runs, calls, .. } = self;
+        runs.retain(|(project, run_id), run| {
+            let mine = |call: &Call| call.project == *project && call.run_id == *run_id;
+            let goes = left > 0 && run.updated_ms < before_ms && !calls.values().any(mine);
+            left -= usize::from(goes);
+            !goes
+        });
     }
 
     fn in_scope(&self, event: &Event, scope: &EventScope) -> bool {
@@ -187,6 +198,17 @@ impl Store for MemoryStore {
         Ok(newest.map_or(0, |event| event.number))
     }
 
+    async fn run(&self, project: &str, run_id: &str) -> Result<Option<Run>, StoreError> {
+        let place = (project.to_owned(), run_id.to_owned());
+        Ok(self.state.lock().runs.get(&place).cloned())
+    }
+
+    async fn put_run(&self, run: Run) -> Result<(), StoreError> {
+        let place = (run.project.clone(), run.run_id.clone());
+        self.state.lock().runs.insert(place, run);
+        Ok(())
+    }
+
     async fn newest_record(
         &self,
         project: &str,
@@ -270,6 +292,7 @@ impl Store for MemoryStore {
             state.keys.retain(|_, (call, _)| call != id);
             state.deliveries.remove(id);
         }
+        state.purge_runs(ended_before_ms, limit);
         let mut left = limit;
         state.audit.retain(|entry| {
             let goes = entry.at_ms < ended_before_ms && left > 0;

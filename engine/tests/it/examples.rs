@@ -4,6 +4,14 @@
 #[allow(dead_code, reason = "the example's main is not called here")]
 mod batch;
 
+#[path = "../../examples/typed_tool.rs"]
+#[allow(dead_code, reason = "the example's main is not called here")]
+mod typed_tool;
+
+#[path = "../../examples/background.rs"]
+#[allow(dead_code, reason = "the example's main is not called here")]
+mod background;
+
 #[tokio::test]
 async fn a_turn_of_an_agent() {
     let shown = batch::turn().await.unwrap();
@@ -17,4 +25,31 @@ async fn a_turn_of_an_agent() {
     assert!(lines[6].contains("not JSON") && lines[6].contains("line 1 column 10"), "{shown}");
     assert_eq!(lines[7], r#"{"role":"tool","tool_call_id":"call_3","content":"noted Oslo"}"#);
     assert_eq!(lines[8], "3 of 4 went well");
+}
+
+#[tokio::test]
+async fn a_typed_tool() {
+    let shown = typed_tool::show().await.unwrap();
+    let lines: Vec<&str> = shown.lines().collect();
+    assert_eq!(lines[0], r#"required: ["km","litres"]"#);
+    assert_eq!(lines[1], r#"answer: {"litres_per_100_km":6.25}"#);
+    assert!(lines[2].starts_with("refused: VALIDATION_ERROR"), "{shown}");
+    assert!(lines[2].contains("/km must be a number"), "{shown}");
+    let failed = "failed after 3 attempts: RUNTIME_ERROR: a trip has some kilometres";
+    assert_eq!(lines[3..], [failed]);
+}
+
+#[tokio::test]
+async fn a_background_tool() {
+    let shown = background::show().await.unwrap();
+    for part in [
+        "# Tools\nA tool marked sync answers before you go on.",
+        "\n- calendar__days (sync): Days of a month\n- report__build (async): Builds a monthly report\n",
+        "\n## Pending (1)\n- report__build (async, in the background), call_id call_0, pending for ",
+        ": {\"month\": 5}\n\n## Just finished (1)\n- calendar__days, call_id call_1, ",
+        " ago, ok: 31\n",
+        "\nheard: report.build (call_0): \"report of month 5: all is well\"\n",
+    ] {
+        assert!(shown.contains(part), "{part}\n---\n{shown}");
+    }
 }

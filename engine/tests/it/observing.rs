@@ -63,7 +63,7 @@ async fn every_attempt_and_the_end_is_heard_and_the_trace_is_handed_on() {
     let telling = told.clone();
     let flaky =
         FnTool::with_context("t.read", "Fails once", move |_: Nothing, context: ToolContext| {
-            telling.lock().push(context.traceparent.clone().unwrap());
+            telling.lock().push(context.traceparent.unwrap());
             async move { if context.attempt < 2 { Err(Fault::unreachable("gone")) } else { Ok(1) } }
         });
     let ear = Arc::new(Ear::default());
@@ -76,7 +76,7 @@ async fn every_attempt_and_the_end_is_heard_and_the_trace_is_handed_on() {
     let heard = ear.0.lock();
     let attempts: Vec<_> = heard.attempts.iter().map(|(n, code, _)| (*n, *code)).collect();
     assert_eq!(attempts, [(1, Some(Code::UpstreamUnavailable)), (2, None)]);
-    let handed_on: Vec<String> = heard.attempts.iter().map(|(.., span)| span.to_string()).collect();
+    let handed_on: Vec<TraceParent> = heard.attempts.iter().map(|(.., span)| *span).collect();
     assert_eq!(*told.lock(), handed_on, "below the span of each attempt");
     let own = engine.trace_of(&ticket.call);
     let ends: Vec<_> =

@@ -12,7 +12,7 @@ use toolcrib::event::{Event, Kind, Record};
 use toolcrib::id::CallId;
 use toolcrib::store::{
     CallFilter, Created, DeliveryFilter, EventScope, IdempotencyKey, MemoryStore, NewCall, Open,
-    Saved, Store, StoreError,
+    Run, Saved, Store, StoreError,
 };
 
 /// Numbers that depend on nothing but the seed.
@@ -130,6 +130,15 @@ impl Store for FlakyStore {
 
     async fn newest_event(&self, scope: EventScope) -> Result<u64, StoreError> {
         self.inner.newest_event(scope).await
+    }
+
+    async fn run(&self, project: &str, run_id: &str) -> Result<Option<Run>, StoreError> {
+        self.inner.run(project, run_id).await
+    }
+
+    async fn put_run(&self, run: Run) -> Result<(), StoreError> {
+        self.trouble()?;
+        self.inner.put_run(run).await
     }
 
     async fn newest_record(

@@ -5,6 +5,7 @@
 //! both. Every figure is printed beside its limit.
 
 mod child;
+mod digest;
 mod measure;
 
 use std::path::PathBuf;

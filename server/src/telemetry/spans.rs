@@ -5,6 +5,7 @@
 //! same for a call that outlived its request or the process. Arguments and results are not part of
 //! it, and neither are the messages of faults, which may quote them: only sizes and codes are.
 
+use std::sync::LazyLock;
 use std::time::{Duration, SystemTime};
 
 use opentelemetry::trace::{
@@ -28,10 +29,13 @@ const MAX_CONTENT_BYTES: usize = 32 << 10;
 
 /// Who says it.
 pub(super) fn scope() -> InstrumentationScope {
-    InstrumentationScope::builder("toolcrib")
-        .with_version(env!("CARGO_PKG_VERSION"))
-        .with_schema_url(SCHEMA)
-        .build()
+    static SCOPE: LazyLock<InstrumentationScope> = LazyLock::new(|| {
+        InstrumentationScope::builder("toolcrib")
+            .with_version(env!("CARGO_PKG_VERSION"))
+            .with_schema_url(SCHEMA)
+            .build()
+    });
+    SCOPE.clone()
 }
 
 impl Observer for Otlp {
@@ -103,7 +107,6 @@ fn call_span(ended: &Ended<'_>) -> SpanData {
         KeyValue::new("gen_ai.agent.id", call.asked.agent.clone()),
         KeyValue::new("gen_ai.conversation.id", call.run_id.clone()),
         KeyValue::new("toolcrib.project", call.project.clone()),
-        KeyValue::new("toolcrib.run.id", call.run_id.clone()),
         KeyValue::new("toolcrib.source", call.target.executor.as_str()),
         KeyValue::new("toolcrib.call.status", call.status.as_str()),
         KeyValue::new("toolcrib.call.attempt", i64::from(call.attempt)),

@@ -279,7 +279,7 @@ async fn definitions_can_be_put_into_a_request_as_they_are() {
     ] {
         let answer = api.get(&format!("/v1/tools?format={format}")).await.is(200);
         let tools = answer["tools"].as_array().unwrap();
-        assert_eq!(tools.len(), 4, "{format}");
+        assert_eq!(tools.len(), 5, "{format}");
         for tool in tools {
             assert_eq!(tool.pointer(schema), Some(&json!("object")), "{format}: {tool}");
             let name = tool.pointer(name).unwrap().as_str().unwrap();

@@ -8,6 +8,7 @@ mod bad_input;
 mod batches;
 mod builtins;
 mod canceling;
+mod contexts;
 mod crash;
 mod events;
 mod examples;

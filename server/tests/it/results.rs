@@ -93,6 +93,12 @@ async fn nonsense_is_refused_by_its_name() {
         ("grep=(", "grep"),
         ("grep=(a%7B1000%7D)%7B1000%7D", "grep"),
         ("raw=perhaps", "raw"),
+        ("budget_tokens=0", "budget_tokens"),
+        ("budget_tokens=-5", "budget_tokens"),
+        ("budget_tokens=1000001", "budget_tokens"),
+        ("budget_tokens=500&pointer=/rows", "pointer"),
+        ("budget_tokens=500&grep=x", "grep"),
+        ("query=acme", "query"),
         ("limit=0&offset=-1&grep=(", "offset"),
     ] {
         let answer = api.get(&format!("/v1/tool_calls/{id}/result?{query}")).await;
@@ -100,6 +106,29 @@ async fn nonsense_is_refused_by_its_name() {
         assert!(message(&error).contains(field), "{query}: {error}");
         assert_eq!(error["detail"]["field"], field, "{query}");
     }
+}
+
+#[tokio::test]
+async fn a_long_result_is_given_as_a_digest_within_its_budget() {
+    let server = Server::start().await;
+    let api = server.api();
+    let id = given(&api, shop()).await;
+    for budget in [1, 10, 64, 300, 2_000] {
+        let answer = read(&api, &id, &format!("budget_tokens={budget}")).await;
+        let text = answer["text"].as_str().unwrap();
+        assert_eq!(answer["digest"], true);
+        assert_eq!(answer["tokens"], toolcrib::tokens::count(text));
+        assert!(answer["tokens"].as_u64().unwrap() <= budget, "{answer}");
+        if budget >= 64 {
+            assert!(text.contains(&id) && text.contains("result.read"), "{text}");
+        }
+    }
+    let whole = read(&api, &id, "budget_tokens=100000").await;
+    assert_eq!(whole["digest"], false);
+    let text: Value = serde_json::from_str(whole["text"].as_str().unwrap()).unwrap();
+    assert_eq!(text, shop(), "what fits is given as it is");
+    // The original is kept whole.
+    assert_eq!(api.call(&id).await["result"], shop());
 }
 
 #[tokio::test]

@@ -108,6 +108,25 @@ fn every_operation_says_what_it_answers() {
     }
 }
 
+/// A client that is made from the document would otherwise ask for what nobody has to say.
+#[test]
+fn every_parameter_is_where_it_is_read() {
+    let document: Value = serde_json::from_str(&openapi_json()).unwrap();
+    for (path, methods) in document["paths"].as_object().unwrap() {
+        for (method, operation) in methods.as_object().unwrap() {
+            let Some(parameters) = operation["parameters"].as_array() else { continue };
+            for parameter in parameters {
+                let name = parameter["name"].as_str().unwrap();
+                let in_path = path.contains(&format!("{{{name}}}"));
+                assert_eq!(parameter["in"] == "path", in_path, "{method} {path}: {parameter}");
+                let or_null = parameter["schema"]["type"].to_string().contains("null");
+                let required = parameter["required"] == true;
+                assert!(!(or_null && required), "{method} {path}: {parameter}");
+            }
+        }
+    }
+}
+
 /// The addresses of other hosts that a page loads something from.
 fn foreign(page: &str) -> Vec<&str> {
     let mut found = Vec::new();

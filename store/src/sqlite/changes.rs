@@ -5,6 +5,7 @@ use toolcrib::id::CallId;
 use toolcrib::store::{Created, IdempotencyKey, Saved};
 
 use super::history::marks;
+use super::runs;
 use super::writer::Desk;
 use crate::row::{CALL_COLUMNS, CallRow, Implied, RecordRow, read_call};
 
@@ -224,6 +225,7 @@ impl Desk {
                  WHERE at_ms < ?1 ORDER BY number LIMIT ?2)",
             )?
             .execute(params![before_ms, limit as i64])?;
+        runs::purge(&self.connection, before_ms, limit)?;
         // When the newest calls are gone their places come again: the mark must not be ahead.
         self.connection
             .prepare_cached(

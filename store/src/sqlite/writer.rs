@@ -21,12 +21,12 @@ use tokio::sync::oneshot;
 use toolcrib::delivery::{Delivery, Try};
 use toolcrib::directory::{AuditEntry, Change};
 use toolcrib::id::CallId;
-use toolcrib::store::{Created, IdempotencyKey, Saved, StoreError};
+use toolcrib::store::{Created, IdempotencyKey, Run, Saved, StoreError};
 
-use super::directory;
 use super::history::newest_number;
 use super::open::OpenCalls;
 use super::reader::failed;
+use super::{directory, runs};
 use crate::row::{CallRow, RecordRow};
 
 /// How long another process may hold the database before we give up on a group.
@@ -87,6 +87,10 @@ pub(super) enum Op {
     },
     Audit {
         entry: AuditEntry,
+        reply: Reply<()>,
+    },
+    PutRun {
+        run: Box<Run>,
         reply: Reply<()>,
     },
     Deliver {
@@ -401,6 +405,10 @@ impl Desk {
                 Ok(()) => Ok(Told::Done(reply)),
                 Err(error) => Err(Box::new((Op::Audit { entry, reply }, error))),
             },
+            Op::PutRun { run, reply } => match runs::put(&self.connection, &run) {
+                Ok(()) => Ok(Told::Done(reply)),
+                Err(error) => Err(Box::new((Op::PutRun { run, reply }, error))),
+            },
             Op::Deliver { delivery, tried, reply } => {
                 match self.save_delivery(&delivery, tried.as_ref()) {
                     Ok(saved) => Ok(Told::Saved(reply, saved)),
@@ -434,9 +442,10 @@ fn refuse(op: Op, why: &str) {
         Op::Save { reply, .. } | Op::Change { reply, .. } | Op::Deliver { reply, .. } => {
             Told::Saved(reply, Saved::Stale)
         }
-        Op::Append { reply, .. } | Op::Audit { reply, .. } | Op::Check { reply } => {
-            Told::Done(reply)
-        }
+        Op::Append { reply, .. }
+        | Op::Audit { reply, .. }
+        | Op::PutRun { reply, .. }
+        | Op::Check { reply } => Told::Done(reply),
         Op::Purge { reply, .. } => Told::Count(reply, 0),
     };
     told.refuse(why);

@@ -10,6 +10,7 @@ pub mod events;
 pub mod idempotency;
 pub mod lists;
 pub mod purge;
+pub mod runs;
 
 /// Every behaviour, as tests of the store that this expression opens.
 macro_rules! conformance {
@@ -76,6 +77,14 @@ macro_rules! conformance {
                     event_numbers_never_come_again
                     old_audit_entries_go_too
                     a_purge_of_all_times_takes_every_ended_call
+                }
+                runs {
+                    a_run_that_nobody_set_is_none
+                    a_run_is_read_back_as_it_was_put
+                    putting_again_replaces
+                    runs_of_other_projects_are_independent
+                    a_run_goes_with_the_last_of_its_calls
+                    runs_go_in_steps
                 }
                 deliveries {
                     a_delivery_is_stored_with_its_call_and_due_with_its_end

@@ -36,6 +36,7 @@ async fn livez() -> &'static str {
 
 /// How much to say.
 #[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 struct Verbose {
     /// Given at all: one line per part.
     verbose: Option<String>,

@@ -5,8 +5,8 @@ use axum::RequestPartsExt;
 use axum::body::Bytes;
 use axum::extract::rejection::{PathRejection, QueryRejection};
 use axum::extract::{FromRequest, FromRequestParts, Path, Query, Request};
-use axum::http::HeaderMap;
 use axum::http::request::Parts;
+use axum::http::{HeaderMap, HeaderValue};
 use futures::StreamExt;
 use serde::de::DeserializeOwned;
 use toolcrib::fault::{Code, Error};
@@ -97,6 +97,41 @@ async fn read(request: Request, limit: usize) -> Result<Bytes, Refused> {
         body.extend_from_slice(&chunk);
     }
     Ok(body.into())
+}
+
+/// What the headers of a request say about the call it asks for. Read from where they are: to
+/// take all of them would copy them for every call.
+pub(super) struct Carried {
+    idempotency_key: Option<HeaderValue>,
+    pub(super) traceparent: Option<String>,
+}
+
+impl FromRequestParts<Door> for Carried {
+    type Rejection = Refused;
+
+    async fn from_request_parts(parts: &mut Parts, _door: &Door) -> Result<Self, Refused> {
+        Ok(Self {
+            idempotency_key: parts.headers.get("idempotency-key").cloned(),
+            traceparent: traceparent(&parts.headers).map(|trace| trace.to_string()),
+        })
+    }
+}
+
+impl Carried {
+    /// The key from the header or the body; where both are given they must be the same.
+    pub(super) fn idempotency_key(&self, body: Option<String>) -> Result<Option<String>, Refused> {
+        let Some(header) = &self.idempotency_key else { return Ok(body) };
+        let invalid = |message: &str| Error::refused(Code::BadRequest, message);
+        let key = header.to_str().map_err(|_| invalid("Idempotency-Key must be visible ASCII"))?;
+        if key.is_empty() || key.len() > 255 {
+            return Err(invalid("Idempotency-Key must be 1 to 255 characters").into());
+        }
+        if body.as_ref().is_some_and(|body| body != key) {
+            let message = "Idempotency-Key and idempotency_key are different";
+            return Err(invalid(message).into());
+        }
+        Ok(Some(key.to_owned()))
+    }
 }
 
 pub(super) const TRACEPARENT: &str = "traceparent";

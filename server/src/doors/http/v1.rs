@@ -3,6 +3,7 @@
 mod admin;
 mod batch;
 mod calls;
+mod contexts;
 mod deliveries;
 mod events;
 mod results;
@@ -34,6 +35,10 @@ pub(super) fn routes() -> OpenApiRouter<Door> {
         .routes(routes!(events::of_call))
         .routes(routes!(events::of_run))
         .routes(routes!(events::of_project))
+        .routes(routes!(contexts::show))
+        .routes(routes!(contexts::set_tools))
+        .routes(routes!(contexts::record_calls))
+        .routes(routes!(contexts::record_results))
         .routes(routes!(admin::list_keys, admin::create_key))
         .routes(routes!(admin::revoke_key))
         .routes(routes!(admin::list_rules, admin::put_rule, admin::drop_rule))

@@ -9,6 +9,7 @@ use toolcrib::engine::CatalogEntry;
 use toolcrib::event::Event;
 use toolcrib::fault::{Code, Fault};
 use toolcrib::json::Json;
+use toolcrib::tool::Definition;
 use toolcrib::trace::TraceParent;
 use utoipa::ToSchema;
 
@@ -52,7 +53,7 @@ pub(super) struct ToolBody {
     #[serde(rename = "async")]
     background: bool,
     description: String,
-    /// Who executes it: `builtin`, `client`, `utp`, `mcp` or `http`.
+    /// Who executes it: `builtin`, `client`, `utp`, `mcp`, `http`, or `caller`: you.
     executor: String,
     /// `read`, `idempotent` or `irreversible`.
     effect: String,
@@ -68,7 +69,18 @@ pub(super) struct ToolBody {
 
 impl From<&CatalogEntry> for ToolBody {
     fn from(entry: &CatalogEntry) -> Self {
-        let tool = &entry.definition;
+        Self::new(&entry.definition, entry.version.clone())
+    }
+}
+
+impl From<&Definition> for ToolBody {
+    fn from(tool: &Definition) -> Self {
+        Self::new(tool, tool.version())
+    }
+}
+
+impl ToolBody {
+    fn new(tool: &Definition, version: String) -> Self {
         Self {
             name: tool.name.clone(),
             source: tool.executor.source().to_owned(),
@@ -81,7 +93,7 @@ impl From<&CatalogEntry> for ToolBody {
             risk: tool.risk.as_str().to_owned(),
             output_schema: tool.output_schema.clone(),
             metadata: tool.metadata.clone(),
-            version: entry.version.clone(),
+            version,
         }
     }
 }
@@ -115,7 +127,7 @@ pub(super) struct CallBody<'a> {
     hold: Option<HoldBody>,
     /// The attempt under way, or the last one.
     attempt: u32,
-    /// `builtin`, `client`, `utp`, `mcp` or `http`.
+    /// `builtin`, `client`, `utp`, `mcp`, `http`, or `caller`: whoever called it ran it itself.
     executor: &'static str,
     effect: &'static str,
     /// The tool that really ran: another than `tool_name` after a fallback.

@@ -1,6 +1,6 @@
-//! Telling clients what has changed: their list of tools, and what lies on the shelf. On a stream of
-//! `subscriptions/listen` they are told what they asked for; in the session of an older client, what
-//! its revision says. Only who sees another list of tools than before is told of it.
+//! Telling clients what has changed: their list of tools, and what lies on the shelf. On a stream
+//! of `subscriptions/listen` they are told what they asked for; in the session of an older client,
+//! what its revision says. Only who sees another list of tools than before is told of it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,4 +1,5 @@
-//! A call's progress, and what its tool logs, passed on to a client that asked for it while it waits.
+//! A call's progress, and what its tool logs, passed on to a client that asked for it while it
+//! waits.
 //!
 //! Both are events of the call. A tool of an MCP server logs in the data of a progress event, as
 //! `{"log": {"level", "logger", "data"}}`.

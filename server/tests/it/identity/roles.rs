@@ -18,7 +18,7 @@ enum Row {
 
 use Row::{Keyed, Open};
 
-const TABLE: [(&str, &str, Row); 38] = [
+const TABLE: [(&str, &str, Row); 42] = [
     ("get", "/v1/tools", Keyed([200, 200, 200, 200])),
     ("get", "/v1/tools/{name}", Keyed([200, 404, 200, 404])),
     ("post", "/v1/tools/{name}/invoke", Keyed([202, 403, 202, 404])),
@@ -37,6 +37,11 @@ const TABLE: [(&str, &str, Row); 38] = [
     ("post", "/v1/tasks/{task_id}/cancel", Keyed([200, 403, 200, 404])),
     ("get", "/v1/tasks/{task_id}/events", Keyed([200, 200, 200, 404])),
     ("get", "/v1/runs/{run_id}/events", Keyed([200, 200, 200, 200])),
+    ("get", "/v1/runs/{run_id}/context", Keyed([200, 200, 200, 200])),
+    ("put", "/v1/runs/{run_id}/context/tool_definitions", Keyed([200, 403, 200, 200])),
+    ("post", "/v1/runs/{run_id}/context/tool_calls", Keyed([201, 403, 201, 201])),
+    // Only who recorded a call finds it by its id.
+    ("post", "/v1/runs/{run_id}/context/tool_results", Keyed([404, 403, 200, 404])),
     ("get", "/v1/events", Keyed([200, 200, 200, 200])),
     ("get", "/v1/keys", Keyed([403, 403, 200, 200])),
     ("post", "/v1/keys", Keyed([403, 403, 201, 201])),
@@ -58,6 +63,11 @@ const TABLE: [(&str, &str, Row); 38] = [
     ("get", "/readyz", Open),
     ("get", "/metrics", Open),
 ];
+
+/// A call that whoever posts it runs with their own hands.
+fn own_call(call_id: &str) -> Value {
+    json!({ "tool_calls": [{ "call_id": call_id, "name": "my.tool" }] })
+}
 
 struct World {
     server: Server,
@@ -101,6 +111,12 @@ impl World {
         let body = match path {
             "/v1/tools/{name}/invoke" => json!({ "run_id": "run_1", "args": {} }),
             "/v1/tool_calls/{tool_call_id}/answer" => json!({ "answers": {} }),
+            "/v1/runs/{run_id}/context/tool_definitions" => json!({ "crib_tools": [] }),
+            "/v1/runs/{run_id}/context/tool_calls" => own_call("own"),
+            "/v1/runs/{run_id}/context/tool_results" => {
+                self.admin.post("/v1/runs/run_1/context/tool_calls", own_call("his")).await.is(201);
+                json!({ "tool_results": [{ "call_id": "his" }] })
+            }
             "/v1/tool_calls" => {
                 json!({ "run_id": "run_1", "tool_calls": [{ "name": "a.tool" }], "wait_ms": 0 })
             }

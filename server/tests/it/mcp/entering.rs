@@ -28,7 +28,7 @@ async fn a_session_is_its_owners_alone() {
     let bob = server.keyed("acme", "bob", "agent", &["*"]).await;
     let session = Mcp::legacy(&ada).await;
     session.ask("tools/list", json!({})).await.result();
-    let thief = session.as_caller(&bob);
+    let thief = session.played_by(&bob);
     assert_eq!(thief.ask("tools/list", json!({})).await.status, 404);
     let request = bob
         .request(Method::GET, "/mcp")
@@ -39,7 +39,7 @@ async fn a_session_is_its_owners_alone() {
         .request(Method::DELETE, "/mcp")
         .header("mcp-session-id", thief.session.as_ref().unwrap());
     assert_eq!(request.send().await.unwrap().status().as_u16(), 404);
-    let owner = thief.as_caller(&ada);
+    let owner = thief.played_by(&ada);
     owner.ask("tools/list", json!({})).await.result();
 }
 
@@ -103,7 +103,7 @@ async fn an_older_client_that_lost_its_session_is_told_to_begin_again() {
     let server = Server::start().await;
     let client = Mcp::legacy(&server.api()).await;
     let server = server.restart().await;
-    let after = client.as_caller(&server.api());
+    let after = client.played_by(&server.api());
     assert_eq!(after.ask("tools/list", json!({})).await.status, 404);
     let again = Mcp::legacy(&server.api()).await;
     assert!(!again.names().await.is_empty());

@@ -104,7 +104,7 @@ impl Mcp {
     }
 
     /// The same client as somebody else.
-    pub fn as_caller(mut self, api: &Api) -> Self {
+    pub fn played_by(mut self, api: &Api) -> Self {
         self.api = api.clone();
         self
     }

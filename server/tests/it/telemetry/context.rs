@@ -99,7 +99,9 @@ async fn a_rust_tool_can_go_on_with_it() {
     #[derive(serde::Deserialize, schemars::JsonSchema)]
     struct Nothing {}
     let tell = |_: Nothing, context: ToolContext| async move {
-        Ok::<_, String>(json!({ "traceparent": context.traceparent }))
+        Ok::<_, String>(
+            json!({ "traceparent": context.traceparent.map(|trace| trace.to_string()) }),
+        )
     };
     let tool = FnTool::with_context("a.tool", "Tells", tell);
     let server = Server::of(Engine::builder().tool(tool).start().await.unwrap()).await;

@@ -69,13 +69,18 @@ async fn the_caller_decides_whether_its_trace_is_recorded_and_the_ratio_about_th
             request = request.header("traceparent", traceparent);
         }
         let answer = request.send().await.unwrap();
-        let flags = answer.headers()["traceparent"].to_str().unwrap()[52..].to_owned();
-        (flags, answer.json::<serde_json::Value>().await.unwrap())
+        let own = answer.headers().get("traceparent").map(|own| own.to_str().unwrap().to_owned());
+        (own, answer.json::<serde_json::Value>().await.unwrap())
     };
-    assert_eq!(ask(None).await.0, "-00", "and who executes is told so");
-    assert_eq!(ask(Some(UNSAMPLED)).await.0, "-00");
-    let (flags, call) = ask(Some(SAMPLED)).await;
-    assert_eq!(flags, "-01");
+    assert_eq!(ask(None).await.0, None, "there is no span to point at");
+    assert_eq!(ask(Some(UNSAMPLED)).await.0.as_deref(), Some(UNSAMPLED));
+    let (own, call) = ask(Some(SAMPLED)).await;
+    assert!(own.is_some_and(|own| own != SAMPLED && own[..36] == SAMPLED[..36]));
+    // Who executes is told, so that it does not begin to record in the middle of a trace.
+    server.register("c1", "a.read", "read").await;
+    server.ticket("a.read", json!({ "run_id": "r", "args": {} })).await;
+    let told = process::text(&server.taken("c1", 1).await[0], "traceparent");
+    assert!(told.ends_with("-00"), "{told}");
     endpoint.spans_of(call["tool_call_id"].as_str().unwrap(), 2).await;
     assert!(server.stop().await.success());
     let traces: Vec<String> = endpoint.spans().into_iter().map(|span| span.trace_id).collect();

@@ -24,7 +24,7 @@ fn request_body(engine: &Engine, request: &Request) -> Value {
         "redelivered": request.redelivered,
     });
     if let Some(traceparent) = &request.traceparent {
-        body["traceparent"] = traceparent.as_str().into();
+        body["traceparent"] = traceparent.to_string().into();
     }
     body
 }

@@ -128,6 +128,7 @@ pub(super) async fn register(
 
 /// Which client.
 #[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 pub(super) struct WhichClient {
     client_id: String,
 }

@@ -178,6 +178,7 @@ pub(super) async fn put_rule(
 
 /// Which rule.
 #[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 pub(super) struct WhichRule {
     agent: String,
     pattern: String,
@@ -222,6 +223,7 @@ pub(super) struct AuditList {
 
 /// How many.
 #[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 pub(super) struct HowMany {
     /// 1 to 1000, 100 unless said.
     limit: Option<usize>,

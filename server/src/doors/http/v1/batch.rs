@@ -2,7 +2,7 @@
 
 use axum::Json;
 use axum::extract::State;
-use axum::http::{HeaderMap, HeaderValue, StatusCode};
+use axum::http::{HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -14,9 +14,9 @@ use utoipa::ToSchema;
 
 use super::super::Door;
 use super::super::answer::{Problem, Refused};
-use super::super::question::{Asked, Body, Who, traceparent};
+use super::super::question::{Asked, Body, Carried, Who};
 use super::super::wire::{FaultBody, MetricsBody};
-use super::tools::{Wait, idempotency_key};
+use super::tools::Wait;
 
 /// What to call. Read field by field, so that whatever is wrong is answered with its name.
 #[derive(Deserialize, ToSchema)]
@@ -149,13 +149,13 @@ pub(super) async fn run(
     State(door): State<Door>,
     Who(caller): Who,
     Asked(wait): Asked<Wait>,
-    headers: HeaderMap,
+    carried: Carried,
     Body(body): Body<BatchBody>,
 ) -> Result<Response, Refused> {
     let mut asked = read(body)?;
     asked.wait_ms = wait.wait_ms.or(asked.wait_ms);
-    asked.idempotency_key = idempotency_key(&headers, asked.idempotency_key)?;
-    asked.traceparent = traceparent(&headers).map(|trace| trace.to_string());
+    asked.idempotency_key = carried.idempotency_key(asked.idempotency_key)?;
+    asked.traceparent = carried.traceparent;
     let answer = Box::pin(door.engine.batch(&caller, asked)).await?;
     Ok(written(&answer))
 }

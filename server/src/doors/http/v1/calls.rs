@@ -44,6 +44,7 @@ fn shown(door: &Door, call: &Call) -> Response {
 
 /// Which calls to list.
 #[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 pub(super) struct Listing {
     /// Only of this run.
     run_id: Option<String>,

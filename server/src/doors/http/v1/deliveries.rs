@@ -82,6 +82,7 @@ pub(super) struct DeliveryList {
 
 /// Which deliveries to list.
 #[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 pub(super) struct DeliveryListing {
     /// Only in this status: `waiting`, `pending`, `delivered`, `gone` or `exhausted`.
     status: Option<String>,

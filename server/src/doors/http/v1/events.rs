@@ -34,6 +34,7 @@ pub(super) type Messages = Sse<
 
 /// Where to go on.
 #[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 pub(super) struct From {
     /// Only events after this number; the header `Last-Event-ID` wins.
     after: Option<u64>,

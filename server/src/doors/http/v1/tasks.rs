@@ -130,6 +130,7 @@ pub(super) async fn show(
 
 /// Which tasks to list.
 #[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 pub(super) struct TaskListing {
     /// Only of this run.
     run_id: Option<String>,

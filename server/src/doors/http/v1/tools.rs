@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::State;
-use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use toolcrib::dialect::Format;
@@ -15,7 +15,7 @@ use utoipa::{IntoParams, ToSchema};
 
 use super::super::Door;
 use super::super::answer::{Problem, Refused};
-use super::super::question::{Asked, Body, NamePath, TRACEPARENT, Who, traceparent};
+use super::super::question::{Asked, Body, Carried, NamePath, TRACEPARENT, Who};
 use super::super::wire::{CallBody, ToolBody, timeout_ms};
 
 /// The tools the caller may call.
@@ -32,6 +32,7 @@ struct Definitions {
 
 /// How to describe the tools.
 #[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 pub(super) struct Listing {
     /// `openai`, `openai_responses`, `anthropic` or `mcp`: as that API wants tools described, to be
     /// put into a request as they are, under names that it takes.
@@ -141,6 +142,7 @@ pub(super) struct TicketBody {
 
 /// How long to wait.
 #[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 pub(super) struct Wait {
     /// Wait this long for the outcome, then answer with the call as it is.
     pub(super) wait_ms: Option<u64>,
@@ -169,7 +171,7 @@ pub(super) async fn invoke(
     Who(caller): Who,
     NamePath(name): NamePath,
     Asked(wait): Asked<Wait>,
-    headers: HeaderMap,
+    carried: Carried,
     Body(body): Body<InvokeBody>,
 ) -> Result<Response, Refused> {
     let wait_ms = wait.wait_ms.or(body.wait_ms);
@@ -180,10 +182,10 @@ pub(super) async fn invoke(
         call_id: body.call_id,
         timeout_ms: body.timeout_ms,
         retry: body.retry,
-        idempotency_key: idempotency_key(&headers, body.idempotency_key)?,
+        idempotency_key: carried.idempotency_key(body.idempotency_key)?,
         client_id: body.client_id,
         user_id: body.user_id,
-        traceparent: traceparent(&headers).map(|trace| trace.to_string()),
+        traceparent: carried.traceparent,
         callback_url: body.callback_url,
         answers: None,
     };
@@ -217,22 +219,4 @@ pub(super) async fn invoke(
         headers.insert("idempotent-replayed", HeaderValue::from_static("true"));
     }
     Ok(answer)
-}
-
-/// The key from the header or the body; where both are given they must be the same.
-pub(super) fn idempotency_key(
-    headers: &HeaderMap,
-    body: Option<String>,
-) -> Result<Option<String>, Refused> {
-    let Some(header) = headers.get("idempotency-key") else { return Ok(body) };
-    let invalid = |message: &str| Error::refused(Code::BadRequest, message);
-    let key = header.to_str().map_err(|_| invalid("Idempotency-Key must be visible ASCII"))?;
-    if key.is_empty() || key.len() > 255 {
-        return Err(invalid("Idempotency-Key must be 1 to 255 characters").into());
-    }
-    if body.as_ref().is_some_and(|body| body != key) {
-        let message = "Idempotency-Key and idempotency_key are different";
-        return Err(invalid(message).into());
-    }
-    Ok(Some(key.to_owned()))
 }

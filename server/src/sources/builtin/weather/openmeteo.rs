@@ -10,6 +10,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use tokio::sync::OnceCell;
 use toolcrib::Fault;
+use toolcrib::trace::TraceParent;
 
 use super::super::Unusable;
 use super::place::{self, plain};
@@ -30,7 +31,7 @@ pub struct OpenMeteo {
 pub struct Asking {
     pub deadline: Instant,
     /// Sent along, so that whoever answers can be part of the call's trace.
-    pub traceparent: Option<String>,
+    pub traceparent: Option<TraceParent>,
 }
 
 /// A place that was found.
@@ -193,7 +194,7 @@ impl OpenMeteo {
         };
         let mut request = client.get(url).timeout(left);
         if let Some(traceparent) = &asking.traceparent {
-            request = request.header("traceparent", traceparent);
+            request = request.header("traceparent", traceparent.to_string());
         }
         let mut response = request.send().await.map_err(failed)?;
         let status = response.status();

@@ -19,6 +19,7 @@ use crate::auth::Standing;
 
 /// How to poll.
 #[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 pub(in super::super) struct Polling {
     client_id: String,
     /// Wait this long for work; 0 unless said.

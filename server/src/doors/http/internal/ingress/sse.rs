@@ -21,6 +21,7 @@ use crate::auth::Standing;
 
 /// How to listen.
 #[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 pub(in super::super) struct Listening {
     client_id: String,
     /// How many requests to be given at once.

@@ -1,0 +1,74 @@
+//! A typed function as a tool: the schemas come from its types, arguments that do not fit are
+//! refused before it runs, and what it answers is kept.
+//!
+//! `cargo run -p toolcrib --example typed_tool`
+
+use std::fmt::Write;
+
+use toolcrib::{Caller, Effect, Engine, FnTool, Invocation, Risk, Status};
+
+/// What the tool is called with. The comments become descriptions in the schema.
+#[derive(serde::Deserialize, schemars::JsonSchema)]
+struct Trip {
+    /// How far, in kilometres.
+    km: f64,
+    /// How many litres were used.
+    litres: f64,
+}
+
+/// What it answers.
+#[derive(serde::Serialize, schemars::JsonSchema)]
+struct Consumption {
+    litres_per_100_km: f64,
+}
+
+async fn consumption(trip: Trip) -> Result<Consumption, String> {
+    if trip.km <= 0.0 {
+        return Err("a trip has some kilometres".to_owned());
+    }
+    Ok(Consumption { litres_per_100_km: trip.litres / trip.km * 100.0 })
+}
+
+/// Calls the tool three times; answers with what there is to show.
+pub async fn show() -> Result<String, Box<dyn std::error::Error>> {
+    let tool = FnTool::new("car.consumption", "How much a car used on a trip", consumption)
+        .effect(Effect::Read)
+        .risk(Risk::Low)
+        .timeout_ms(2_000);
+    let engine = Engine::builder().tool(tool).start().await?;
+    let caller = Caller::local("default");
+
+    let mut shown = String::new();
+    let tool = engine.tool(&caller, "car.consumption")?;
+    let schema = tool.definition.input_schema.value();
+    writeln!(shown, "required: {}", schema["required"])?;
+
+    for args in [r#"{"km": 480, "litres": 30}"#, r#"{"km": "far"}"#, r#"{"km": 0, "litres": 1}"#] {
+        let ticket = match engine.invoke(&caller, Invocation::new("car.consumption", args)?).await {
+            Ok(ticket) => ticket,
+            Err(refused) => {
+                writeln!(shown, "refused: {refused}")?;
+                continue;
+            }
+        };
+        let call = engine.finished(&caller, &ticket.call.id).await?;
+        let outcome = call.outcome.as_ref().ok_or("an ended call has an outcome")?;
+        match (&outcome.data, &outcome.error) {
+            (Some(data), _) if call.status == Status::Succeeded => {
+                writeln!(shown, "answer: {}", data.text())?;
+            }
+            (_, Some(fault)) => {
+                writeln!(shown, "failed after {} attempts: {fault}", outcome.metrics.attempts)?;
+            }
+            _ => writeln!(shown, "{}", call.status.as_str())?,
+        }
+    }
+    engine.shut_down(std::time::Duration::from_secs(1)).await;
+    Ok(shown)
+}
+
+#[tokio::main(flavor = "current_thread")]
+async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    print!("{}", show().await?);
+    Ok(())
+}

@@ -1,0 +1,338 @@
+//! `ToolCallContext`: the tools of one run, what was called, and what came of it.
+//!
+//! It is what stands between a model and its tools: the definitions the model is given, the calls
+//! it made, and their results, matched by `call_id`. Models repeat their ids (`call_0` in each
+//! turn), so a result answers the newest unanswered call with its id; where a call has a ticket
+//! (`tool_call_id`), that decides. A context can be saved and read back with serde, and listeners
+//! hear of every result.
+//!
+//! It reads no clock and decides no status: times are given to it. [`crate::Engine::context`]
+//! makes one of what is stored about a run, and [`crate::Engine::follow`] keeps it up to date.
+//!
+//! ```
+//! use toolcrib::Json;
+//! use toolcrib::context::{ToolCall, ToolCallContext, ToolResult};
+//!
+//! let mut context = ToolCallContext::new("run_1");
+//! context.on_tool_call(|call, result| {
+//!     println!("{} answered {}: {}", call.name, result.call_id, result.ok());
+//!     Ok(())
+//! });
+//! context.set_tool_calls([ToolCall::new("call_0", "weather.query", Json::empty_object())]);
+//! assert_eq!(context.pending().count(), 1);
+//! context.set_tool_call_result(ToolResult::of("call_0", Ok(Json::of("rain")?)))?;
+//! assert_eq!(context.pending().count(), 0);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod listeners;
+mod messages;
+mod prompt;
+mod saved;
+
+#[cfg(test)]
+mod tests;
+
+use std::collections::HashSet;
+
+use serde::{Deserialize, Serialize};
+
+use crate::call::{Call, Status};
+use crate::fault::Fault;
+use crate::id::CallId;
+use crate::json::Json;
+use crate::tool::Definition;
+
+use listeners::Listeners;
+pub use listeners::{ListenerError, Told};
+pub use messages::Conversation;
+pub use prompt::{DEFAULT_BUDGET_TOKENS, LeftOut, Prompt};
+pub(crate) use saved::definitions;
+
+/// One call of a tool.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ToolCall {
+    /// The caller's own id, which may come again in another turn; the ticket where it gave none.
+    pub call_id: String,
+    /// The ticket, where there is one. It never comes again.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tool_call_id: Option<CallId>,
+    pub name: String,
+    pub args: Json,
+    /// Nobody waits for it: its result comes later.
+    #[serde(default, rename = "async")]
+    pub background: bool,
+    #[serde(with = "saved::status")]
+    pub status: Status,
+    /// When it was made, in Unix milliseconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub created_ms: Option<u64>,
+    /// Which call of the context it is, from 1; the context gives it.
+    #[serde(default)]
+    number: u64,
+    /// Which turn it was made in, from 1; the context gives it.
+    #[serde(default)]
+    turn: u64,
+}
+
+impl ToolCall {
+    /// A call that has no result yet.
+    pub fn new(call_id: impl Into<String>, name: impl Into<String>, args: Json) -> Self {
+        Self {
+            call_id: call_id.into(),
+            tool_call_id: None,
+            name: name.into(),
+            args,
+            background: false,
+            status: Status::Running,
+            created_ms: None,
+            number: 0,
+            turn: 0,
+        }
+    }
+
+    /// The same, made at this time.
+    pub fn at_ms(self, created_ms: u64) -> Self {
+        Self { created_ms: Some(created_ms), ..self }
+    }
+
+    /// The same as a background call.
+    pub fn background(self) -> Self {
+        Self { background: true, ..self }
+    }
+}
+
+impl From<&Call> for ToolCall {
+    fn from(call: &Call) -> Self {
+        Self {
+            call_id: call.asked.call_id.clone().unwrap_or_else(|| call.id.to_string()),
+            tool_call_id: Some(call.id.clone()),
+            name: call.tool_name.clone(),
+            args: call.args.clone(),
+            background: call.asked.background,
+            status: call.status,
+            created_ms: Some(call.created_ms),
+            number: 0,
+            turn: 0,
+        }
+    }
+}
+
+/// How one call went.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ToolResult {
+    /// The id of the call it answers.
+    pub call_id: String,
+    /// The ticket of the call it answers, where there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tool_call_id: Option<CallId>,
+    #[serde(with = "saved::outcome")]
+    pub outcome: Result<Json, Fault>,
+    /// When it ended, in Unix milliseconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub completed_ms: Option<u64>,
+    /// The number of the call it answers.
+    #[serde(default)]
+    number: u64,
+}
+
+impl ToolResult {
+    /// The result of the call with this id.
+    pub fn of(call_id: impl Into<String>, outcome: Result<Json, Fault>) -> Self {
+        let call_id = call_id.into();
+        Self { call_id, tool_call_id: None, outcome, completed_ms: None, number: 0 }
+    }
+
+    /// The same, come at this time.
+    pub fn at_ms(self, completed_ms: u64) -> Self {
+        Self { completed_ms: Some(completed_ms), ..self }
+    }
+
+    /// Whether it went well.
+    pub fn ok(&self) -> bool {
+        self.outcome.is_ok()
+    }
+
+    /// The result of a call that has ended.
+    pub fn of_call(call: &Call) -> Option<Self> {
+        let outcome = call.outcome.as_ref()?;
+        let result = match &outcome.error {
+            // What a tool gave and was refused is for who operates the crib.
+            Some(fault) => Err(Fault { raw: None, ..fault.clone() }),
+            None => Ok(outcome.data.clone().unwrap_or_else(Json::null)),
+        };
+        Some(Self {
+            call_id: call.asked.call_id.clone().unwrap_or_else(|| call.id.to_string()),
+            tool_call_id: Some(call.id.clone()),
+            outcome: result,
+            completed_ms: call.completed_ms,
+            number: 0,
+        })
+    }
+}
+
+/// Why a result was not recorded.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Unmatched {
+    /// There is no call with this id.
+    #[error("there is no call \"{0}\" in this context; set_tool_calls records it first")]
+    Unknown(String),
+    /// Every call with this id has another result already.
+    #[error("call \"{0}\" has another result already")]
+    Answered(String),
+}
+
+/// The tools of one run, what was called, and what came of it.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct ToolCallContext {
+    run_id: String,
+    #[serde(with = "saved::definitions")]
+    tool_definitions: Vec<Definition>,
+    tool_calls: Vec<ToolCall>,
+    tool_results: Vec<ToolResult>,
+    /// Older calls of the run were left out.
+    #[serde(default)]
+    truncated: bool,
+    /// The number of the newest call, and of the newest turn.
+    #[serde(default)]
+    numbers: u64,
+    #[serde(default)]
+    turns: u64,
+    #[serde(skip)]
+    listeners: Listeners,
+}
+
+impl ToolCallContext {
+    /// An empty context of this run.
+    pub fn new(run_id: impl Into<String>) -> Self {
+        Self { run_id: run_id.into(), ..Self::default() }
+    }
+
+    /// The run it is of.
+    pub fn run_id(&self) -> &str {
+        &self.run_id
+    }
+
+    /// The tools the model is given, in the order they were set.
+    pub fn tool_definitions(&self) -> &[Definition] {
+        &self.tool_definitions
+    }
+
+    /// The calls, in the order they were made.
+    pub fn tool_calls(&self) -> &[ToolCall] {
+        &self.tool_calls
+    }
+
+    /// The results, in the order they came.
+    pub fn tool_results(&self) -> &[ToolResult] {
+        &self.tool_results
+    }
+
+    /// Whether older calls of the run were left out.
+    pub fn truncated(&self) -> bool {
+        self.truncated
+    }
+
+    pub(crate) fn set_truncated(&mut self, truncated: bool) {
+        self.truncated = truncated;
+    }
+
+    /// Sets the tools the model is given, instead of those set before.
+    pub fn set_tool_definitions(&mut self, tools: impl IntoIterator<Item = Definition>) {
+        self.tool_definitions = tools.into_iter().collect();
+    }
+
+    /// Records the calls of one turn of a model, after those of the turns before. Each is a call of
+    /// its own, also under an id that was used before; only a ticket that is here already stays one
+    /// call, and its status is brought up to date.
+    pub fn set_tool_calls(&mut self, calls: impl IntoIterator<Item = ToolCall>) {
+        self.turns += 1;
+        for mut call in calls {
+            let same = |known: &&mut ToolCall| {
+                call.tool_call_id.is_some() && known.tool_call_id == call.tool_call_id
+            };
+            if let Some(known) = self.tool_calls.iter_mut().find(same) {
+                if !known.status.is_terminal() {
+                    known.status = call.status;
+                }
+                continue;
+            }
+            self.numbers += 1;
+            call.number = self.numbers;
+            call.turn = self.turns;
+            self.tool_calls.push(call);
+        }
+    }
+
+    /// Records a result, and tells the listeners.
+    ///
+    /// It answers the call with its ticket, or the newest unanswered call with its id. The same
+    /// result a second time changes nothing and is told to nobody; another one is refused.
+    pub fn set_tool_call_result(&mut self, mut result: ToolResult) -> Result<(), Unmatched> {
+        let Some(at) = self.place_of(&result)? else { return Ok(()) };
+        let call = &mut self.tool_calls[at];
+        result.number = call.number;
+        result.tool_call_id = call.tool_call_id.clone();
+        // A call that ended before its time or was canceled says so itself.
+        if !call.status.is_terminal() {
+            call.status = if result.ok() { Status::Succeeded } else { Status::Failed };
+        }
+        self.tool_results.push(result);
+        if let Some(result) = self.tool_results.last() {
+            self.listeners.tell(&self.tool_calls[at], result);
+        }
+        Ok(())
+    }
+
+    /// The call that a result answers; none where it has this very result.
+    fn place_of(&self, result: &ToolResult) -> Result<Option<usize>, Unmatched> {
+        let named = |call: &ToolCall| match (&result.tool_call_id, &call.tool_call_id) {
+            (Some(ticket), known) => Some(ticket) == known.as_ref(),
+            (None, _) => call.call_id == result.call_id,
+        };
+        let mut known = None;
+        for (at, call) in self.tool_calls.iter().enumerate().rev().filter(|(_, c)| named(c)) {
+            match self.result_of(call) {
+                None => return Ok(Some(at)),
+                Some(other) => known = known.or(Some(other)),
+            }
+        }
+        match known {
+            None => Err(Unmatched::Unknown(result.call_id.clone())),
+            Some(other) if other.outcome == result.outcome => Ok(None),
+            Some(_) => Err(Unmatched::Answered(result.call_id.clone())),
+        }
+    }
+
+    /// The result of one of this context's calls.
+    pub fn result_of(&self, call: &ToolCall) -> Option<&ToolResult> {
+        self.tool_results.iter().rev().find(|result| result.number == call.number)
+    }
+
+    /// The calls that have no result yet, the oldest first.
+    pub fn pending(&self) -> impl Iterator<Item = &ToolCall> {
+        let results = self.tool_results.iter();
+        let answered: HashSet<u64> = results.map(|result| result.number).collect();
+        self.tool_calls.iter().filter(move |call| !answered.contains(&call.number))
+    }
+
+    /// The calls that have a result, in the order the results came.
+    pub fn finished(&self) -> impl DoubleEndedIterator<Item = (&ToolCall, &ToolResult)> {
+        self.tool_results.iter().filter_map(|result| {
+            let at = self.tool_calls.binary_search_by_key(&result.number, |call| call.number);
+            Some((self.tool_calls.get(at.ok()?)?, result))
+        })
+    }
+
+    /// Hears of every result from now on, after it was recorded, in the order of the listeners.
+    ///
+    /// A listener that fails or panics is logged and stops nobody: the result stays recorded and
+    /// the other listeners hear of it. Listeners are called in place, so one that takes long holds
+    /// up who records the result; in async code, hand long work to a task or a channel.
+    pub fn on_tool_call<F>(&mut self, listener: F)
+    where
+        F: Fn(&ToolCall, &ToolResult) -> Told + Send + Sync + 'static,
+    {
+        self.listeners.add(listener);
+    }
+}

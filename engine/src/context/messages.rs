@@ -1,0 +1,203 @@
+//! The run's calls and results as messages of a conversation, ready to be appended to one.
+//!
+//! Every call is answered, as the model APIs insist: what has not finished is answered with since
+//! when it runs. An id that a model used before, or that an API would not take, is replaced by the
+//! call's ticket, which is never used twice.
+
+use std::collections::HashSet;
+
+use serde::Serialize;
+
+use super::prompt::{cut, shown, span};
+use super::{ToolCall, ToolCallContext, ToolResult};
+use crate::batch::divided;
+use crate::dialect::{self, Answer, Form, Format, data_content, fault_content};
+use crate::json::Json;
+use crate::names;
+use crate::tokens;
+
+/// Calls and results in the form of a model API.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Conversation {
+    /// Assistant messages with calls, each followed by the messages that answer them.
+    pub messages: Vec<Json>,
+    /// The tools, as the same API wants them described.
+    pub tools: Vec<Json>,
+}
+
+#[derive(Serialize)]
+struct Asking<'a> {
+    role: &'static str,
+    /// Said, because some servers insist on it.
+    content: Option<&'a str>,
+    tool_calls: Vec<Function<'a>>,
+}
+
+#[derive(Serialize)]
+struct Function<'a> {
+    id: &'a str,
+    #[serde(rename = "type")]
+    kind: &'static str,
+    function: Named<'a>,
+}
+
+#[derive(Serialize)]
+struct Named<'a> {
+    name: &'a str,
+    arguments: &'a str,
+}
+
+#[derive(Serialize)]
+struct Blocks {
+    role: &'static str,
+    content: Vec<Json>,
+}
+
+#[derive(Serialize)]
+struct ToolUse<'a> {
+    #[serde(rename = "type")]
+    kind: &'static str,
+    id: &'a str,
+    name: &'a str,
+    input: Json,
+}
+
+/// A call with what it is called in the conversation, and its answer.
+struct Told<'a> {
+    call: &'a ToolCall,
+    result: Option<&'a ToolResult>,
+    id: String,
+    name: String,
+}
+
+impl ToolCallContext {
+    /// The calls and results as messages of OpenAI's chat form, as of this time. With a budget,
+    /// the answers have at most so many tokens together; long ones are digests then.
+    pub fn openai(&self, budget_tokens: Option<usize>, now_ms: u64) -> Conversation {
+        let told = self.told();
+        let mut contents = contents(&told, budget_tokens, now_ms).into_iter();
+        let mut messages = Vec::new();
+        for turn in told.chunk_by(|a, b| a.call.turn == b.call.turn) {
+            let tool_calls = turn.iter().map(|told| Function {
+                id: &told.id,
+                kind: "function",
+                function: Named { name: &told.name, arguments: told.call.args.text() },
+            });
+            let tool_calls = tool_calls.collect();
+            messages.push(written(&Asking { role: "assistant", content: None, tool_calls }));
+            let answers = turn.iter().zip(&mut contents);
+            messages.extend(answers.map(|(told, text)| told.message(Form::OpenAi, &text)));
+        }
+        Conversation { messages, tools: self.tools(Format::OpenAi) }
+    }
+
+    /// The same as messages of Anthropic's form: the assistant's and the user's in turns.
+    pub fn anthropic(&self, budget_tokens: Option<usize>, now_ms: u64) -> Conversation {
+        let told = self.told();
+        let mut contents = contents(&told, budget_tokens, now_ms).into_iter();
+        let mut messages = Vec::new();
+        for turn in told.chunk_by(|a, b| a.call.turn == b.call.turn) {
+            let calls = turn.iter().map(|told| {
+                // That API takes nothing but objects.
+                let object = told.call.args.text().trim_start().starts_with('{');
+                let input = if object { told.call.args.clone() } else { Json::empty_object() };
+                written(&ToolUse { kind: "tool_use", id: &told.id, name: &told.name, input })
+            });
+            messages.push(written(&Blocks { role: "assistant", content: calls.collect() }));
+            let answers = turn.iter().zip(&mut contents);
+            let answers = answers.map(|(told, text)| told.message(Form::Anthropic, &text));
+            messages.push(written(&Blocks { role: "user", content: answers.collect() }));
+        }
+        Conversation { messages, tools: self.tools(Format::Anthropic) }
+    }
+
+    fn tools(&self, format: Format) -> Vec<Json> {
+        let names = names::for_models(self.tool_definitions.iter().map(|tool| tool.name.as_str()));
+        let tools = self.tool_definitions.iter().zip(&names);
+        tools.map(|(tool, name)| dialect::definition(format, name, tool)).collect()
+    }
+
+    fn told(&self) -> Vec<Told<'_>> {
+        let names = names::for_models(self.tool_definitions.iter().map(|tool| tool.name.as_str()));
+        let mut used = HashSet::new();
+        let calls = self.tool_calls.iter();
+        calls
+            .map(|call| {
+                let known = self.tool_definitions.iter().position(|tool| tool.name == call.name);
+                let name =
+                    known.map_or_else(|| names::for_model(&call.name), |at| names[at].clone());
+                Told { call, result: self.result_of(call), id: id_of(call, &mut used), name }
+            })
+            .collect()
+    }
+}
+
+/// The call's own id where it can be used, its ticket where not.
+fn id_of<'a>(call: &'a ToolCall, used: &mut HashSet<&'a str>) -> String {
+    let plain = |b: u8| b.is_ascii_alphanumeric() || b == b'_' || b == b'-';
+    let id = call.call_id.as_str();
+    let fits = (1..=64).contains(&id.len()) && id.bytes().all(plain);
+    if fits && used.insert(id) {
+        return id.to_owned();
+    }
+    match &call.tool_call_id {
+        Some(ticket) => ticket.to_string(),
+        None => format!("call_n{}", call.number),
+    }
+}
+
+impl Told<'_> {
+    /// The whole answer, as a text for a model.
+    fn content(&self, now_ms: u64) -> String {
+        match self.result.map(|result| &result.outcome) {
+            Some(Ok(data)) => data_content(data),
+            Some(Err(fault)) => fault_content(fault),
+            None => {
+                let place = if self.call.background { " in the background" } else { "" };
+                let since = self.call.created_ms.map(|at_ms| span(at_ms, now_ms));
+                let since = since.map(|span| format!(" for {span} now")).unwrap_or_default();
+                format!(
+                    "still running{place}{since}; you will be told its result when it has come, \
+                     do not call it again for it"
+                )
+            }
+        }
+    }
+
+    /// The most useful text that is not more than this.
+    fn shortened(&self, content: &str, room: usize) -> String {
+        match self.result.map(|result| &result.outcome) {
+            Some(Ok(data)) => shown(self.call, data, room),
+            Some(Err(fault)) => cut(&format!("failed: {fault}"), room),
+            None => tokens::first(content, room).to_owned(),
+        }
+    }
+
+    fn message(&self, form: Form, content: &str) -> Json {
+        let ok = self.result.map(ToolResult::ok);
+        let (data, error, metrics, pending) = (None, None, None, None);
+        let answer = Answer { ok, content, data, error, metrics, pending };
+        dialect::message(form, Some(&self.id), &answer)
+    }
+}
+
+/// The answers' texts, in at most so many tokens together.
+fn contents(told: &[Told<'_>], budget_tokens: Option<usize>, now_ms: u64) -> Vec<String> {
+    let mut contents: Vec<String> = told.iter().map(|told| told.content(now_ms)).collect();
+    let bytes: usize = contents.iter().map(String::len).sum();
+    // Every token has at least one byte.
+    let Some(budget) = budget_tokens.filter(|budget| bytes > *budget) else { return contents };
+    let need = |content: &String| {
+        if tokens::exceeds(content, budget) { budget + 1 } else { tokens::count(content) }
+    };
+    let needs: Vec<usize> = contents.iter().map(need).collect();
+    let shares = divided(budget, &needs);
+    for (at, told) in told.iter().enumerate().filter(|(at, _)| needs[*at] > shares[*at]) {
+        contents[at] = told.shortened(&contents[at], shares[at]);
+    }
+    contents
+}
+
+fn written<T: Serialize>(value: &T) -> Json {
+    Json::of(value).unwrap_or_else(|_| Json::null())
+}

@@ -1,0 +1,164 @@
+//! The form in which a context is saved: the engine's own types have no JSON of their own.
+
+pub(super) mod status {
+    //! A status by its name.
+
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    use crate::call::Status;
+
+    pub(crate) fn serialize<S: Serializer>(status: &Status, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_str(status.as_str())
+    }
+
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Status, D::Error> {
+        let text = String::deserialize(from)?;
+        text.parse().map_err(|()| D::Error::custom(format!("\"{text}\" is not a status")))
+    }
+}
+
+pub(super) mod outcome {
+    //! `{ok, data}` or `{ok, error: {code, message, detail, retryable, happened}}`.
+
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+    use serde_json::Value;
+
+    use crate::fault::{Code, Fault, Happened};
+    use crate::json::Json;
+
+    #[derive(Serialize, Deserialize)]
+    struct Saved {
+        ok: bool,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        data: Option<Json>,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        error: Option<SavedFault>,
+    }
+
+    #[derive(Serialize, Deserialize)]
+    struct SavedFault {
+        code: String,
+        message: String,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        detail: Option<Value>,
+        retryable: bool,
+        #[serde(default = "may")]
+        happened: bool,
+    }
+
+    fn may() -> bool {
+        true
+    }
+
+    pub(crate) fn serialize<S: Serializer>(
+        outcome: &Result<Json, Fault>,
+        to: S,
+    ) -> Result<S::Ok, S::Error> {
+        let error = outcome.as_ref().err().map(|fault| SavedFault {
+            code: fault.code.as_str().to_owned(),
+            message: fault.message.clone(),
+            detail: fault.detail.clone(),
+            retryable: fault.retryable,
+            happened: fault.happened == Happened::Maybe,
+        });
+        let data = outcome.as_ref().ok().cloned();
+        Saved { ok: outcome.is_ok(), data, error }.serialize(to)
+    }
+
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
+        from: D,
+    ) -> Result<Result<Json, Fault>, D::Error> {
+        let saved = Saved::deserialize(from)?;
+        if saved.ok {
+            return Ok(Ok(saved.data.unwrap_or_else(Json::null)));
+        }
+        let Some(error) = saved.error else {
+            return Ok(Err(Fault::runtime("the tool failed and did not say why")));
+        };
+        let code = Code::parse(&error.code).unwrap_or(Code::Internal);
+        let happened = if error.happened { Happened::Maybe } else { Happened::No };
+        Ok(Err(Fault {
+            code,
+            message: error.message,
+            detail: error.detail,
+            retryable: error.retryable,
+            happened,
+            raw: None,
+        }))
+    }
+}
+
+pub(crate) mod definitions {
+    //! Tools as their owners describe them.
+
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    use crate::json::Json;
+    use crate::retry::PolicyPatch;
+    use crate::tool::{Alternate, Definition, Effect, Executor, Risk};
+
+    #[derive(Serialize, Deserialize)]
+    struct Saved {
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        project: Option<String>,
+        name: String,
+        description: String,
+        executor: Executor,
+        schema: Json,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        output_schema: Option<Json>,
+        timeout_ms: u64,
+        #[serde(default, rename = "async")]
+        background: bool,
+        #[serde(default)]
+        effect: Effect,
+        #[serde(default)]
+        risk: Risk,
+        #[serde(default)]
+        policy: PolicyPatch,
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        fallback: Vec<Alternate>,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        metadata: Option<Json>,
+    }
+
+    pub(crate) fn serialize<S: Serializer>(all: &[Definition], to: S) -> Result<S::Ok, S::Error> {
+        to.collect_seq(all.iter().map(|tool| Saved {
+            project: tool.project.clone(),
+            name: tool.name.clone(),
+            description: tool.description.clone(),
+            executor: tool.executor,
+            schema: tool.input_schema.clone(),
+            output_schema: tool.output_schema.clone(),
+            timeout_ms: tool.timeout_ms,
+            background: tool.background,
+            effect: tool.effect,
+            risk: tool.risk,
+            policy: tool.policy.clone(),
+            fallback: tool.fallback.clone(),
+            metadata: tool.metadata.clone(),
+        }))
+    }
+
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
+        from: D,
+    ) -> Result<Vec<Definition>, D::Error> {
+        let saved = Vec::<Saved>::deserialize(from)?;
+        let read = saved.into_iter().map(|tool| Definition {
+            project: tool.project,
+            name: tool.name,
+            description: tool.description,
+            executor: tool.executor,
+            input_schema: tool.schema,
+            output_schema: tool.output_schema,
+            timeout_ms: tool.timeout_ms,
+            background: tool.background,
+            effect: tool.effect,
+            risk: tool.risk,
+            policy: tool.policy,
+            fallback: tool.fallback,
+            metadata: tool.metadata,
+        });
+        Ok(read.collect())
+    }
+}

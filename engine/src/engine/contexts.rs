@@ -1,0 +1,319 @@
+//! The context of a run: which tools it has, what was called in it, and what came of it.
+//!
+//! Everything is made from the store: the newest calls of the run, and those that are still open
+//! however old they are. Which tools a run is told of is set per run and decides nothing about what
+//! may be called: that is the rules' to say.
+
+use std::collections::HashSet;
+
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+use super::catalog::check_definition;
+use super::invoke::check_word;
+use super::{Engine, unavailable};
+use crate::bus::Topic;
+use crate::call::{Call, Status};
+use crate::caller::Caller;
+use crate::context::{Conversation, Prompt, ToolCall, ToolCallContext, ToolResult, definitions};
+use crate::fault::{Code, Error, Fault};
+use crate::json::Json;
+use crate::policy::Decision;
+use crate::store::{CallFilter, Run};
+use crate::tool::{Definition, Executor};
+
+/// How many of a run's calls a context has where nobody says otherwise, and at most.
+pub const CONTEXT_CALLS: (usize, usize) = (50, 200);
+
+/// How often who follows a run looks without having been woken.
+const LOOK_AGAIN_MS: u64 = 2_000;
+
+/// The tools a run is told of.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct RunTools {
+    /// Tools that the caller runs itself; each is told instead of a tool of the crib of its name.
+    #[serde(with = "definitions")]
+    pub own: Vec<Definition>,
+    /// The tools of the crib, by name; none = all that the caller may call.
+    pub crib: Option<Vec<String>>,
+}
+
+/// How a run's calls and results are written for a model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Style {
+    OpenAi,
+    Anthropic,
+}
+
+impl Engine {
+    /// The context of a run: its newest `limit` calls (1 to 200), and those that are still open. A
+    /// run that nobody has used has the tools it would have, and no calls.
+    pub async fn context(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+        limit: usize,
+    ) -> Result<ToolCallContext, Error> {
+        check_word("run_id", run_id)?;
+        let mut context = ToolCallContext::new(run_id);
+        context.set_tool_definitions(self.run_tools(caller, run_id).await?);
+        let (calls, truncated) = self.calls_of_run(caller, run_id, limit).await?;
+        context.set_truncated(truncated);
+        take_in(&mut context, &calls);
+        Ok(context)
+    }
+
+    /// The state of a run's tools for a system prompt, in at most so many tokens.
+    pub async fn prompt(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+        limit: usize,
+        budget_tokens: usize,
+    ) -> Result<Prompt, Error> {
+        let (context, now_ms) = (self.context(caller, run_id, limit).await?, self.now_ms());
+        // Counting tokens is work, and others want this thread.
+        let made = tokio::task::spawn_blocking(move || context.prompt(budget_tokens, now_ms));
+        made.await.map_err(|error| Error::Internal(Box::new(error)))
+    }
+
+    /// A run's calls and results as messages of a conversation; with a budget, the answers have at
+    /// most so many tokens together. Says also whether older calls were left out.
+    pub async fn conversation(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+        limit: usize,
+        style: Style,
+        budget_tokens: Option<usize>,
+    ) -> Result<(Conversation, bool), Error> {
+        let (context, now_ms) = (self.context(caller, run_id, limit).await?, self.now_ms());
+        let made = tokio::task::spawn_blocking(move || match style {
+            Style::OpenAi => (context.openai(budget_tokens, now_ms), context.truncated()),
+            Style::Anthropic => (context.anthropic(budget_tokens, now_ms), context.truncated()),
+        });
+        made.await.map_err(|error| Error::Internal(Box::new(error)))
+    }
+
+    /// Brings a context up to date with its run: calls made meanwhile, and results, of which its
+    /// listeners are told. Waits until there is a result, but not longer than `wait_ms`. Answers
+    /// with how many results came.
+    pub async fn follow(
+        &self,
+        caller: &Caller,
+        context: &mut ToolCallContext,
+        wait_ms: u64,
+    ) -> Result<usize, Error> {
+        let inner = &self.inner;
+        let (project, run_id) = (caller.project.clone(), context.run_id().to_owned());
+        let mut news = inner.bus.listen(Topic::Run { project, run_id: run_id.clone() });
+        let until_ms = inner.clock.now_ms() + wait_ms.min(inner.limits.max_wait_ms);
+        loop {
+            let before = context.tool_results().len();
+            let (mut calls, _) = self.calls_of_run(caller, &run_id, CONTEXT_CALLS.1).await?;
+            let listed: HashSet<_> = calls.iter().map(|call| call.id.clone()).collect();
+            let older = context.pending().filter_map(|call| call.tool_call_id.clone());
+            let older: Vec<_> = older.filter(|id| !listed.contains(id)).collect();
+            for id in older {
+                // One that was purged meanwhile has nothing more to say.
+                if let Ok(call) = self.call(caller, &id).await {
+                    calls.push(call.as_ref().clone());
+                }
+            }
+            take_in(context, &calls);
+            let came = context.tool_results().len() - before;
+            let now_ms = inner.clock.now_ms();
+            if came > 0 || now_ms >= until_ms || inner.stopping.is_cancelled() {
+                return Ok(came);
+            }
+            tokio::select! {
+                () = news.woken() => {}
+                () = inner.clock.sleep_until(until_ms.min(now_ms + LOOK_AGAIN_MS)) => {}
+                () = inner.stopping.cancelled() => {}
+            }
+        }
+    }
+
+    /// Sets which tools a run is told of, instead of what was set before.
+    pub async fn set_run_tools(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+        mut tools: RunTools,
+    ) -> Result<Vec<Definition>, Error> {
+        check_word("run_id", run_id)?;
+        self.check_run_tools(caller, &mut tools)?;
+        let text = Json::of(&tools).map_err(|error| Error::Internal(Box::new(error)))?;
+        let run = Run {
+            project: caller.project.clone(),
+            run_id: run_id.to_owned(),
+            tool_definitions: text,
+            updated_ms: self.now_ms(),
+        };
+        self.inner.store.put_run(run).await.map_err(unavailable)?;
+        Ok(self.told(caller, tools))
+    }
+
+    /// The tools a run is told of, by name.
+    pub(super) async fn run_tools(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+    ) -> Result<Vec<Definition>, Error> {
+        let stored = self.inner.store.run(&caller.project, run_id).await.map_err(unavailable)?;
+        let set = match stored {
+            None => RunTools::default(),
+            Some(run) => serde_json::from_str(run.tool_definitions.text())
+                .map_err(|error| Error::Internal(Box::new(error)))?,
+        };
+        Ok(self.told(caller, set))
+    }
+
+    fn told(&self, caller: &Caller, set: RunTools) -> Vec<Definition> {
+        let mut tools = set.own;
+        let named = |name: &String| set.crib.as_ref().is_none_or(|names| names.contains(name));
+        for entry in self.tools(caller) {
+            let name = &entry.definition.name;
+            if named(name) && !tools.iter().any(|own| own.name == *name) {
+                tools.push(entry.definition.clone());
+            }
+        }
+        tools.sort_by(|a, b| a.name.cmp(&b.name));
+        tools
+    }
+
+    /// Names of the crib's tools may be those that models know; their own are kept.
+    fn check_run_tools(&self, caller: &Caller, tools: &mut RunTools) -> Result<(), Error> {
+        if !caller.may_invoke() {
+            let message = "a provider's key cannot set the tools of a run";
+            return Err(Error::refused(Code::PermissionDenied, message));
+        }
+        let limit = self.inner.limits.max_tools_per_registration;
+        let crib = tools.crib.as_deref_mut().unwrap_or_default();
+        if tools.own.len().max(crib.len()) > limit {
+            let message = format!("a run is told of at most {limit} tools of a kind");
+            return Err(Error::refused(Code::PayloadTooLarge, message));
+        }
+        let catalog = self.inner.catalog();
+        for (n, tool) in tools.own.iter().enumerate() {
+            let place = format!("tool_definitions/{n}");
+            check_definition(tool).map_err(|error| at(&place, error))?;
+            if let Decision::Denied(why) = catalog.decide_own(caller, &tool.name) {
+                let message = format!("{place}/name: \"{}\" is denied by {why}", tool.name);
+                return Err(Error::refused(Code::PermissionDenied, message));
+            }
+            if tools.own[..n].iter().any(|other| other.name == tool.name) {
+                let message = format!("{place}/name: \"{}\" is there twice", tool.name);
+                return Err(Error::refused(Code::ValidationError, message));
+            }
+        }
+        for (n, name) in crib.iter_mut().enumerate() {
+            let place = format!("crib_tools/{n}");
+            let found = self.tool(caller, name).map_err(|error| as_invalid(at(&place, error)))?;
+            *name = found.definition.name.clone();
+        }
+        Ok(())
+    }
+
+    /// The newest calls of a run and those still open, the oldest first; and whether some are left
+    /// out.
+    async fn calls_of_run(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+        limit: usize,
+    ) -> Result<(Vec<Call>, bool), Error> {
+        let limit = limit.clamp(1, CONTEXT_CALLS.1);
+        let filter = CallFilter {
+            project: caller.project.clone(),
+            run_id: Some(run_id.to_owned()),
+            limit: limit + 1,
+            ..CallFilter::default()
+        };
+        let store = &self.inner.store;
+        let mut calls = store.calls(filter.clone()).await.map_err(unavailable)?;
+        let truncated = calls.len() > limit;
+        calls.truncate(limit);
+        if truncated {
+            let before = calls.last().map(|call| call.id.clone());
+            for status in [Status::Pending, Status::Running] {
+                let (status, before) = (Some(status), before.clone());
+                let open = CallFilter { status, before, limit: CONTEXT_CALLS.1, ..filter.clone() };
+                calls.extend(store.calls(open).await.map_err(unavailable)?);
+            }
+        }
+        calls.sort_by(|a, b| a.id.cmp(&b.id));
+        calls.dedup_by(|a, b| a.id == b.id);
+        Ok((calls, truncated))
+    }
+}
+
+/// Puts calls and their results into a context, each in the order it came.
+fn take_in(context: &mut ToolCallContext, calls: &[Call]) {
+    for turn in turns(calls) {
+        context.set_tool_calls(turn.iter().map(ToolCall::from));
+    }
+    let mut ended: Vec<&Call> = calls.iter().filter(|call| call.outcome.is_some()).collect();
+    ended.sort_by_key(|call| (call.completed_ms, call.id.clone()));
+    for result in ended.into_iter().filter_map(ToolResult::of_call) {
+        // Its call is there, and an outcome does not change.
+        let _ = context.set_tool_call_result(result);
+    }
+}
+
+/// Calls that were under way together are one turn. Nobody waits for a background call, so what
+/// was made after one is a new turn.
+fn turns(calls: &[Call]) -> Vec<&[Call]> {
+    let over_ms = |call: &Call| match call.asked.background {
+        true => call.created_ms,
+        false => call.completed_ms.unwrap_or(u64::MAX),
+    };
+    let (mut turns, mut begin, mut until_ms) = (Vec::new(), 0, u64::MAX);
+    for (n, call) in calls.iter().enumerate() {
+        if call.created_ms > until_ms {
+            turns.push(&calls[begin..n]);
+            (begin, until_ms) = (n, u64::MAX);
+        }
+        until_ms = until_ms.min(over_ms(call));
+    }
+    if begin < calls.len() {
+        turns.push(&calls[begin..]);
+    }
+    turns
+}
+
+/// The same refusal, with where in the request it is about.
+pub(super) fn at(place: &str, error: Error) -> Error {
+    let Error::Refused { mut fault, retry_after_ms } = error else { return error };
+    fault.message = format!("{place}: {}", fault.message);
+    if fault.detail.is_none() {
+        fault.detail = Some(json!({ "pointer": format!("/{place}") }));
+    }
+    Error::Refused { fault, retry_after_ms }
+}
+
+/// A name in a body that names nothing makes the body wrong, not the path.
+fn as_invalid(error: Error) -> Error {
+    let Error::Refused { fault, .. } = error else { return error };
+    let invalid = Fault::new(Code::ValidationError, fault.message).not_happened();
+    invalid.with_detail(fault.detail.unwrap_or_default()).into()
+}
+
+/// A tool that the caller runs itself, where nothing more is known of it than its name.
+pub(super) fn own_tool(project: &str, name: &str, timeout_ms: u64) -> Definition {
+    Definition {
+        project: Some(project.to_owned()),
+        name: name.to_owned(),
+        description: String::new(),
+        executor: Executor::Caller,
+        input_schema: Json::empty_object(),
+        output_schema: None,
+        timeout_ms,
+        background: false,
+        effect: Default::default(),
+        risk: Default::default(),
+        policy: Default::default(),
+        fallback: Vec::new(),
+        metadata: None,
+    }
+}

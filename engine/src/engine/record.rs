@@ -1,0 +1,319 @@
+//! What callers ran themselves: calls and results that are recorded the same way as all others.
+//!
+//! Such a call is a ticket like any other: it has events, is listed, can be waited for and
+//! canceled, and has a deadline. It is under way from the moment it is recorded, nothing of it is
+//! executed here, and so nothing of it is ever tried again. Only who recorded it (and an admin)
+//! can say how it went.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::catalog::{Catalog, Entry};
+use super::contexts::{at, own_tool};
+use super::invoke::{Invocation, check_args, check_envelope, check_word, idempotency_key, misfit};
+use super::report::settled;
+use super::{Engine, Inner, unavailable};
+use crate::call::{Call, Status};
+use crate::caller::{Caller, Trust};
+use crate::fault::{Code, Error, Fault};
+use crate::id::CallId;
+use crate::json::Json;
+use crate::lifecycle::Event;
+use crate::names;
+use crate::policy::{self, Decision};
+use crate::retry::PolicyPatch;
+use crate::store::{CallFilter, IdempotencyKey};
+use crate::tool::{Definition, Executor, check_name};
+
+/// How many calls or results can be recorded at once.
+pub const MAX_RECORDED: usize = 128;
+
+/// A call that the caller runs, or ran, itself.
+#[derive(Debug, Clone)]
+pub struct OwnCall {
+    pub asked: Invocation,
+    /// Whether its result comes later; as the run's definition of the tool says, unless said.
+    pub background: Option<bool>,
+    /// How it went, where that is known already.
+    pub result: Option<Result<Json, Fault>>,
+}
+
+/// How a call that the caller ran itself went.
+#[derive(Debug, Clone)]
+pub struct OwnResult {
+    /// The call's ticket; it decides where it is given.
+    pub tool_call_id: Option<CallId>,
+    /// The caller's own id of the call: the newest unanswered one with it is meant.
+    pub call_id: Option<String>,
+    pub result: Result<Json, Fault>,
+}
+
+/// A call that passed every check and is not stored yet.
+struct Ready {
+    call: Call,
+    key: Option<IdempotencyKey>,
+    result: Option<Result<Json, Fault>>,
+}
+
+impl Engine {
+    /// Records calls that the caller runs itself. All are checked before the first is stored; one
+    /// that comes with its result has ended when this returns.
+    pub async fn record_calls(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+        calls: Vec<OwnCall>,
+    ) -> Result<Vec<Arc<Call>>, Error> {
+        let inner = &self.inner;
+        if inner.draining.load(Ordering::Acquire) {
+            let message = "the server is shutting down; nothing was done, a retry is safe";
+            return Err(Error::later(Code::Overloaded, message, 1_000));
+        }
+        check_word("run_id", run_id)?;
+        check_count("tool_calls", calls.len())?;
+        let tools = self.run_tools(caller, run_id).await?;
+        let mut ready = Vec::with_capacity(calls.len());
+        for (n, own) in calls.into_iter().enumerate() {
+            let checked = self.prepare(caller, run_id, &tools, own).await;
+            ready.push(checked.map_err(|error| at(&format!("tool_calls/{n}"), error))?);
+        }
+        // Side by side, so that they share a commit.
+        let stored = ready.into_iter().map(|ready| inner.surely(inner.clone().store_own(ready)));
+        futures::future::join_all(stored).await.into_iter().collect()
+    }
+
+    /// Records how calls went that the caller ran itself, in this order.
+    pub async fn record_results(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+        results: Vec<OwnResult>,
+    ) -> Result<Vec<Arc<Call>>, Error> {
+        if !caller.may_invoke() {
+            let message = "a provider's key reports on calls with POST /internal/tool_calls/…";
+            return Err(Error::refused(Code::PermissionDenied, message));
+        }
+        check_word("run_id", run_id)?;
+        check_count("tool_results", results.len())?;
+        let tools = self.run_tools(caller, run_id).await?;
+        let mut calls = Vec::with_capacity(results.len());
+        for (n, own) in results.into_iter().enumerate() {
+            let recorded = self.record_result(caller, run_id, &tools, own).await;
+            calls.push(recorded.map_err(|error| at(&format!("tool_results/{n}"), error))?);
+        }
+        Ok(calls)
+    }
+
+    async fn prepare(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+        tools: &[Definition],
+        own: OwnCall,
+    ) -> Result<Ready, Error> {
+        let inner = &self.inner;
+        let OwnCall { mut asked, background, result } = own;
+        asked.run_id = run_id.to_owned();
+        let known = named(tools, &asked.tool);
+        asked.tool = known.map_or(asked.tool, |tool| tool.name.clone());
+        check_name(&asked.tool)
+            .map_err(|error| Error::refused(Code::ValidationError, format!("name: {error}")))?;
+        let catalog = inner.catalog();
+        let decision = catalog.decide_own(caller, &asked.tool);
+        inner.permitted(caller, &asked.tool, decision).await?;
+        if asked.retry.is_some_and(|retry| retry > 0) {
+            let message = "retry: what you run yourself is not tried again by the crib";
+            return Err(Error::refused(Code::ValidationError, message));
+        }
+        check_envelope(&asked, inner.limits.max_args_bytes)?;
+        let default_ms = self.default_timeout_ms(caller);
+        let tool = own_form(known, &caller.project, &asked.tool, default_ms)?;
+        let args = asked.args.value();
+        check_args(&tool, &args)?;
+        let key = idempotency_key(caller, &asked, &args);
+        let drafted = inner.draft(&catalog, caller, &Arc::new(tool), asked, &args);
+        let mut call = Call { max_retries: 0, alternates: Vec::new(), ..drafted };
+        call.asked.background = background.unwrap_or(call.asked.background);
+        let result = match result {
+            Some(result) => Some(inner.checked_own(&call, known, result)?),
+            None => None,
+        };
+        Ok(Ready { call, key, result })
+    }
+
+    async fn record_result(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+        tools: &[Definition],
+        own: OwnResult,
+    ) -> Result<Arc<Call>, Error> {
+        let call = match (&own.tool_call_id, &own.call_id) {
+            (Some(ticket), _) => {
+                let call = self.call(caller, ticket).await?;
+                Some(call).filter(|call| call.run_id == run_id)
+            }
+            (None, Some(call_id)) => match self.find_own(caller, run_id, call_id).await? {
+                Some(call) => Some(call),
+                // A call that was given no id goes by its ticket.
+                None => self.by_ticket(caller, run_id, call_id).await,
+            },
+            (None, None) => {
+                let message = "call_id: say which call it is the result of";
+                return Err(Error::refused(Code::ValidationError, message));
+            }
+        };
+        let Some(call) = call else {
+            let id = own.tool_call_id.map(|ticket| ticket.to_string()).or(own.call_id);
+            let message = format!(
+                "there is no call \"{}\" in run \"{run_id}\"; record it first with \
+                 POST /v1/runs/{{run_id}}/context/tool_calls",
+                id.unwrap_or_default()
+            );
+            return Err(Error::refused(Code::NotFound, message));
+        };
+        if call.target.executor != Executor::Caller {
+            let message = format!(
+                "call \"{}\" of {} is executed by the crib, and its result comes by itself",
+                call.id, call.tool_name
+            );
+            return Err(Error::refused(Code::Conflict, message));
+        }
+        if let (Some(given), Some(known)) = (&own.call_id, &call.asked.call_id)
+            && given != known
+        {
+            let message = format!("call_id: call \"{}\" has the call_id \"{known}\"", call.id);
+            return Err(Error::refused(Code::ValidationError, message));
+        }
+        if call.asked.agent != caller.agent && !caller.may_administer() {
+            let message = format!("call \"{}\" was recorded by another agent", call.id);
+            return Err(Error::refused(Code::PermissionDenied, message));
+        }
+        let known = named(tools, &call.tool_name);
+        let result = self.inner.checked_own(&call, known, own.result)?;
+        let event = Event::Report { attempt: None, by: None, result };
+        settled(self.inner.decide(caller, &call.id, event).await?)
+    }
+
+    async fn by_ticket(&self, caller: &Caller, run_id: &str, id: &str) -> Option<Arc<Call>> {
+        let call = self.call(caller, &id.parse().ok()?).await.ok()?;
+        Some(call).filter(|call| call.run_id == run_id && call.asked.call_id.is_none())
+    }
+
+    /// The newest unanswered call with this id that the caller may answer; else the newest with it.
+    async fn find_own(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+        call_id: &str,
+    ) -> Result<Option<Arc<Call>>, Error> {
+        let mine = |call: &Call| {
+            let is_id = call.asked.call_id.as_deref() == Some(call_id);
+            is_id && (call.asked.agent == caller.agent || caller.may_administer())
+        };
+        let own = |call: &Call| call.target.executor == Executor::Caller && mine(call);
+        let mut filter = CallFilter {
+            project: caller.project.clone(),
+            run_id: Some(run_id.to_owned()),
+            status: Some(Status::Running),
+            limit: 200,
+            ..CallFilter::default()
+        };
+        loop {
+            let page = self.inner.store.calls(filter.clone()).await.map_err(unavailable)?;
+            let (count, last) = (page.len(), page.last().map(|call| call.id.clone()));
+            if let Some(call) = page.into_iter().find(own) {
+                return Ok(Some(Arc::new(call)));
+            }
+            if count < filter.limit {
+                break;
+            }
+            filter.before = last;
+        }
+        let filter = CallFilter { status: None, before: None, ..filter };
+        let page = self.inner.store.calls(filter).await.map_err(unavailable)?;
+        let found = page.iter().find(|call| own(call)).or_else(|| page.iter().find(|c| mine(c)));
+        Ok(found.map(|call| Arc::new(call.clone())))
+    }
+}
+
+impl Catalog {
+    /// Whether the caller may record what it ran itself under this name. A name that no rule allows
+    /// may be recorded, whether or not there is such a tool: nothing is executed for it.
+    pub(super) fn decide_own(&self, caller: &Caller, tool: &str) -> Decision {
+        if caller.may_invoke() && caller.trust == Trust::Key && !caller.may_administer() {
+            let rules = self.directory().rules.iter();
+            let denied = policy::denied(rules, &caller.project, &caller.agent, tool);
+            return denied.map_or(Decision::Allowed, Decision::Denied);
+        }
+        self.decide(caller, tool)
+    }
+}
+
+impl Inner {
+    async fn store_own(self: Arc<Self>, ready: Ready) -> Result<Arc<Call>, Error> {
+        let call = self.clone().accept(ready.call, ready.key).await?.call;
+        let Some(result) = ready.result else { return Ok(call) };
+        let event = Event::Report { attempt: None, by: None, result };
+        settled(self.advance(&call.project, &call.id, event).await?)
+    }
+
+    /// A result must fit its limit and, where the run's definition has one, its output schema.
+    fn checked_own(
+        &self,
+        call: &Call,
+        known: Option<&Definition>,
+        result: Result<Json, Fault>,
+    ) -> Result<Result<Json, Fault>, Error> {
+        let data = match self.checked(call, result) {
+            Ok(data) => data,
+            Err(fault) => return Ok(Err(fault)),
+        };
+        let Some(schema) = known.and_then(|tool| tool.output_schema.clone()) else {
+            return Ok(Ok(data));
+        };
+        let form = Definition { output_schema: Some(schema), ..own_tool("", &call.tool_name, 1) };
+        let tool = Entry::compile(form)?;
+        let problems = tool.output.as_ref().map(|output| output.problems(&data.value()));
+        let problems = problems.unwrap_or_default();
+        if problems.is_empty() {
+            return Ok(Ok(data));
+        }
+        let what = format!("the result of {} does not fit its output schema", call.tool_name);
+        Ok(Err(misfit(&what, &problems).with_raw(data)))
+    }
+}
+
+/// The tool of this name, or of the name that models know it by.
+fn named<'a>(tools: &'a [Definition], name: &str) -> Option<&'a Definition> {
+    if let Some(tool) = tools.iter().find(|tool| tool.name == name) {
+        return Some(tool);
+    }
+    let told = names::for_models(tools.iter().map(|tool| tool.name.as_str()));
+    told.iter().position(|told| told == name).map(|at| &tools[at])
+}
+
+/// A tool as something that the caller runs itself, whoever else could.
+fn own_form(
+    known: Option<&Definition>,
+    project: &str,
+    name: &str,
+    default_ms: u64,
+) -> Result<Entry, Error> {
+    let unknown = own_tool(project, name, default_ms);
+    let definition = known.map_or(unknown, |tool| Definition {
+        executor: Executor::Caller,
+        policy: PolicyPatch::default(),
+        fallback: Vec::new(),
+        ..tool.clone()
+    });
+    Ok(Entry::compile(definition)?)
+}
+
+fn check_count(field: &str, count: usize) -> Result<(), Error> {
+    if (1..=MAX_RECORDED).contains(&count) {
+        return Ok(());
+    }
+    let message = format!("{field} must have 1 to {MAX_RECORDED} entries, not {count}");
+    Err(Fault::new(Code::ValidationError, message).not_happened().into())
+}

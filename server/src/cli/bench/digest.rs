@@ -1,0 +1,95 @@
+//! What a digest of a long result costs: time, and memory as a multiple of the result's size.
+//!
+//! Measured in this process. The tokenizer's tables are made ready before, as they are once in the
+//! life of a server; what the time and the memory are of is the digest alone.
+
+use std::time::Instant;
+
+use anyhow::Context;
+use toolcrib::digest::{Source, digest};
+use toolcrib::{CallId, Json, tokens};
+use toolcrib_bench::process;
+
+/// The size of the result.
+const SIZE: usize = 10 << 20;
+/// What a model is given of it.
+const BUDGET: usize = 2_000;
+const TURNS: usize = 5;
+
+/// The costs of the costliest of several documents of the same size.
+pub struct Costs {
+    pub ms: f64,
+    /// The document and what was needed beside it, as a multiple of the document.
+    pub times_its_size: f64,
+}
+
+pub fn measure() -> anyhow::Result<Costs> {
+    tokens::count("made ready");
+    let mut costs = Costs { ms: 0.0, times_its_size: 0.0 };
+    for make in [table, nested, log] {
+        let text = make();
+        let data = Json::parse(&text).context("a document of the benchmark is not JSON")?;
+        // What was needed to make the document must not be at hand for its digest.
+        let filler = vec![1_u8; text.len()];
+        let before = process::resident_bytes(std::process::id())?;
+        reset_peak();
+        let mut times: Vec<f64> = (0..TURNS).map(|_| once(&data)).collect::<Result<_, _>>()?;
+        let peak = process::peak_resident_bytes(std::process::id())?;
+        times.sort_by(f64::total_cmp);
+        let extra = peak.saturating_sub(before) as f64;
+        costs.ms = costs.ms.max(times[TURNS / 2]);
+        costs.times_its_size = costs.times_its_size.max(1.0 + extra / text.len() as f64);
+        drop((text, filler));
+    }
+    Ok(costs)
+}
+
+fn once(data: &Json) -> anyhow::Result<f64> {
+    let call_id: CallId = "tc_00000000000000000000000000".parse()?;
+    let hint = Some("which order failed");
+    let source = Source { call_id: &call_id, tool: "bench.noop", hint };
+    let begun = Instant::now();
+    let made = digest(data, BUDGET, &source).context("the document is longer than the budget")?;
+    let took = begun.elapsed();
+    anyhow::ensure!(made.tokens <= BUDGET, "a digest is over its budget");
+    Ok(took.as_secs_f64() * 1e3)
+}
+
+/// The peak is counted from here on. Where the system cannot do that, the peak is that of the whole
+/// process, and the figure is too high and not too low.
+fn reset_peak() {
+    let _ = std::fs::write("/proc/self/clear_refs", "5");
+}
+
+fn filled(begin: &str, end: &str, part: impl Fn(usize) -> String) -> String {
+    let mut text = String::with_capacity(SIZE + 1_000);
+    text.push_str(begin);
+    for n in 0.. {
+        text.push_str(&part(n));
+        if text.len() >= SIZE {
+            break;
+        }
+    }
+    text.push_str(end);
+    text
+}
+
+/// Rows of orders.
+fn table() -> String {
+    filled(r#"{"columns":["id","name","sum"],"rows":["#, r#"[0,"",0]]}"#, |n| {
+        format!(r#"[{n},"customer number {n}",{}.5],"#, n * 7)
+    })
+}
+
+/// Objects of several shapes, in each other.
+fn nested() -> String {
+    filled(r#"{"page":{"orders":["#, "null]}}", |n| {
+        let note = if n % 3 == 0 { r#","note":"fragile""# } else { "" };
+        format!(r#"{{"id":{n},"to":{{"city":"c{n}","at":[1.5,{n}]}},"tags":["a","b"]{note}}},"#)
+    })
+}
+
+/// One long text.
+fn log() -> String {
+    filled("\"", "\"", |n| format!(r"2026-01-01T00:00:00Z INFO order {n} was packed and sent\n"))
+}

@@ -1,0 +1,258 @@
+//! What is posted about a run: definitions, calls and results, in our own form or in a model's.
+//! What cannot be read is refused with the name of its field.
+
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+use toolcrib::engine::{OwnCall, OwnResult, RunTools};
+use toolcrib::fault::{Code, Error, Fault};
+use toolcrib::retry::PolicyPatch;
+use toolcrib::tool::{Definition, Effect, Risk};
+use toolcrib::{Executor, Invocation, Json, dialect};
+use utoipa::ToSchema;
+
+use super::super::super::wire::{reported_fault, timeout_ms};
+
+/// The tools a run is told of.
+#[derive(Deserialize, ToSchema)]
+pub(crate) struct DefinitionsBody {
+    /// Tools that the caller runs itself: `{name, description?, schema?, output_schema?, async?,
+    /// timeout_ms?, effect?, risk?}`, or as OpenAI or Anthropic describe them.
+    #[serde(default)]
+    #[schema(value_type = Vec<Object>)]
+    tool_definitions: Vec<Json>,
+    /// The tools of the crib, by name; all that the caller may call unless said, none with `[]`.
+    crib_tools: Option<Vec<String>>,
+}
+
+/// One tool of the caller's own, in any of the forms.
+#[derive(Deserialize)]
+struct OwnTool {
+    name: String,
+    #[serde(default)]
+    description: Option<String>,
+    #[serde(default, alias = "parameters", alias = "input_schema")]
+    schema: Option<Json>,
+    #[serde(default)]
+    output_schema: Option<Json>,
+    #[serde(default, rename = "async")]
+    background: bool,
+    #[serde(default, deserialize_with = "timeout_ms")]
+    timeout_ms: Option<u64>,
+    #[serde(default)]
+    effect: Effect,
+    #[serde(default)]
+    risk: Risk,
+}
+
+/// OpenAI's chat form has the rest one level deeper.
+#[derive(Deserialize)]
+struct Wrapped {
+    function: Option<Json>,
+}
+
+impl DefinitionsBody {
+    pub(super) fn tools(self, project: &str, default_ms: u64) -> Result<RunTools, Error> {
+        let mut own = Vec::with_capacity(self.tool_definitions.len());
+        for (n, entry) in self.tool_definitions.iter().enumerate() {
+            let place = format!("tool_definitions/{n}");
+            let wrapped: Wrapped = read(&place, entry)?;
+            let tool: OwnTool = match wrapped.function {
+                Some(function) => read(&format!("{place}/function"), &function)?,
+                None => read(&place, entry)?,
+            };
+            own.push(tool.definition(project, default_ms));
+        }
+        Ok(RunTools { own, crib: self.crib_tools })
+    }
+}
+
+impl OwnTool {
+    fn definition(self, project: &str, default_ms: u64) -> Definition {
+        Definition {
+            project: Some(project.to_owned()),
+            name: self.name,
+            description: self.description.unwrap_or_default(),
+            executor: Executor::Caller,
+            input_schema: self.schema.unwrap_or_else(Json::empty_object),
+            output_schema: self.output_schema,
+            timeout_ms: self.timeout_ms.unwrap_or(default_ms),
+            background: self.background,
+            effect: self.effect,
+            risk: self.risk,
+            policy: PolicyPatch::default(),
+            fallback: Vec::new(),
+            metadata: None,
+        }
+    }
+}
+
+/// Calls that the caller runs itself.
+#[derive(Deserialize, ToSchema)]
+pub(crate) struct CallsBody {
+    /// 1 to 128 calls: `{call_id?, name, args?, timeout_ms?, idempotency_key?, async?, result?}`,
+    /// or as OpenAI or Anthropic write them. `result` is `{ok?, data?, error?}`.
+    #[schema(value_type = Vec<Object>)]
+    tool_calls: Vec<Json>,
+}
+
+/// What an entry may say beside the call itself.
+#[derive(Deserialize)]
+struct Beside {
+    #[serde(default, rename = "async")]
+    background: Option<bool>,
+    #[serde(default)]
+    result: Option<Outcome>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Outcome {
+    ok: Option<bool>,
+    data: Option<Json>,
+    error: Option<Value>,
+}
+
+impl Outcome {
+    fn result(self, place: &str) -> Result<Result<Json, Fault>, Error> {
+        let error = self.error.filter(|error| !error.is_null());
+        let field = match (self.ok, &self.data, &error) {
+            (_, Some(_), Some(_)) => Some(("error", "is for a failure, and there is data")),
+            (Some(true), _, Some(_)) => Some(("error", "is for a failure, and ok is true")),
+            (Some(false), Some(_), _) => Some(("data", "is for a success, and ok is false")),
+            _ => None,
+        };
+        if let Some((field, what)) = field {
+            return Err(refused(&format!("{place}/{field}"), what));
+        }
+        let ok = self.ok.unwrap_or(error.is_none());
+        Ok(match ok {
+            true => Ok(self.data.unwrap_or_else(Json::null)),
+            false => Err(reported_fault(error.as_ref())),
+        })
+    }
+}
+
+impl CallsBody {
+    pub(super) fn calls(
+        self,
+        run_id: &str,
+        traceparent: Option<&str>,
+    ) -> Result<Vec<OwnCall>, Error> {
+        let mut calls = Vec::with_capacity(self.tool_calls.len());
+        for (n, entry) in self.tool_calls.iter().enumerate() {
+            let place = format!("tool_calls/{n}");
+            let asked = dialect::parse(entry).map_err(|misfit| {
+                let message = format!("{place}: {}", misfit.fault.message);
+                Error::from(Fault { message, ..*misfit.fault })
+            })?;
+            let beside: Beside = read(&place, entry)?;
+            let result = beside.result.map(|outcome| outcome.result(&format!("{place}/result")));
+            let asked = Invocation {
+                tool: asked.name,
+                args: asked.args,
+                run_id: run_id.to_owned(),
+                call_id: asked.id,
+                timeout_ms: asked.timeout_ms,
+                retry: asked.retry,
+                idempotency_key: asked.idempotency_key,
+                client_id: None,
+                user_id: None,
+                traceparent: traceparent.map(str::to_owned),
+                callback_url: None,
+                answers: None,
+            };
+            let result = result.transpose()?;
+            calls.push(OwnCall { asked, background: beside.background, result });
+        }
+        Ok(calls)
+    }
+}
+
+/// How calls went that the caller ran itself.
+#[derive(Deserialize, ToSchema)]
+pub(crate) struct ResultsBody {
+    /// 1 to 128 results: `{call_id or tool_call_id, ok?, data?, error?}`, or the messages that go
+    /// to OpenAI (`role: "tool"`) or Anthropic (`type: "tool_result"`).
+    #[schema(value_type = Vec<Object>)]
+    tool_results: Vec<Json>,
+}
+
+/// One result, in any of the forms.
+#[derive(Deserialize)]
+struct ResultEntry {
+    call_id: Option<String>,
+    /// Our ticket; in OpenAI's messages, the call's own id.
+    tool_call_id: Option<String>,
+    /// Anthropic's.
+    tool_use_id: Option<String>,
+    ok: Option<bool>,
+    data: Option<Json>,
+    error: Option<Value>,
+    /// OpenAI's and Anthropic's.
+    content: Option<Json>,
+    /// Of OpenAI's Responses.
+    output: Option<Json>,
+    is_error: Option<bool>,
+}
+
+impl ResultsBody {
+    pub(super) fn results(self) -> Result<Vec<OwnResult>, Error> {
+        let entries = self.tool_results.iter().enumerate();
+        entries
+            .map(|(n, entry)| {
+                let place = format!("tool_results/{n}");
+                read::<ResultEntry>(&place, entry)?.result(&place)
+            })
+            .collect()
+    }
+}
+
+impl ResultEntry {
+    fn result(self, place: &str) -> Result<OwnResult, Error> {
+        let (tool_call_id, models) = match self.tool_call_id {
+            Some(text) if text.starts_with(toolcrib::CallId::PREFIX) => {
+                let what = "is not a ticket";
+                let ticket = text.parse();
+                let ticket = ticket.map_err(|_| refused(&format!("{place}/tool_call_id"), what))?;
+                (Some(ticket), None)
+            }
+            other => (None, other),
+        };
+        let call_id = self.call_id.or(models).or(self.tool_use_id);
+        if tool_call_id.is_none() && call_id.is_none() {
+            return Err(refused(&format!("{place}/call_id"), "is missing"));
+        }
+        let texts = [self.content, self.output].into_iter().flatten().collect::<Vec<_>>();
+        if texts.len() + usize::from(self.data.is_some()) > 1 {
+            return Err(refused(&format!("{place}/content"), "is there beside another result"));
+        }
+        let text = texts.into_iter().next();
+        let outcome = match (self.is_error, text) {
+            (Some(true), text) => {
+                Outcome { ok: Some(false), data: self.data, error: text.map(|text| text.value()) }
+            }
+            (_, text) => Outcome { ok: self.ok, data: self.data.or(text), error: self.error },
+        };
+        Ok(OwnResult { tool_call_id, call_id, result: outcome.result(place)? })
+    }
+}
+
+/// An entry that fits `T`, or which field of it does not.
+fn read<T: DeserializeOwned>(place: &str, entry: &Json) -> Result<T, Error> {
+    let mut text = serde_json::Deserializer::from_str(entry.text());
+    serde_path_to_error::deserialize(&mut text).map_err(|error| {
+        let path = error.path().to_string();
+        let field = match path.as_str() {
+            "." => place.to_owned(),
+            path => format!("{place}/{}", path.replace('.', "/")),
+        };
+        let reason = toolcrib::json::NotJson::from(error.into_inner()).reason;
+        refused(&field, &reason)
+    })
+}
+
+fn refused(field: &str, what: &str) -> Error {
+    let fault = Fault::new(Code::ValidationError, format!("{field}: {what}")).not_happened();
+    fault.with_detail(serde_json::json!({ "pointer": format!("/{field}") })).into()
+}

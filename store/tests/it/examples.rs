@@ -1,0 +1,21 @@
+//! The example does what it says.
+
+#[path = "../../examples/durable.rs"]
+#[allow(dead_code, reason = "the example's main is not called here")]
+mod durable;
+
+#[tokio::test]
+async fn a_call_outlives_its_program() {
+    let directory = tempfile::tempdir().unwrap();
+    let shown = durable::show(&crate::support::database_in(&directory)).await.unwrap();
+    assert_eq!(
+        shown.lines().collect::<Vec<_>>(),
+        [
+            "before the restart: RUNNING",
+            "after the restart: SUCCEEDED",
+            "answer: \"Hello, Ada!\"",
+            "attempts: 2",
+            "the same key gives the same ticket: true",
+        ]
+    );
+}

@@ -1,0 +1,87 @@
+//! What is kept of a run beside its calls.
+
+use toolcrib::call::{Call, Status};
+use toolcrib::store::{Run, Store};
+
+use crate::support::{NOW, call_at, ended, json, put, save};
+
+fn run(project: &str, run_id: &str, tools: &str) -> Run {
+    Run {
+        project: project.into(),
+        run_id: run_id.into(),
+        tool_definitions: json(tools),
+        updated_ms: NOW,
+    }
+}
+
+async fn kept(store: &dyn Store, project: &str, run_id: &str) -> Option<Run> {
+    store.run(project, run_id).await.unwrap()
+}
+
+pub async fn a_run_that_nobody_set_is_none(store: &dyn Store) {
+    assert_eq!(kept(store, "p", "run").await, None);
+    put(store, &call_at(NOW)).await;
+    assert_eq!(kept(store, "p", "run").await, None, "calls alone set nothing");
+}
+
+pub async fn a_run_is_read_back_as_it_was_put(store: &dyn Store) {
+    let given = run("p", "run '\u{e9}\u{1F980}\"", r#"{"own": [1.10, "\u00fc"]}"#);
+    store.put_run(given.clone()).await.unwrap();
+    let read = kept(store, "p", &given.run_id).await.unwrap();
+    assert_eq!(read, given);
+    assert_eq!(read.tool_definitions.text(), given.tool_definitions.text(), "to the letter");
+}
+
+pub async fn putting_again_replaces(store: &dyn Store) {
+    store.put_run(run("p", "run", "[1]")).await.unwrap();
+    let next = Run { updated_ms: NOW + 7, ..run("p", "run", "[2]") };
+    store.put_run(next.clone()).await.unwrap();
+    assert_eq!(kept(store, "p", "run").await, Some(next));
+}
+
+pub async fn runs_of_other_projects_are_independent(store: &dyn Store) {
+    for (project, run_id, tools) in [("a", "bc", "1"), ("ab", "c", "2"), ("a", "b", "3")] {
+        store.put_run(run(project, run_id, tools)).await.unwrap();
+    }
+    assert_eq!(kept(store, "a", "bc").await, Some(run("a", "bc", "1")));
+    assert_eq!(kept(store, "ab", "c").await, Some(run("ab", "c", "2")));
+    assert_eq!(kept(store, "ab", "bc").await, None);
+}
+
+pub async fn a_run_goes_with_the_last_of_its_calls(store: &dyn Store) {
+    for run_id in ["run", "empty", "young"] {
+        let updated_ms = if run_id == "young" { NOW + 100 } else { NOW };
+        store.put_run(Run { updated_ms, ..run("p", run_id, "[]") }).await.unwrap();
+    }
+    // The same name in another project is another run.
+    store.put_run(run("q", "run", "[]")).await.unwrap();
+    let old = call_at(NOW);
+    put(store, &old).await;
+    let late = Call { run_id: "run".into(), ..call_at(NOW + 1) };
+    put(store, &late).await;
+    save(store, &ended(&old, Status::Succeeded, NOW + 5)).await;
+    store.purge(NOW + 50, 100).await.unwrap();
+    assert_eq!(kept(store, "p", "empty").await, None);
+    assert_eq!(kept(store, "q", "run").await, None);
+    assert!(kept(store, "p", "young").await.is_some());
+    assert!(kept(store, "p", "run").await.is_some(), "a call of it is still open");
+    save(store, &ended(&late, Status::Canceled, NOW + 6)).await;
+    store.purge(NOW + 50, 100).await.unwrap();
+    assert_eq!(kept(store, "p", "run").await, None);
+}
+
+pub async fn runs_go_in_steps(store: &dyn Store) {
+    for n in 0..5 {
+        store.put_run(run("p", &format!("run_{n}"), "[]")).await.unwrap();
+    }
+    let mut left = vec![];
+    for _ in 0..3 {
+        store.purge(NOW + 1, 2).await.unwrap();
+        let mut count = 0;
+        for n in 0..5 {
+            count += usize::from(kept(store, "p", &format!("run_{n}")).await.is_some());
+        }
+        left.push(count);
+    }
+    assert_eq!(left, [3, 1, 0]);
+}
