@@ -147,6 +147,7 @@ async fn put_tool(
 
 /// Which part of the list.
 #[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 struct Page {
     /// At most so many; 200 unless said.
     limit: Option<usize>,

@@ -102,11 +102,8 @@ struct World {
 }
 
 impl World {
-    /// The path and body of one request, with whatever it is about made anew.
-    async fn request(&self, method: &str, path: &str) -> (String, Value) {
-        let tools = json!([offer("a.tool")]);
-        self.provider.register("c1", tools.clone()).await;
-        let mut filled = path.replace("{name}", "a.tool").replace("{run_id}", "run_1");
+    /// The parts of a path that tools over NATS have, with what they name made anew.
+    async fn utp_path(&self, path: &str, mut filled: String) -> String {
         filled = filled.replace("{project_id}", "p").replace("{tool_name}", "an.other");
         if path.contains("{agent_id}") {
             filled = filled.replace("{agent_id}", "ada");
@@ -126,6 +123,15 @@ impl World {
         if path.contains("{tool_name}") {
             self.admin.post("/projects/p/tools", project_tool()).await.is(201);
         }
+        filled
+    }
+
+    /// The path and body of one request, with whatever it is about made anew.
+    async fn request(&self, method: &str, path: &str) -> (String, Value) {
+        let tools = json!([offer("a.tool")]);
+        self.provider.register("c1", tools.clone()).await;
+        let mut filled = path.replace("{name}", "a.tool").replace("{run_id}", "run_1");
+        filled = self.utp_path(path, filled).await;
         filled = filled.replace("{task_id}", "{tool_call_id}");
         if path.ends_with("/repeat") {
             let url = "https://hooks.example/x";

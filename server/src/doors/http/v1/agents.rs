@@ -102,6 +102,7 @@ pub(super) async fn drop_agent(
 
 /// How long to wait, and for how many.
 #[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 pub(super) struct InboxQuery {
     /// Wait so long until there is something.
     wait_ms: Option<u64>,

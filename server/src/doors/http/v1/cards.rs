@@ -131,6 +131,7 @@ fn utp_headers(headers: &HeaderMap) -> Map<String, Value> {
 
 /// Which part of the list.
 #[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 pub(super) struct Page {
     /// At most so many, 1 to 200; 50 unless said.
     limit: Option<usize>,
