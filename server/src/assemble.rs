@@ -21,25 +21,33 @@ use crate::utp::Link;
 use crate::webhooks::Webhooks;
 
 /// Two servers on one database would each believe to be the only writer: the first keeps this
-/// file locked for as long as it lives, however it ends.
-fn lock(store: &Path) -> anyhow::Result<File> {
+/// file locked for as long as it lives, however it ends. One that has just stopped may be survived
+/// by its lock for a moment, in a process that it was starting: so that is waited for.
+async fn lock(store: &Path) -> anyhow::Result<File> {
     if let Some(directory) = store.parent() {
         std::fs::create_dir_all(directory)
             .with_context(|| format!("cannot make {}", directory.display()))?;
     }
     let path = store.with_extension("lock");
     let file = File::create(&path).with_context(|| format!("cannot make {}", path.display()))?;
-    match file.try_lock() {
-        Ok(()) => Ok(file),
-        Err(std::fs::TryLockError::WouldBlock) => bail!(
-            "another toolcrib serves {}: stop it, or choose another directory with --data-dir",
-            store.display()
-        ),
-        Err(std::fs::TryLockError::Error(error)) => {
-            Err(error).with_context(|| format!("cannot lock {}", path.display()))
+    for _ in 0..LOCK_LOOKS {
+        match file.try_lock() {
+            Ok(()) => return Ok(file),
+            Err(std::fs::TryLockError::WouldBlock) => tokio::time::sleep(LOCK_LOOK).await,
+            Err(std::fs::TryLockError::Error(error)) => {
+                return Err(error).with_context(|| format!("cannot lock {}", path.display()));
+            }
         }
     }
+    bail!(
+        "another toolcrib serves {}: stop it, or choose another directory with --data-dir",
+        store.display()
+    )
 }
+
+/// How often, and with which pause, a lock that is held is looked at again.
+const LOCK_LOOKS: u32 = 40;
+const LOCK_LOOK: std::time::Duration = std::time::Duration::from_millis(25);
 
 /// A server's engine, and what keeps its database its own.
 pub struct Served {
@@ -62,7 +70,7 @@ pub async fn engine(config: &Config) -> anyhow::Result<Served> {
     // Before the first call is counted: what is counted without a collector is lost.
     telemetry::metrics();
     let path = config.store_path()?;
-    let lock = lock(&path)?;
+    let lock = lock(&path).await?;
     let otlp = Otlp::start(&config.telemetry).await?;
     let opened = {
         let path = path.clone();
