@@ -15,6 +15,9 @@ use crate::utp::link::Address;
 use crate::utp::{Answer, Host, Job, Link};
 
 #[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  toolcrib utp serve --target crib --nats nats://127.0.0.1:4222")]
 pub(super) struct UtpArgs {
     #[command(subcommand)]
     command: UtpCommand,
