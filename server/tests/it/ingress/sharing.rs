@@ -174,6 +174,11 @@ async fn two_connections_of_one_client_are_one_client() {
     let request = first.take().await;
     let mut second = Ws::hello(&api, "c1", json!({})).await;
     second.quiet().await;
+    // Its acknowledgement is on its way on the first connection, and must be there first.
+    crate::support::until("the call to be taken", || async {
+        (api.call(&id).await["status"] == "RUNNING").then_some(())
+    })
+    .await;
     // What was taken on one connection may be answered on the other.
     second.succeed(&request, json!("from the other")).await;
     assert_eq!(api.call(&id).await["result"], "from the other");
