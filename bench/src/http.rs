@@ -26,6 +26,18 @@ pub fn post(addr: &str, path: &str, body: &str, bearer: Option<&str>) -> Vec<u8>
     .into_bytes()
 }
 
+/// The bytes of a POST with a JSON body and headers of one's own.
+#[must_use]
+pub fn post_with(addr: &str, path: &str, headers: &[(&str, &str)], body: &str) -> Vec<u8> {
+    let length = body.len();
+    let own: String = headers.iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect();
+    format!(
+        "POST {path} HTTP/1.1\r\nhost: {addr}\r\n{own}content-type: application/json\r\n\
+         content-length: {length}\r\n\r\n{body}"
+    )
+    .into_bytes()
+}
+
 /// The bytes of a GET, to be sent any number of times.
 #[must_use]
 pub fn get(addr: &str, path: &str, bearer: Option<&str>) -> Vec<u8> {

@@ -17,6 +17,7 @@
 //! | [`http`]    | the small HTTP/1.1 client that [`load`] drives                           |
 //! | [`sample`]  | what a load run gives back, and the percentiles                          |
 //! | [`sink`]    | an OTLP endpoint that counts what it is sent                             |
+//! | [`model`]   | a language model that follows a script, over the real wire                |
 //! | [`machine`] | facts of the machine, among them how often it can flush                  |
 //! | [`process`] | resident memory of a child process, a free loopback port                 |
 //! | [`report`]  | measures, their limits, the table and the JSON                           |
@@ -51,6 +52,7 @@ pub mod floor;
 pub mod http;
 pub mod load;
 pub mod machine;
+pub mod model;
 pub mod process;
 pub mod report;
 pub mod sample;

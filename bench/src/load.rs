@@ -121,7 +121,22 @@ pub async fn closed_loop(
     body: &str,
     bearer: Option<&str>,
 ) -> anyhow::Result<Sample> {
-    let target = Target::post(addr, path, body, bearer);
+    closed_loop_of(addr, concurrency, duration, http::post(addr, path, body, bearer)).await
+}
+
+/// The same with a request that is ready to be sent.
+///
+/// # Errors
+///
+/// As [`closed_loop`].
+pub async fn closed_loop_of(
+    addr: &str,
+    concurrency: usize,
+    duration: Duration,
+    request: Vec<u8>,
+) -> anyhow::Result<Sample> {
+    let ok: Judge = Arc::new(|answer| answer.has_succeeded());
+    let target = Target { addr: addr.into(), request: request.into(), ok };
     let connections = target.connect(concurrency).await?;
     let begun = Instant::now();
     let end = begun + duration;

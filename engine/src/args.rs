@@ -1,9 +1,13 @@
 //! How arguments are made from other arguments. Pure.
 
+mod rules;
+
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
+
+pub use rules::{Applied, Rules, Vars, envs};
 
 /// For each argument of the alternate tool, where its value comes from.
 pub type Mapping = BTreeMap<String, From>;

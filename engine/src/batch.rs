@@ -26,6 +26,7 @@ use crate::json::Json;
 use run::Run;
 
 pub use answer::{BatchAnswer, Settled, State, pending};
+pub use run::Write;
 pub(crate) use shares::divided;
 
 /// The longest idempotency key of a batch: the keys of its entries are a little longer.
@@ -58,6 +59,12 @@ pub struct Batch {
     pub wait_ms: Option<u64>,
     /// Each entry that has no key of its own gets one made of this and its place.
     pub idempotency_key: Option<String>,
+    /// Or the key of each entry, in their order.
+    pub keys: Vec<String>,
+    /// How long each entry has that says nothing itself.
+    pub timeout_ms: Option<u64>,
+    /// How many attempts may follow the first of each entry that says nothing itself.
+    pub retry: Option<u32>,
     /// A label; never used to decide anything.
     pub user_id: Option<String>,
     /// The trace it is asked in, as W3C's `traceparent`.
@@ -77,6 +84,9 @@ impl Batch {
             budget_tokens: None,
             wait_ms: None,
             idempotency_key: None,
+            keys: Vec::new(),
+            timeout_ms: None,
+            retry: None,
             user_id: None,
             traceparent: None,
             callback_url: None,
@@ -118,6 +128,17 @@ impl Engine {
     /// # Ok(()) }
     /// ```
     pub async fn batch(&self, caller: &Caller, batch: Batch) -> Result<BatchAnswer, Error> {
+        self.batch_written(caller, batch, None).await
+    }
+
+    /// The same, with each result written as `write` does: as far as can be while the calls are
+    /// stored, so that nobody waits for it.
+    pub async fn batch_written(
+        &self,
+        caller: &Caller,
+        batch: Batch,
+        write: Option<Write>,
+    ) -> Result<BatchAnswer, Error> {
         self.check(&batch)?;
         if let Some(url) = &batch.callback_url {
             self.inner.check_callback(caller, url)?;
@@ -129,8 +150,8 @@ impl Engine {
             self.inner.check_permission(&self.inner.catalog(), caller, first).await?;
         }
         let budget = batch.budget_tokens;
-        let run = Arc::new(Run::new(self, caller, batch, read));
-        BatchAnswer::of(run.all().await, budget).await
+        let run = Arc::new(Run::new(self, caller, batch, read, write));
+        BatchAnswer::of(run.all().await, budget, write).await
     }
 
     fn check(&self, batch: &Batch) -> Result<(), Error> {

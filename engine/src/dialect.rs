@@ -203,7 +203,11 @@ pub fn fault_content(fault: &Fault) -> String {
 
 /// A result as the content of a message: a text as it is, everything else as JSON.
 pub fn data_content(data: &Json) -> String {
-    serde_json::from_str::<String>(data.text()).unwrap_or_else(|_| data.text().to_owned())
+    let text = data.text();
+    // Only what looks like a text is read as one.
+    let said =
+        text.trim_start().starts_with('"').then(|| serde_json::from_str(text).ok()).flatten();
+    said.unwrap_or_else(|| text.to_owned())
 }
 
 /// A ticket as the content of a message.

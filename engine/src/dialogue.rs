@@ -63,13 +63,17 @@ pub struct Dialogue {
     pub answers: Map<String, Value>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
+    /// What the attempt that is out is known by at whoever executes it. With it, it is gone on
+    /// with when this process is another.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub handle: Option<String>,
 }
 
 impl Dialogue {
     /// A new round. Answers of the one before have been heard.
     pub fn asking(questions: &Questions) -> Self {
         let (open, note) = (questions.asked.clone(), questions.note.clone());
-        Self { open, answers: Map::new(), note }
+        Self { open, answers: Map::new(), note, handle: None }
     }
 
     /// Takes the answers to what is open; answers to nothing are passed over. Says which keys

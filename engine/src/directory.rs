@@ -5,6 +5,7 @@
 //! again. Pure data.
 
 use crate::caller::Role;
+use crate::json::Json;
 use crate::policy::Rule;
 use crate::tool::Definition;
 use crate::utp::Member;
@@ -49,6 +50,19 @@ pub struct Project {
     pub created_ms: u64,
 }
 
+/// A server that tools are brought in from, added while the crib runs.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Upstream {
+    pub project: String,
+    /// The first part of its tools' names.
+    pub name: String,
+    /// Which source speaks with it: `mcp`.
+    pub kind: String,
+    /// What that source must know; nobody else reads it.
+    pub settings: Json,
+    pub added_ms: u64,
+}
+
 /// All of it, at one version.
 #[derive(Debug, Clone, Default)]
 pub struct Directory {
@@ -62,6 +76,7 @@ pub struct Directory {
     pub offers: Vec<Offer>,
     pub keys: Vec<Key>,
     pub rules: Vec<Rule>,
+    pub upstreams: Vec<Upstream>,
 }
 
 /// One change.
@@ -80,8 +95,8 @@ pub enum Change {
         tool: String,
     },
     AddProject(Project),
-    /// A tool of the project itself; what it was before is kept for the calls that used it.
-    PutTool(Box<Definition>),
+    /// Tools of the project itself; what each was before is kept for the calls that used it.
+    PutTools(Vec<Definition>),
     DropTool {
         project: String,
         name: String,
@@ -103,6 +118,19 @@ pub enum Change {
         project: String,
         agent: String,
         pattern: String,
+    },
+    /// Replaces what was known of it; its tools stay.
+    PutUpstream(Box<Upstream>),
+    /// With all its tools.
+    DropUpstream {
+        project: String,
+        name: String,
+    },
+    /// The tools of an upstream: these, and no others.
+    SetUpstreamTools {
+        project: String,
+        upstream: String,
+        tools: Vec<Definition>,
     },
 }
 

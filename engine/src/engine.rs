@@ -9,6 +9,7 @@
 mod admin;
 mod advance;
 mod ahead;
+mod arguments;
 mod attempt;
 mod builder;
 mod cards;
@@ -21,9 +22,11 @@ mod ingest;
 mod ingress;
 mod invoke;
 mod live;
-mod measure;
+mod loops;
+pub(crate) mod measure;
 mod notices;
 mod observing;
+mod offered;
 mod permit;
 mod projects;
 mod record;
@@ -32,8 +35,11 @@ mod report;
 mod result;
 mod search;
 mod surely;
+mod threads;
 mod turns;
+mod upstreams;
 mod wait;
+mod written;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -49,25 +55,31 @@ use crate::clock::Clock;
 use crate::desk::Desk;
 use crate::fault::{Code, Error};
 use crate::id::Minter;
+use crate::model::Models;
 use crate::observe::Observer;
 use crate::retry::{ExecutionPolicy, PolicyPatch};
 use crate::source::Source;
 use crate::store::{Store, StoreError};
 use crate::tool::{Alternate, Executor};
+use crate::turn::Asking;
 
+pub use crate::store::utp::{Judged, WrittenReport};
 pub use admin::{NewKey, ShownKey};
 pub use builder::Builder;
 pub use catalog::{Catalog, Entry as CatalogEntry, Registration};
 pub use contexts::{CONTEXT_CALLS, RunTools, Style};
 pub use ingest::{Ingested, Rejected, ToolReport, Unreadable};
 pub use ingress::Connecting;
+pub(crate) use invoke::Among;
 pub use invoke::{Invocation, Ticket};
+pub use loops::{Difference, LiveNote, NewRun, Replayed, RunNews, RunPage, RunQuery, StartedRun};
 pub use notices::{DeliveryPage, DeliveryQuery};
 pub use projects::{DEFAULT_PROJECT, check_arrays};
 pub use record::{MAX_RECORDED, OwnCall, OwnResult};
 pub use report::Report;
 pub use result::{Given, RESULT_READ};
 pub use search::Found;
+pub use threads::Thread;
 pub use turns::{Dispatch, Dispatched, Lease, Resumed, StepCall, StepResult};
 pub use wait::{CallPage, CallQuery, EventQuery};
 
@@ -102,6 +114,8 @@ pub struct Limits {
     pub max_batch_parallel: usize,
     /// Results of one batch, together; what is over it is fetched by its ticket.
     pub max_batch_bytes: usize,
+    /// Runs that are not over.
+    pub max_open_runs: usize,
 }
 
 impl Default for Limits {
@@ -118,6 +132,7 @@ impl Default for Limits {
             max_batch_entries: 256,
             max_batch_parallel: 128,
             max_batch_bytes: 32 << 20,
+            max_open_runs: 10_000,
         }
     }
 }
@@ -153,9 +168,14 @@ pub(crate) struct Inner {
     pub(crate) indexes: Indexes,
     /// Who knows callers that have no key.
     pub(crate) recognise: Option<Arc<dyn Recognise>>,
+    pub(crate) models: Arc<dyn Models>,
+    /// The model that summarises long results.
+    pub(crate) summaries: Option<String>,
+    pub(crate) asking: Asking,
     /// One change to the directory at a time from this process.
     pub(crate) changing: tokio::sync::Mutex<()>,
     pub(crate) live: Live,
+    pub(crate) loops: loops::Loops,
     pub(crate) gate: Arc<Gate>,
     pub(crate) notices: Arc<Notices>,
     pub(crate) minter: Minter,
@@ -183,6 +203,16 @@ impl Engine {
     /// Puts an engine together.
     pub fn builder() -> Builder {
         Builder::default()
+    }
+
+    /// The language models there are.
+    pub fn models(&self) -> &Arc<dyn Models> {
+        &self.inner.models
+    }
+
+    /// How models are asked, and asked again, where nobody says otherwise.
+    pub fn asking(&self) -> &Asking {
+        &self.inner.asking
     }
 
     /// The limits in force.

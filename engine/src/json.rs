@@ -64,6 +64,12 @@ impl Json {
         self.0.get()
     }
 
+    /// The items of an array; none where it is no array.
+    pub fn items(&self) -> Option<Vec<Self>> {
+        let items: Vec<&RawValue> = serde_json::from_str(self.text()).ok()?;
+        Some(items.into_iter().map(Self::from).collect())
+    }
+
     /// The value tree. The text was checked when it came in, so this cannot fail in practice.
     pub fn value(&self) -> Value {
         serde_json::from_str(self.0.get()).unwrap_or(Value::Null)

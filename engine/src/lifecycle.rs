@@ -13,6 +13,8 @@
 //!   any open state ── deadline ──▶ TIMEOUT      any open state ── cancel ──▶ CANCELED
 //! ```
 
+mod elsewhere;
+
 use serde_json::{Map, Value};
 
 use crate::call::{Call, Hold, Metrics, Outcome, Status};
@@ -21,6 +23,7 @@ use crate::event::{Kind, Record};
 use crate::fault::{Code, Fault, Happened};
 use crate::json::Json;
 use crate::tool::{Effect, Executor};
+use elsewhere::{handed, told};
 
 /// What can happen to a call.
 #[derive(Debug, Clone, PartialEq)]
@@ -35,6 +38,8 @@ pub enum Event {
     Ask { attempt: u32, questions: Questions },
     /// Somebody answers some of them.
     Answer { by: String, answers: Map<String, Value> },
+    /// An attempt goes on elsewhere and can be found there again by this name.
+    Handed { attempt: u32, handle: String },
     /// An attempt did not simply work or fail: whoever executed it says how it ended.
     Told { attempt: u32, by: String, told: Told },
     /// The clock reached the call's deadline.
@@ -102,6 +107,7 @@ pub fn step(call: &Call, event: &Event, now_ms: u64) -> Result<Step, Refusal> {
         }
         Event::Ask { attempt, questions } => ask(call, *attempt, questions, now_ms),
         Event::Answer { by, answers } => answer(call, by, answers, now_ms),
+        Event::Handed { attempt, handle } => handed(call, *attempt, handle, now_ms),
         Event::Told { attempt, by, told: how } => told(call, *attempt, by, how, now_ms),
         Event::Deadline => deadline(call, now_ms),
         Event::Cancel { by, reason } => cancel(call, by, reason.as_deref(), now_ms),
@@ -124,6 +130,9 @@ fn claim(call: &Call, node: &str, now_ms: u64) -> Result<Step, Refusal> {
     next.attempt_ms = Some(now_ms);
     next.node = Some(node.to_owned());
     next.taken_by = None;
+    if let Some(dialogue) = &mut next.dialogue {
+        dialogue.handle = None;
+    }
     // Who asked and runs it itself has it already.
     if call.target.executor.parks() && call.target.executor != Executor::Caller {
         next.hold = Some(Hold::Parked);
@@ -195,51 +204,6 @@ fn report(
         }
         Err(fault) => Ok(failed(next, records, fault, now_ms)),
     }
-}
-
-/// An end that is final whatever the policy says: nothing is tried again.
-fn told(call: &Call, attempt: u32, by: &str, told: &Told, now_ms: u64) -> Result<Step, Refusal> {
-    let (status, kind, outcome) = match told {
-        Told::Partial(data) => {
-            (Status::Succeeded, Kind::Finished, (true, Some(data.clone()), None))
-        }
-        Told::TimedOut(fault) => {
-            (Status::Timeout, Kind::Timeout, (false, None, Some(fault.clone())))
-        }
-        Told::Canceled(fault) => {
-            (Status::Canceled, Kind::Canceled, (false, None, Some(fault.clone())))
-        }
-    };
-    let partial = status == Status::Succeeded;
-    if call.status.is_terminal() {
-        let known = call.outcome.as_ref();
-        let same = known.is_some_and(|known| {
-            known.partial == partial && known.data == outcome.1 && known.error == outcome.2
-        });
-        if same && call.status == status {
-            return Err(Refusal::Repeated);
-        }
-        let why = format!("reported after the call was {}", call.status.as_str());
-        let late = late(call, now_ms, &why).with("by", by).with("reported", status.as_str());
-        return Err(Refusal::Ended(late));
-    }
-    if !call.attempt_is_out() || attempt != call.attempt {
-        let late = late(call, now_ms, "reported for an attempt that is not out").with("by", by);
-        return Err(Refusal::WrongAttempt(late.with("reported", status.as_str())));
-    }
-    let mut next = call.clone();
-    let mut records = Vec::new();
-    if next.status == Status::Pending {
-        records.push(begin(&mut next, now_ms));
-    }
-    next.taken_by = Some(by.to_owned());
-    let mut end = end(next, status, outcome, now_ms);
-    if let Some(outcome) = &mut end.outcome {
-        outcome.partial = partial;
-    }
-    let record = ending(&end, kind, now_ms).with("by", by);
-    records.push(if partial { record.with("partial", true) } else { record });
-    Ok(committed(end, records, vec![Action::Ended]))
 }
 
 /// An attempt failed: again, otherwise, or not at all.
@@ -410,7 +374,8 @@ fn lost(call: &Call, node: &str, now_ms: u64) -> Result<Step, Refusal> {
         let in_line = (call.hold != Some(Hold::Input)).then_some(Action::Enqueue);
         return Ok(committed(next, vec![recovered], in_line.into_iter().collect()));
     }
-    if call.target.executor.parks() {
+    let goes_on = call.dialogue.as_ref().is_some_and(|dialogue| dialogue.handle.is_some());
+    if call.target.executor.parks() || goes_on {
         return Ok(committed(next, vec![recovered], vec![Action::StartAgain]));
     }
     let fault = Fault::new(

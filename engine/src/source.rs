@@ -3,8 +3,12 @@
 //! A source is told to start an attempt and either answers with how it went, or says that somebody
 //! else will report later. It knows nothing of the store, of other sources or of doors.
 
-use async_trait::async_trait;
+use std::sync::Arc;
 
+use async_trait::async_trait;
+use futures::future::BoxFuture;
+
+use crate::call::Call;
 use crate::dialogue::{Dialogue, Questions};
 use crate::fault::Fault;
 use crate::function::Progress;
@@ -28,7 +32,7 @@ pub struct Attempt {
     pub deadline_ms: u64,
     /// The span that it is: what it does is part of that.
     pub traceparent: Option<TraceParent>,
-    /// What a tool service is told; only of tools that one executes.
+    /// What a tool service is told; only of tools that it or an HTTP API executes.
     pub command: Option<Box<Command>>,
     /// The client the call is pinned to.
     pub client_id: Option<String>,
@@ -41,9 +45,10 @@ pub struct Attempt {
     pub dialogue: Option<Box<Dialogue>>,
 }
 
-/// What a tool service must know to execute an attempt.
+/// What a tool service, or who asks an HTTP API, must know to execute an attempt.
 #[derive(Debug, Clone)]
 pub struct Command {
+    pub call: Arc<Call>,
     pub route: Route,
     pub binding: Binding,
     /// The card that has the arguments.
@@ -53,7 +58,6 @@ pub struct Command {
 }
 
 /// What starting an attempt came to.
-#[derive(Debug)]
 pub enum Started {
     /// It was executed; this is how it went.
     Done(Result<Json, Fault>),
@@ -61,6 +65,20 @@ pub enum Started {
     Parked,
     /// It has to know something first: it is over, and the next one gets the answers.
     Asks(Questions),
+    /// It goes on elsewhere, under this name. Once the name is stored, what is left of it is waited
+    /// for; and after a crash the attempt is started again with it.
+    GoesOn { handle: String, rest: BoxFuture<'static, Started> },
+}
+
+impl std::fmt::Debug for Started {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Done(result) => f.debug_tuple("Done").field(result).finish(),
+            Self::Parked => f.write_str("Parked"),
+            Self::Asks(questions) => f.debug_tuple("Asks").field(questions).finish(),
+            Self::GoesOn { handle, .. } => f.debug_tuple("GoesOn").field(handle).finish(),
+        }
+    }
 }
 
 /// How something that a source depends on is.

@@ -4,10 +4,13 @@
 //! nothing of policies, wakes or sources. Every implementation passes the one suite in the
 //! crate `toolcrib-store`.
 
+pub mod grants;
+pub mod loops;
 mod memory;
 pub mod utp;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use async_trait::async_trait;
 
@@ -32,11 +35,48 @@ pub enum StoreError {
 }
 
 /// A new call with what belongs into the same commit.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct NewCall {
     pub call: Arc<Call>,
     pub records: Vec<Record>,
     pub key: Option<IdempotencyKey>,
+    /// It is one of several that come together; let go of when it is in line to be written.
+    pub coming: Option<Coming>,
+}
+
+/// How many new calls are on their way to the store: one that commits in groups does well to wait
+/// for those that are still to come.
+#[derive(Debug, Clone, Default)]
+pub struct Together(Arc<AtomicUsize>);
+
+impl Together {
+    /// One more is on its way, until it has come or is given up.
+    pub fn expect(&self) -> Coming {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        Coming(self.clone())
+    }
+
+    /// Whether any is still to come.
+    pub fn more(&self) -> bool {
+        self.0.load(Ordering::Acquire) > 0
+    }
+}
+
+/// One that is on its way.
+#[derive(Debug)]
+pub struct Coming(Together);
+
+impl Coming {
+    /// Those it comes with.
+    pub fn together(&self) -> Together {
+        self.0.clone()
+    }
+}
+
+impl Drop for Coming {
+    fn drop(&mut self) {
+        self.0.0.fetch_sub(1, Ordering::Release);
+    }
 }
 
 /// A caller's promise that the same key means the same request.
@@ -116,6 +156,15 @@ pub struct Run {
     /// The tools that were set for it.
     pub tool_definitions: Json,
     pub updated_ms: u64,
+}
+
+/// What a purge deleted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Purged {
+    /// How many calls.
+    pub calls: usize,
+    /// Of one kind it deleted as much as it may at once: there may be more.
+    pub more: bool,
 }
 
 /// Where tickets, their history and the directory are kept.
@@ -205,8 +254,9 @@ pub trait Store: Send + Sync + 'static {
     ) -> Result<Saved, StoreError>;
 
     /// Deletes up to `limit` calls that ended before this, with all that belongs to them; and as
-    /// many runs that were last changed before this and have no calls left.
-    async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<usize, StoreError>;
+    /// many of each other kind: runs that were last changed before this and have no calls left,
+    /// loops that ended before this, entries of the audit log.
+    async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<Purged, StoreError>;
 
     /// The version of the directory.
     async fn directory_version(&self) -> Result<u64, StoreError>;
@@ -237,6 +287,12 @@ pub trait Store: Send + Sync + 'static {
 
     /// Cards, turns and inboxes.
     fn utp(&self) -> &dyn utp::UtpStore;
+
+    /// Runs: conversations with models.
+    fn loops(&self) -> &dyn loops::LoopStore;
+
+    /// Tokens of upstreams.
+    fn grants(&self) -> &dyn grants::GrantStore;
 
     /// How much room it takes.
     async fn size_bytes(&self) -> Result<u64, StoreError>;

@@ -41,4 +41,12 @@ async fn recover_until_done(engine: &Engine) {
             () = engine.inner.stopping.cancelled() => return,
         }
     }
+    // After the calls, so that a run finds those that it waits for in hand.
+    while let Err(error) = engine.take_up_runs().await {
+        tracing::warn!(%error, "runs could not be taken up yet");
+        tokio::select! {
+            () = tokio::time::sleep(std::time::Duration::from_secs(1)) => {}
+            () = engine.inner.stopping.cancelled() => return,
+        }
+    }
 }

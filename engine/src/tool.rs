@@ -6,6 +6,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use crate::args::Rules;
 use crate::json::{self, Json};
 use crate::retry::PolicyPatch;
 
@@ -143,7 +144,7 @@ pub struct Definition {
     pub policy: PolicyPatch,
     pub fallback: Vec<Alternate>,
     pub metadata: Option<Json>,
-    /// How a tool service is reached; only of tools that one executes.
+    /// How it is executed; only of tools that a tool service or an HTTP API executes.
     pub utp: Option<crate::utp::Binding>,
 }
 
@@ -163,11 +164,42 @@ impl Definition {
         hash.update([self.effect as u8, self.risk as u8, self.executor as u8]);
         if let Some(utp) = &self.utp {
             hash.update([2, utp.after_execution as u8]);
-            hash.update(utp.target_subject.as_bytes());
+            hash.update(utp.target_subject.as_deref().unwrap_or_default().as_bytes());
             hash.update([0]);
             hash.update(json::canonical(&utp.options.value()).as_bytes());
+            if let Some(parameters) = &utp.parameters {
+                hash.update([3]);
+                hash.update(json::canonical(&parameters.value()).as_bytes());
+            }
         }
         hex(&hash.finalize()[..8])
+    }
+}
+
+impl Definition {
+    /// What it says about arguments, and the schema that those which are executed must fit.
+    pub(crate) fn rules(&self) -> (Option<Rules>, serde_json::Value) {
+        let Some(utp) = &self.utp else { return (None, self.input_schema.value()) };
+        let full = utp.parameters.as_ref().unwrap_or(&self.input_schema).value();
+        match Rules::of(&utp.options.value()) {
+            Some(rules) => {
+                let executed = rules.executed(&full);
+                (Some(rules), executed)
+            }
+            None => (None, full),
+        }
+    }
+
+    /// Leaves of the schema what a model may decide, and keeps all of it for the execution.
+    pub fn hide(&mut self) {
+        let Some(utp) = &mut self.utp else { return };
+        let Some(rules) = Rules::of(&utp.options.value()) else { return };
+        let full = utp.parameters.clone().unwrap_or_else(|| self.input_schema.clone());
+        let visible = Json::of_value(&rules.visible(&full.value()));
+        if visible != full {
+            utp.parameters = Some(full);
+            self.input_schema = visible;
+        }
     }
 }
 
@@ -199,6 +231,23 @@ pub fn check_name(name: &str) -> Result<(), NotAName> {
     } else {
         Err(refused())
     }
+}
+
+/// The longest name of an upstream.
+const MAX_UPSTREAM_NAME: usize = 40;
+
+/// Why a text is not the name of an upstream: its tools are called NAME.tool.
+pub fn check_upstream_name(name: &str) -> Result<(), String> {
+    let plain = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'-');
+    let begins = name.bytes().next().is_some_and(|b| b.is_ascii_alphanumeric());
+    if begins && name.len() <= MAX_UPSTREAM_NAME && name.bytes().all(plain) {
+        return Ok(());
+    }
+    let shown: String = name.chars().take(80).collect();
+    Err(format!(
+        "\"{shown}\" is not a name for a source: 1 to {MAX_UPSTREAM_NAME} letters, digits, '_' and '-', \
+         beginning with a letter or digit"
+    ))
 }
 
 #[cfg(test)]

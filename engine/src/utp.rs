@@ -5,6 +5,7 @@
 //! field that is added has a default.
 
 pub mod card;
+pub mod news;
 pub mod subject;
 pub mod trace;
 
@@ -61,15 +62,20 @@ impl FromStr for AfterExecution {
     }
 }
 
-/// How a UTP tool is executed: the part of its definition that only UTP knows.
+/// How a project's own tool is executed: the part of its definition that no model sees.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Binding {
-    /// Where its commands go, with `{project_id}` and `{channel_id}` still in it.
-    pub target_subject: String,
+    /// Where its commands go, with `{project_id}` and `{channel_id}` still in it; none when the
+    /// crib executes it itself.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub target_subject: Option<String>,
     pub after_execution: AfterExecution,
     /// An object, kept as it was given: `args`, `envs`, `jina` and whatever a service looks for.
     #[serde(default = "Json::empty_object")]
     pub options: Json,
+    /// The schema of all arguments, where a model is not shown all of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parameters: Option<Json>,
 }
 
 impl Binding {

@@ -1,6 +1,5 @@
 """A tool service over NATS with nothing but nats-py: counts words. NATS_URL says where NATS is."""
-import asyncio, hashlib, json, os
-import nats
+import asyncio, hashlib, json, nats, os
 from nats.js.api import ConsumerConfig
 
 VERSION, TARGET, NAME = os.environ.get("UTP_VERSION", "v1r3"), "count", "tool.python"
@@ -20,6 +19,7 @@ async def execute(nc, msg):
     base = ".".join(msg.subject.split(".")[:4])  # cg.<version>.<project>.<channel>
     headers = {"CG-Sender": NAME, "traceparent": msg.headers.get("traceparent", "")}
     got = await ask(nc, base, "cards.get", {"card_ids": [command["tool_call_card_id"]]}, headers)
+    if got.get("ended"): return await msg.ack()  # nobody waits for it any more: it is not begun
     try:
         status, result, error = "success", run(got["cards"][0]["content"]["arguments"]), None
     except Exception as reason:
@@ -43,7 +43,8 @@ async def execute(nc, msg):
 
 
 async def main():
-    nc = await nats.connect(os.environ.get("NATS_URL", "nats://127.0.0.1:4222"))
+    url = os.environ.get("NATS_URL", "nats://127.0.0.1:4222")
+    nc = await nats.connect(url, max_reconnect_attempts=-1)
     sub = await nc.jetstream().pull_subscribe(
         f"cg.{VERSION}.*.*.cmd.tool.{TARGET}.*", f"tool_{TARGET}_cmd_{VERSION}",
         stream=f"cg_cmd_{VERSION}", config=ConsumerConfig(ack_wait=30, max_deliver=3))
@@ -51,8 +52,8 @@ async def main():
     while True:
         try:
             await asyncio.gather(*[execute(nc, msg) for msg in await sub.fetch(16, timeout=5)])
-        except nats.errors.TimeoutError:
-            pass
+        except Exception as reason:  # nothing to do yet, or nobody to ask: the command comes again
+            await asyncio.sleep(0 if isinstance(reason, asyncio.TimeoutError) else 1)
 
 
 asyncio.run(main())

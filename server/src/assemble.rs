@@ -2,62 +2,77 @@
 //! connects; decides nothing.
 
 use std::fs::File;
-use std::path::Path;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::Context;
 use toolcrib::{Effect, Engine, FnTool, Risk, Tool};
-use toolcrib_store::SqliteStore;
 
 use crate::auth::oauth::Oauth;
 use crate::config::Config;
-use crate::doors::http::{Door, Settings};
+use crate::doors::http::{Door, Settings, Sources};
 use crate::doors::mcp;
+use crate::kept;
+use crate::models::Shelf;
 use crate::sources::builtin;
+use crate::sources::http::HttpTools;
+use crate::sources::mcp::Upstreams;
 use crate::sources::utp::Commands;
 use crate::telemetry::{self, Otlp};
+use crate::upstreams::Keeper;
 use crate::utp::Link;
 use crate::webhooks::Webhooks;
-
-/// Two servers on one database would each believe to be the only writer: the first keeps this
-/// file locked for as long as it lives, however it ends. One that has just stopped may be survived
-/// by its lock for a moment, in a process that it was starting: so that is waited for.
-async fn lock(store: &Path) -> anyhow::Result<File> {
-    if let Some(directory) = store.parent() {
-        std::fs::create_dir_all(directory)
-            .with_context(|| format!("cannot make {}", directory.display()))?;
-    }
-    let path = store.with_extension("lock");
-    let file = File::create(&path).with_context(|| format!("cannot make {}", path.display()))?;
-    for _ in 0..LOCK_LOOKS {
-        match file.try_lock() {
-            Ok(()) => return Ok(file),
-            Err(std::fs::TryLockError::WouldBlock) => tokio::time::sleep(LOCK_LOOK).await,
-            Err(std::fs::TryLockError::Error(error)) => {
-                return Err(error).with_context(|| format!("cannot lock {}", path.display()));
-            }
-        }
-    }
-    bail!(
-        "another toolcrib serves {}: stop it, or choose another directory with --data-dir",
-        store.display()
-    )
-}
-
-/// How often, and with which pause, a lock that is held is looked at again.
-const LOCK_LOOKS: u32 = 40;
-const LOCK_LOOK: std::time::Duration = std::time::Duration::from_millis(25);
 
 /// A server's engine, and what keeps its database its own.
 pub struct Served {
     pub engine: Engine,
+    keeper: Arc<Keeper>,
     _nats: Option<crate::doors::nats::Open>,
+    _rows: Option<crate::doors::rows::Open>,
     otlp: Option<Arc<Otlp>>,
-    _lock: File,
+    _lock: Option<File>,
 }
 
 impl Served {
+    /// All doors of the server that are reached over HTTP.
+    pub fn router(&self, config: &Config) -> axum::Router {
+        doors(config, &self.engine, Some(&self.keeper))
+    }
+
+    /// The MCP door of the server.
+    pub fn mcp_door(&self, config: &Config) -> mcp::Door {
+        let settings = mcp_settings(config);
+        mcp::Door::with_shelf(self.engine.clone(), settings, self.keeper.shelf())
+    }
+
+    /// Whether an upstream is there, once that is known or the time is over.
+    pub async fn ready(&self, project: &str, upstream: &str, limit: Duration) -> bool {
+        self.keeper.ready(project, upstream, limit).await
+    }
+
+    /// What is wrong with an upstream.
+    pub fn problem(&self, project: &str, upstream: &str) -> String {
+        self.keeper.problem(project, upstream).unwrap_or_default()
+    }
+
+    /// The server listens here: people's browsers reach it so, unless the settings say otherwise.
+    pub fn listens(&self, config: &Config, address: SocketAddr) {
+        if config.upstreams.public_url.is_none() {
+            self.keeper.set_base(crate::config::local_url(address));
+        }
+    }
+
+    /// What lies beside the tools of upstreams.
+    pub fn shelf(&self) -> Arc<crate::upstreams::Beside> {
+        self.keeper.shelf()
+    }
+
+    /// After the engine's shutdown: ends the programs that were started for their tools.
+    pub async fn close(&self) {
+        self.keeper.close().await;
+    }
+
     /// Sends the spans and metrics that still wait, within a limit; after the engine's shutdown.
     pub async fn flush(&self, limit: Duration) {
         let Some(otlp) = self.otlp.clone() else { return };
@@ -69,28 +84,33 @@ impl Served {
 pub async fn engine(config: &Config) -> anyhow::Result<Served> {
     // Before the first call is counted: what is counted without a collector is lost.
     telemetry::metrics();
-    let path = config.store_path()?;
-    let lock = lock(&path).await?;
+    let (store, lock) = kept::serve(&config.kept()?).await?;
     let otlp = Otlp::start(&config.telemetry).await?;
-    let opened = {
-        let path = path.clone();
-        tokio::task::spawn_blocking(move || SqliteStore::open(&path)).await?
-    };
-    let store = opened.with_context(|| format!("cannot open {}", path.display()))?;
     let link = match config.nats.address() {
         Some(address) => Some(Link::connect(&address, "toolcrib").await.context("NATS")?),
         None => None,
     };
+    let upstreams = Arc::new(Upstreams::new(
+        crate::upstreams::outbound(&config.upstreams),
+        config.public_url(),
+    ));
     let mut builder = Engine::builder()
-        .store(Arc::new(store))
+        .store(store)
+        .source(upstreams.clone())
         .source(Arc::new(Commands::new(link.clone())))
+        .source(Arc::new(http_tools(config)?))
         .publishes(link.is_some())
         .limits(config.limits())
         .policies(config.policies())
         .notifier(Arc::new(webhooks(config)?), config.webhooks.notifying())
+        .models(Arc::new(Shelf::new(&config.llm)))
+        .asking(config.llm.asking())
         .tools(builtin_tools(config)?);
     if config.builtin.enabled {
         builder = builder.result_read();
+    }
+    if let Some(model) = &config.llm.summary_model {
+        builder = builder.summaries(model);
     }
     if let Some(settings) = &config.auth.oauth {
         builder = builder.recognise(Oauth::start(settings.clone()).await?);
@@ -107,23 +127,21 @@ pub async fn engine(config: &Config) -> anyhow::Result<Served> {
     }
     let engine = builder.start().await?;
     let nats = link.map(|link| crate::doors::nats::open(engine.clone(), link));
-    Ok(Served { engine, otlp, _nats: nats, _lock: lock })
+    let (configured, settings) = (config.mcp.clone(), config.upstreams.clone());
+    let keeper = Keeper::start(engine.clone(), upstreams, configured, settings);
+    let rows = crate::doors::rows::open(engine.clone());
+    Ok(Served { engine, keeper, otlp, _nats: nats, _rows: rows, _lock: lock })
 }
 
 /// An engine for a look at the directory or a change to it: it runs nothing by itself, and may be
 /// used beside a running server.
 pub async fn operator(config: &Config) -> anyhow::Result<Engine> {
-    let path = config.store_path()?;
-    let opened = {
-        let path = path.clone();
-        tokio::task::spawn_blocking(move || SqliteStore::open_briefly(&path)).await?
-    };
-    let store = opened.with_context(|| format!("cannot open {}", path.display()))?;
-    Ok(Engine::builder().store(Arc::new(store)).limits(config.limits()).idle().await?)
+    let store = kept::look(&config.kept()?).await?;
+    Ok(Engine::builder().store(store).limits(config.limits()).idle().await?)
 }
 
 /// The HTTP door of a server.
-pub fn door(config: &Config, engine: Engine) -> Door {
+fn door(config: &Config, engine: Engine, keeper: Option<&Arc<Keeper>>) -> Door {
     let settings = Settings {
         max_body_bytes: config.limits.max_body_bytes,
         heartbeat_ms: config.ingress.heartbeat_ms,
@@ -131,14 +149,14 @@ pub fn door(config: &Config, engine: Engine) -> Door {
         window: config.ingress.window as usize,
         default_allow: config.auth.default_allow.clone(),
     };
-    Door { engine, settings: Arc::new(settings), metrics: telemetry::metrics() }
+    let sources = keeper.map(|keeper| keeper.clone() as Arc<dyn Sources>);
+    Door { engine, settings: Arc::new(settings), metrics: telemetry::metrics(), sources }
 }
 
-/// The MCP door of a server.
-pub fn mcp_door(config: &Config, engine: Engine) -> mcp::Door {
+fn mcp_settings(config: &Config) -> mcp::Settings {
     let doors = &config.doors.mcp;
     let days = config.retention.finished_calls_days;
-    let settings = mcp::Settings {
+    mcp::Settings {
         task_after_ms: doors.task_after_ms,
         wait_ms: doors.wait_ms.min(config.limits.max_wait_ms),
         page_size: doors.page_size,
@@ -154,17 +172,30 @@ pub fn mcp_door(config: &Config, engine: Engine) -> mcp::Door {
             issuer: oauth.issuer.clone(),
             resource: oauth.resource.clone(),
         }),
-    };
-    mcp::Door::new(engine, settings)
+    }
 }
 
-/// All doors of a server that are reached over HTTP.
+/// All doors of an engine that are reached over HTTP, without upstreams behind it.
 pub fn router(config: &Config, engine: Engine) -> axum::Router {
-    let router = crate::doors::http::router(door(config, engine.clone()));
-    match config.doors.mcp.enabled {
-        true => router.merge(mcp::router(mcp_door(config, engine))),
-        false => router,
+    doors(config, &engine, None)
+}
+
+fn doors(config: &Config, engine: &Engine, keeper: Option<&Arc<Keeper>>) -> axum::Router {
+    let router = crate::doors::http::router(door(config, engine.clone(), keeper));
+    if !config.doors.mcp.enabled {
+        return router;
     }
+    let (engine, settings) = (engine.clone(), mcp_settings(config));
+    let door = match keeper {
+        Some(keeper) => mcp::Door::with_shelf(engine, settings, keeper.shelf()),
+        None => mcp::Door::new(engine, settings),
+    };
+    router.merge(mcp::router(door))
+}
+
+/// What asks HTTP APIs.
+pub fn http_tools(config: &Config) -> anyhow::Result<HttpTools> {
+    HttpTools::new(config.http.clone()).map_err(|why| anyhow::anyhow!("http.{why}"))
 }
 
 fn webhooks(config: &Config) -> anyhow::Result<Webhooks> {

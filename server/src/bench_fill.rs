@@ -83,5 +83,5 @@ fn finished(minter: &Minter, n: u64, at_ms: u64) -> NewCall {
             call = Call { version: 1, ..next.call };
         }
     }
-    NewCall { call: Arc::new(call), records, key: None }
+    NewCall { call: Arc::new(call), records, key: None, coming: None }
 }

@@ -15,7 +15,7 @@ pub mod failure;
 mod input;
 mod mcp;
 mod output;
-mod sse;
+mod run;
 mod tools;
 mod utp;
 mod watch;
@@ -40,6 +40,7 @@ Examples:
   toolcrib                                          start the server
   toolcrib call calculation.eval expression='2*21'  call a tool and wait for the result
   toolcrib calls --status failed --since 1h         what went wrong in the last hour
+  toolcrib run --model demo 'What is 6 * 7?'        ask a model, and see its calls happen
   toolcrib watch                                    see calls as they happen
   toolcrib keys create --agent ada --allow 'weather.*'
   toolcrib doctor                                   is everything all right?
@@ -96,11 +97,13 @@ Examples:
     Call(call::CallArgs),
     /// List calls, show one, cancel one, see what happened to it
     Calls(calls::CallsArgs),
+    /// Ask a model, and see its tool calls happen
+    Run(run::RunArgs),
     /// See calls as they happen
     Watch(watch::WatchArgs),
     /// Be an MCP server on standard input and output, for clients that start their servers
     Mcp(mcp::McpArgs),
-    /// Serve the built-in tools to other systems over NATS
+    /// Serve the built-in tools, and tools that are HTTP APIs, to other systems over NATS
     Utp(utp::UtpArgs),
     /// See what became of callbacks, send one again, make a signing key
     Webhooks(webhooks::WebhooksArgs),
@@ -114,7 +117,7 @@ Examples:
     Rules(admin::RulesArgs),
     /// Show what was denied and what was changed
     Audit(admin::AuditArgs),
-    /// Check configuration, data directory, port, store and keys, and say what to do
+    /// Check configuration, data directory, port, store, keys and NATS, and say what to do
     Doctor(doctor::DoctorArgs),
     /// Measure this machine: throughput, latency, memory, start; each against its limit
     Bench(bench::BenchArgs),
@@ -124,6 +127,8 @@ Examples:
     BenchFill(bench::FillArgs),
     #[command(hide = true)]
     BenchUtp(bench::HostArgs),
+    #[command(hide = true)]
+    BenchUpstream(bench::UpstreamArgs),
 }
 
 #[derive(Debug, Default, Args)]
@@ -144,6 +149,16 @@ struct Place {
     /// Directory for everything that is kept
     #[arg(long, value_name = "DIR", global = true)]
     data_dir: Option<PathBuf>,
+    /// Where calls are kept, when not there: postgres://USER:PASSWORD@HOST/NAME or sqlite:PATH
+    #[arg(long, value_name = "URL", global = true)]
+    store: Option<String>,
+}
+
+impl Place {
+    /// Whether a place was named at all.
+    fn is_named(&self) -> bool {
+        self.data_dir.is_some() || self.store.is_some()
+    }
 }
 
 /// What every command gets.
@@ -162,7 +177,8 @@ impl Context {
     }
 
     fn config(&self, listen: Option<&String>, place: &Place) -> Result<Config, Failure> {
-        let overrides = Overrides { listen: listen.cloned(), data_dir: place.data_dir.clone() };
+        let (data_dir, store) = (place.data_dir.clone(), place.store.clone());
+        let overrides = Overrides { listen: listen.cloned(), data_dir, store };
         Ok(Config::load(self.global.config.as_deref(), &overrides)?)
     }
 
@@ -184,10 +200,12 @@ impl Ready {
         matches!(
             self.command,
             Command::Serve(_)
+                | Command::Run(_)
                 | Command::Mcp(_)
                 | Command::Utp(_)
                 | Command::BenchFloor(_)
                 | Command::BenchFill(_)
+                | Command::BenchUpstream(_)
         )
     }
 }
@@ -237,8 +255,9 @@ fn usage(output: Output, error: &clap::Error) -> u8 {
 pub async fn run(ready: Ready) -> u8 {
     let Ready { context, command } = ready;
     let outcome = match command {
-        // The server drains on a signal, so it listens for them itself.
+        // What serves finishes what it began, so it listens for signals itself.
         Command::Serve(args) => serve(&context, args).await,
+        Command::Utp(args) => utp::run(&context, args).await,
         command => tokio::select! {
             // The command first: one that has something to say about being interrupted says it.
             biased;
@@ -262,6 +281,7 @@ async fn dispatch(context: &Context, command: Command) -> Result<(), Failure> {
         Command::Tools(args) => tools::run(context, args).await,
         Command::Call(args) => call::run(context, args).await,
         Command::Calls(args) => calls::run(context, args).await,
+        Command::Run(args) => run::run(context, args).await,
         Command::Watch(args) => watch::run(context, args).await,
         Command::Mcp(args) => mcp::run(context, args).await,
         Command::Utp(args) => utp::run(context, args).await,
@@ -275,6 +295,7 @@ async fn dispatch(context: &Context, command: Command) -> Result<(), Failure> {
         Command::Bench(args) => bench::run(context, args).await,
         Command::BenchFloor(args) => bench::floor(args).await,
         Command::BenchUtp(args) => bench::host(args).await,
+        Command::BenchUpstream(args) => bench::upstream(args).await,
         Command::BenchFill(args) => bench::fill(args).await,
     }
 }

@@ -8,9 +8,13 @@
 //! keys is made from the same types, so neither can say something the other does not.
 
 mod doors;
+mod kept;
 mod layers;
+mod llm;
+mod nats;
 mod oauth;
 mod telemetry;
+mod upstreams;
 mod validate;
 mod webhooks;
 
@@ -27,12 +31,17 @@ use toolcrib::retry::{Backoff, ExecutionPolicy, PolicyPatch};
 use toolcrib::tool::Alternate;
 
 use crate::sources::builtin::{DatabaseSettings, WeatherSettings};
+use crate::sources::http::HttpSettings;
 
 pub use doors::{DoorSettings, McpSettings};
+pub use kept::Kept;
 pub use layers::ConfigError;
+pub use llm::{LlmSettings, ModelKind, NamedModelSettings};
+pub use nats::NatsSettings;
 pub use oauth::OauthSettings;
 pub use telemetry::TelemetrySettings;
 pub(crate) use telemetry::check_endpoint;
+pub use upstreams::{UpstreamSettings, local_url};
 pub use webhooks::{WebhookKeySettings, WebhookSettings};
 
 /// The file that is read when no other is named.
@@ -74,6 +83,14 @@ pub struct Config {
     pub doors: DoorSettings,
     /// Tools over NATS.
     pub nats: NatsSettings,
+    /// MCP servers whose tools are offered: `[[mcp]]`.
+    pub mcp: Vec<crate::sources::mcp::McpSettings>,
+    /// MCP servers that are added over the API.
+    pub upstreams: UpstreamSettings,
+    /// Language models.
+    pub llm: LlmSettings,
+    /// Tools that are operations of HTTP APIs.
+    pub http: HttpSettings,
     /// Traces and metrics.
     pub telemetry: TelemetrySettings,
     /// The file that was read; not a setting.
@@ -101,6 +118,10 @@ impl Default for Config {
             builtin: BuiltinSettings::default(),
             doors: DoorSettings::default(),
             nats: NatsSettings::default(),
+            mcp: Vec::new(),
+            upstreams: UpstreamSettings::default(),
+            llm: LlmSettings::default(),
+            http: HttpSettings::default(),
             telemetry: TelemetrySettings::default(),
             file: None,
         }
@@ -108,10 +129,11 @@ impl Default for Config {
 }
 
 /// Where calls are kept.
-#[derive(Debug, Clone, Default, PartialEq, Deserialize, JsonSchema)]
+#[derive(Clone, Default, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct StoreSettings {
-    /// `sqlite:PATH`; without it, the file `toolcrib.db` in the data directory.
+    /// `postgres://USER:PASSWORD@HOST/NAME` or `sqlite:PATH`; without it, the file `toolcrib.db` in
+    /// the data directory.
     pub url: Option<String>,
 }
 
@@ -264,6 +286,8 @@ pub struct LimitSettings {
     pub max_batch_parallel: usize,
     /// Size of the results of one batch together; what is over it is fetched by its ticket.
     pub max_batch_bytes: usize,
+    /// Runs that are not over.
+    pub max_open_runs: usize,
     /// Size of the body of one HTTP request.
     pub max_body_bytes: usize,
     /// HTTP connections at the same time.
@@ -287,6 +311,7 @@ impl Default for LimitSettings {
             max_batch_entries: limits.max_batch_entries,
             max_batch_parallel: limits.max_batch_parallel,
             max_batch_bytes: limits.max_batch_bytes,
+            max_open_runs: limits.max_open_runs,
             max_body_bytes: 2 << 20,
             max_connections: 10_000,
             request_header_timeout_ms: 10_000,
@@ -359,37 +384,13 @@ impl Default for BuiltinSettings {
     }
 }
 
-/// Tools over NATS.
-#[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
-#[serde(default, deny_unknown_fields)]
-pub struct NatsSettings {
-    /// `nats://HOST:PORT`; without it there is no NATS, and everything else works.
-    pub url: Option<String>,
-    /// The version of the protocol, which is a part of every subject: `v1r3` or `v1r4`.
-    pub version: String,
-    /// A file with NATS credentials.
-    pub credentials: Option<PathBuf>,
-}
-
-impl Default for NatsSettings {
-    fn default() -> Self {
-        Self { url: None, version: crate::utp::DEFAULT_VERSION.into(), credentials: None }
-    }
-}
-
-impl NatsSettings {
-    /// Where to connect to, if anywhere.
-    pub fn address(&self) -> Option<crate::utp::link::Address> {
-        let (version, credentials) = (self.version.clone(), self.credentials.clone());
-        Some(crate::utp::link::Address { url: self.url.clone()?, credentials, version })
-    }
-}
-
 /// Settings given as flags, which go before everything else.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Overrides {
     pub listen: Option<String>,
     pub data_dir: Option<PathBuf>,
+    /// Instead of `store.url`.
+    pub store: Option<String>,
 }
 
 impl Config {
@@ -412,6 +413,9 @@ impl Config {
         if let Some(data_dir) = &overrides.data_dir {
             config.data_dir.clone_from(data_dir);
         }
+        if overrides.store.is_some() {
+            config.store.url.clone_from(&overrides.store);
+        }
         config.validate()?;
         Ok(config)
     }
@@ -421,24 +425,6 @@ impl Config {
         match named {
             Some(path) => Some(path.to_owned()),
             None => Some(PathBuf::from(DEFAULT_FILE)).filter(|path| path.exists()),
-        }
-    }
-
-    /// The SQLite file that calls are kept in.
-    pub fn store_path(&self) -> Result<PathBuf, ConfigError> {
-        let Some(url) = &self.store.url else { return Ok(self.data_dir.join("toolcrib.db")) };
-        let path = url.strip_prefix("sqlite:").map(|rest| rest.strip_prefix("//").unwrap_or(rest));
-        match path {
-            Some(path) if !path.is_empty() => Ok(PathBuf::from(path)),
-            // The URL of another database may hold a password: only its scheme is shown.
-            _ => Err(ConfigError::invalid(
-                "store.url",
-                format!(
-                    "\"{}:…\" cannot be used: this version keeps calls in SQLite only; write \
-                     sqlite:PATH, or leave it out for a file in the data directory",
-                    url.split(':').next().unwrap_or_default()
-                ),
-            )),
         }
     }
 
@@ -483,6 +469,7 @@ impl Config {
             max_batch_entries: limits.max_batch_entries,
             max_batch_parallel: limits.max_batch_parallel,
             max_batch_bytes: limits.max_batch_bytes,
+            max_open_runs: limits.max_open_runs,
         }
     }
 }

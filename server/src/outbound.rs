@@ -10,7 +10,9 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 
 use futures::future::BoxFuture;
+use jiff::Timestamp;
 use reqwest::dns::{Addrs, Name, Resolve, Resolving};
+use reqwest::header::{HeaderMap, RETRY_AFTER};
 use reqwest::{ClientBuilder, Url, redirect};
 
 /// The rules, and how an operator changes them.
@@ -143,6 +145,16 @@ impl Resolve for Guard {
             Ok(Box::new(found.into_iter()) as Addrs)
         })
     }
+}
+
+/// `Retry-After` in either of its forms.
+pub fn retry_after_ms(headers: &HeaderMap) -> Option<u64> {
+    let text = headers.get(RETRY_AFTER)?.to_str().ok()?.trim();
+    if let Ok(seconds) = text.parse::<u64>() {
+        return Some(seconds.saturating_mul(1_000));
+    }
+    let at = jiff::fmt::rfc2822::parse(text).ok()?.timestamp();
+    u64::try_from(at.as_millisecond() - Timestamp::now().as_millisecond()).ok()
 }
 
 /// Whether an address is reached over the public internet, by every way of writing it.

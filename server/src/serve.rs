@@ -20,7 +20,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use toolcrib::{Caller, Engine, Executor};
 
-use crate::config::Config;
+use crate::config::{Config, Kept};
 use crate::{assemble, telemetry};
 
 /// How long connections may take to finish after the calls have.
@@ -38,7 +38,8 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     let served = assemble::engine(&config).await?;
     let engine = served.engine.clone();
     refuse_open_door(&engine, address)?;
-    let router = assemble::router(&config, engine.clone());
+    served.listens(&config, address);
+    let router = served.router(&config);
     first_screen(&config, &engine, address, began.elapsed());
     let stopping = CancellationToken::new();
     let limits = Limits::of(&config);
@@ -57,6 +58,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     stopping.cancel();
     connections.close();
     let _ = tokio::time::timeout(HANG_UP, connections.wait()).await;
+    served.close().await;
     served.flush(FLUSH).await;
     Ok(())
 }
@@ -87,17 +89,24 @@ fn refuse_open_door(engine: &Engine, address: SocketAddr) -> anyhow::Result<()> 
     )
 }
 
+/// Where everything is kept.
+fn data(config: &Config) -> String {
+    let directory = config.data_dir.display().to_string();
+    match config.kept() {
+        Ok(kept @ Kept::Postgres(_)) => format!("{} and {directory}", kept.shown()),
+        _ => directory,
+    }
+}
+
 fn first_screen(config: &Config, engine: &Engine, address: SocketAddr, took: Duration) {
     let tools = engine.tools(&Caller::local("default"));
     let own = tools.iter().filter(|tool| tool.definition.executor == Executor::Builtin);
     let names: Vec<&str> = own.map(|tool| tool.definition.name.as_str()).collect();
-    tracing::info!(%address, data_dir = %config.data_dir.display(), tools = names.len(), "ready");
+    tracing::info!(%address, data = data(config), tools = names.len(), "ready");
     if !std::io::stdout().is_terminal() && std::env::var_os("TOOLCRIB_QUIET").is_some() {
         return;
     }
-    // Every address is reached by the loopback one as well.
-    let ip = if address.ip().is_unspecified() { [127, 0, 0, 1].into() } else { address.ip() };
-    let base = format!("http://{}", SocketAddr::new(ip, address.port()));
+    let base = crate::config::local_url(address);
     let program = std::env::args().next().unwrap_or_else(|| "toolcrib".to_owned());
     let (keys, key_flag, key_header) = match engine.has_keys() {
         true => ("needed: toolcrib keys", " --key KEY", " -H 'Authorization: Bearer KEY'"),
@@ -120,7 +129,7 @@ fn first_screen(config: &Config, engine: &Engine, address: SocketAddr, took: Dur
          {:>10}-d '{{\"run_id\":\"run_001\",\"args\":{{\"expression\":\"2*21\"}}}}'\n",
         env!("CARGO_PKG_VERSION"),
         took.as_millis(),
-        config.data_dir.display(),
+        data(config),
         names.len(),
         names.join("  "),
         "",
@@ -211,7 +220,7 @@ async fn serve_connection(
 }
 
 /// Returns on SIGTERM or Ctrl-C.
-async fn told_to_stop() {
+pub(crate) async fn told_to_stop() {
     let interrupted = tokio::signal::ctrl_c();
     let terminated = async {
         match tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate()) {

@@ -2,4 +2,6 @@
 //! the store, another source or a door.
 
 pub mod builtin;
+pub mod http;
+pub mod mcp;
 pub mod utp;

@@ -29,6 +29,8 @@ pub fn start_logging(level: &str, format: LogFormat) {
 }
 
 /// The MCP library writes several lines about every request. Who wants them names it: `rmcp=info`.
+/// What it says about signing in is not for a log even then: a code is in it.
 fn quietly(wanted: &str) -> String {
-    if wanted.contains("rmcp") { wanted.to_owned() } else { format!("{wanted},rmcp=error") }
+    let wanted = if wanted.contains("rmcp") { wanted } else { &format!("{wanted},rmcp=error") };
+    format!("{wanted},rmcp::transport::auth=warn")
 }

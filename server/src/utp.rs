@@ -2,6 +2,7 @@
 //!
 //! A tool service in Rust is a few lines; see [`Host`].
 
+pub mod follow;
 pub mod host;
 pub mod link;
 pub mod report;

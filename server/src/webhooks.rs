@@ -12,13 +12,13 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use jiff::Timestamp;
-use reqwest::header::{CONTENT_TYPE, HeaderMap, RETRY_AFTER};
+use reqwest::header::{CONTENT_TYPE, HeaderMap};
 use serde::Serialize;
 use toolcrib::Call;
 use toolcrib::delivery::Answer;
 use toolcrib::notify::{Notice, Notifier};
 
-use crate::outbound::{Outbound, PrivateAddress};
+use crate::outbound::{Outbound, PrivateAddress, retry_after_ms};
 use crate::task::TaskEnd;
 
 pub use signing::{KEY_PREFIX, KeyPlace, KeyRing, new_key};
@@ -128,37 +128,5 @@ impl Notifier for Webhooks {
             }
             Err(why) => Answer { result: Err(why), retry_after_ms: None },
         }
-    }
-}
-
-/// `Retry-After` in either of its forms.
-fn retry_after_ms(headers: &HeaderMap) -> Option<u64> {
-    let text = headers.get(RETRY_AFTER)?.to_str().ok()?.trim();
-    if let Ok(seconds) = text.parse::<u64>() {
-        return Some(seconds.saturating_mul(1_000));
-    }
-    let at = jiff::fmt::rfc2822::parse(text).ok()?.timestamp();
-    u64::try_from(at.as_millisecond() - Timestamp::now().as_millisecond()).ok()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn both_forms_of_retry_after() {
-        let given = |text: &str| {
-            let mut headers = HeaderMap::new();
-            headers.insert(RETRY_AFTER, text.parse().unwrap());
-            retry_after_ms(&headers)
-        };
-        assert_eq!(given("120"), Some(120_000));
-        assert_eq!(given(" 0 "), Some(0));
-        assert_eq!(given("-1"), None);
-        assert_eq!(given("soon"), None);
-        assert_eq!(given("Sun, 06 Nov 1994 08:49:37 GMT"), None, "long ago");
-        let later = given("Fri, 06 Nov 2093 08:49:37 GMT").unwrap();
-        assert!(later > 86_400_000, "{later}");
-        assert_eq!(retry_after_ms(&HeaderMap::new()), None);
     }
 }

@@ -4,12 +4,21 @@ use serde_json::Value;
 
 /// Reads one document. `no` and `yes` are words, a repeated key is an error.
 pub fn parse(text: &str) -> Result<Value, String> {
+    within(text, 20_000)
+}
+
+/// The same of a document that may have much to say, such as the description of an API.
+pub fn parse_long(text: &str) -> Result<Value, String> {
+    within(text, 500_000)
+}
+
+fn within(text: &str, max_nodes: usize) -> Result<Value, String> {
     let options = serde_saphyr::options! {
         strict_booleans: true,
         with_snippet: false,
         budget: serde_saphyr::budget! {
-            max_nodes: 20_000,
-            max_events: 50_000,
+            max_nodes: max_nodes,
+            max_events: max_nodes.saturating_mul(5) / 2,
             max_aliases: 100,
             max_anchors: 100,
             max_depth: 64,

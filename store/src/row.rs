@@ -2,11 +2,14 @@
 //! stored; the forms here are, and are read by every later version of this program.
 
 mod definition;
+mod delivery;
+mod directory;
+mod fields;
+mod looped;
 
 use std::borrow::Cow;
 use std::sync::Arc;
 
-use rusqlite::Row;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use toolcrib::call::{Asked, Call, Hold, Metrics, Outcome, Status, Target};
@@ -20,6 +23,13 @@ use toolcrib::tool::{Effect, Executor};
 use toolcrib::utp::Route;
 
 pub(crate) use definition::{definition_text, read_definition};
+pub(crate) use delivery::{DELIVERY_COLUMNS, read_delivery, read_try};
+pub(crate) use directory::{
+    read_audit, read_client, read_key, read_offer, read_project, read_rule, read_tool,
+    read_upstream,
+};
+pub(crate) use fields::Fields;
+pub(crate) use looped::{LoopRow, read_entry, read_run, run_of};
 
 /// The columns of `calls` that a call is read from, in this order.
 pub(crate) const CALL_COLUMNS: &str = "place, id, project, run_id, tool_name, executor, status, \
@@ -44,7 +54,8 @@ struct Envelope<'a> {
     background: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     turn: Option<Cow<'a, Route>>,
-    callback_url: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    callback_url: Option<Cow<'a, str>>,
     max_retries: u32,
     /// Only where it is not the usual one.
     #[serde(default, skip_serializing_if = "is_usual")]
@@ -132,7 +143,7 @@ pub(crate) struct RecordRow {
     pub(crate) data: String,
 }
 
-fn encode<T: Serialize>(value: &T) -> Result<String, StoreError> {
+pub(crate) fn encode<T: Serialize>(value: &T) -> Result<String, StoreError> {
     serde_json::to_string(value).map_err(|error| StoreError::Corrupt(error.to_string()))
 }
 
@@ -152,7 +163,7 @@ impl CallRow {
             traceparent: call.asked.traceparent.as_deref().map(Cow::Borrowed),
             background: call.asked.background,
             turn: call.asked.turn.as_deref().map(Cow::Borrowed),
-            callback_url: call.asked.callback_url.clone(),
+            callback_url: call.asked.callback_url.as_deref().map(Cow::Borrowed),
             max_retries: call.max_retries,
             backoff: Cow::Borrowed(&call.backoff),
         })?;
@@ -225,13 +236,18 @@ fn target_of(stored: StoredTarget<'_>, tool_name: &str, executor: Executor, args
     }
 }
 
+/// What the caller knows a call by, of its envelope.
+pub(crate) fn asked_as(envelope: &str) -> Result<Option<String>, StoreError> {
+    let envelope: Envelope<'_> = decode(envelope)?;
+    Ok(envelope.call_id.map(Cow::into_owned))
+}
+
 /// Reads a call, with its place.
-pub(crate) fn read_call(row: &Row<'_>) -> Result<(u64, Call), StoreError> {
-    let unreadable = |error: rusqlite::Error| StoreError::Corrupt(error.to_string());
-    let text = |n: usize| row.get::<_, String>(n).map_err(unreadable);
-    let number = |n: usize| row.get::<_, i64>(n).map_err(unreadable);
-    let time = |n: usize| row.get::<_, Option<i64>>(n).map_err(unreadable);
-    let maybe = |n: usize| row.get::<_, Option<String>>(n).map_err(unreadable);
+pub(crate) fn read_call(row: &impl Fields) -> Result<(u64, Call), StoreError> {
+    let text = |n: usize| row.text(n);
+    let number = |n: usize| row.number(n);
+    let time = |n: usize| row.maybe_number(n);
+    let maybe = |n: usize| row.maybe_text(n);
     let parse = |text: &str| decode::<Json>(text);
     let envelope: Envelope<'_> = decode(&text(16)?)?;
     let state: State<'_> = decode(&text(17)?)?;
@@ -279,7 +295,7 @@ pub(crate) fn read_call(row: &Row<'_>) -> Result<(u64, Call), StoreError> {
             traceparent: envelope.traceparent.map(Cow::into_owned),
             background: envelope.background,
             turn: envelope.turn.map(|turn| Box::new(turn.into_owned())),
-            callback_url: envelope.callback_url,
+            callback_url: envelope.callback_url.map(Cow::into_owned),
         },
         target: target(state.target),
         alternates: state.alternates.into_iter().map(target).collect(),
@@ -370,14 +386,20 @@ impl Facts<'_> {
             }
             Kind::Finished => {
                 let latency_ms = at_ms.saturating_sub(self.created_ms);
-                let same = (facts, Some(at_ms), attempt) == (3, self.completed_ms, 1)
+                let same = (facts, Some(at_ms), attempt) == (4, self.completed_ms, 1)
                     && number("latency_ms", latency_ms)
+                    && number("queue_ms", self.queue_ms())
                     && number("result_bytes", self.result_bytes? as u64);
                 (Implied::Finished, same)
             }
             _ => return None,
         };
         (same && same_tool).then_some(implied)
+    }
+
+    /// As the measures of an outcome have it.
+    fn queue_ms(&self) -> u64 {
+        self.started_ms.map_or(0, |started_ms| started_ms.saturating_sub(self.created_ms))
     }
 
     /// The implied record; none where the row does not say enough.
@@ -397,6 +419,7 @@ impl Facts<'_> {
                 Some(
                     Record::new(Kind::Finished, completed_ms, 1)
                         .with("latency_ms", latency_ms)
+                        .with("queue_ms", self.queue_ms())
                         .with("tool", self.tool_name)
                         .with("result_bytes", self.result_bytes?),
                 )
@@ -449,14 +472,12 @@ pub(crate) fn record_rows(records: Vec<Record>) -> Result<Vec<RecordRow>, StoreE
 }
 
 /// Reads `kind, at_ms, attempt, data`.
-pub(crate) fn read_record(row: &Row<'_>) -> Result<Record, StoreError> {
-    let unreadable = |error: rusqlite::Error| StoreError::Corrupt(error.to_string());
-    let kind: String = row.get(0).map_err(unreadable)?;
-    let data: String = row.get(3).map_err(unreadable)?;
+pub(crate) fn read_record(row: &impl Fields) -> Result<Record, StoreError> {
+    let kind = row.text(0)?;
     Ok(Record {
         kind: Kind::parse(&kind).ok_or_else(|| StoreError::Corrupt(format!("kind {kind}")))?,
-        at_ms: row.get::<_, i64>(1).map_err(unreadable)? as u64,
-        attempt: row.get(2).map_err(unreadable)?,
-        data: decode(&data)?,
+        at_ms: row.whole(1)?,
+        attempt: row.count(2)?,
+        data: decode(&row.text(3)?)?,
     })
 }

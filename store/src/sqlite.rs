@@ -3,10 +3,15 @@
 mod changes;
 mod deliveries;
 mod directory;
+mod grants;
 mod history;
+mod line;
+mod loops;
+mod op;
 mod open;
 mod reader;
 mod runs;
+mod upstreams;
 mod utp;
 mod writer;
 
@@ -22,15 +27,17 @@ use toolcrib::directory::{AuditEntry, Change, Directory};
 use toolcrib::event::{Event, Kind, Record};
 use toolcrib::id::CallId;
 use toolcrib::store::{
-    CallFilter, Created, DeliveryFilter, EventScope, IdempotencyKey, NewCall, Open, Run, Saved,
-    Store, StoreError,
+    CallFilter, Coming, Created, DeliveryFilter, EventScope, IdempotencyKey, NewCall, Open, Purged,
+    Run, Saved, Store, StoreError,
 };
 
 use crate::migrate::{check, migrate};
+use crate::private;
 use crate::row::{CallRow, first_records, record_rows};
+use op::Op;
 use open::OpenCalls;
 use reader::Readers;
-use writer::{Op, Writer};
+use writer::Writer;
 
 /// Most who read at once. Each has a thread, a connection and its cache; more would only share the
 /// same disk and cores.
@@ -77,9 +84,7 @@ impl SqliteStore {
     }
 
     fn open_with(path: &Path, log: writer::Log) -> Result<Self, OpenError> {
-        if let Some(directory) = path.parent() {
-            std::fs::create_dir_all(directory)?;
-        }
+        private::make(path)?;
         // One thread uses it, so SQLite need not lock.
         let flags = OpenFlags::SQLITE_OPEN_READ_WRITE
             | OpenFlags::SQLITE_OPEN_CREATE
@@ -115,8 +120,7 @@ impl SqliteStore {
     ) -> Result<T, StoreError> {
         let (reply, answer) = oneshot::channel();
         self.writer.send(op(reply))?;
-        let gone = |_| StoreError::Unavailable("the writer has stopped".to_owned());
-        answer.await.map_err(gone)?
+        answered(answer).await
     }
 
     /// Does something in the writer's next commit. It must not fail for what is in the data: that
@@ -149,13 +153,25 @@ impl SqliteStore {
     }
 }
 
+/// What the writer answers.
+async fn answered<T>(answer: oneshot::Receiver<Result<T, StoreError>>) -> Result<T, StoreError> {
+    let gone = |_| StoreError::Unavailable("the writer has stopped".to_owned());
+    answer.await.map_err(gone)?
+}
+
 #[async_trait]
 impl Store for SqliteStore {
     async fn create(&self, new: NewCall) -> Result<Created, StoreError> {
         let records = first_records(&new.call, new.records)?;
         let row = Box::new(CallRow::first(new.call)?);
-        let key = new.key;
-        self.write(|reply| Op::Create { row, records, key, reply }).await
+        let (key, together) = (new.key, new.coming.as_ref().map(Coming::together));
+        let (reply, answer) = oneshot::channel();
+        self.writer.send(Op::Create { row, records, key, together: together.clone(), reply })?;
+        drop(new.coming);
+        if together.is_some_and(|together| !together.more()) {
+            self.writer.all_came();
+        }
+        answered(answer).await
     }
 
     async fn used(
@@ -264,7 +280,7 @@ impl Store for SqliteStore {
         self.write(|reply| Op::Deliver { delivery, tried, reply }).await
     }
 
-    async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<usize, StoreError> {
+    async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<Purged, StoreError> {
         self.write(|reply| Op::Purge { ended_before_ms, limit, reply }).await
     }
 
@@ -305,6 +321,14 @@ impl Store for SqliteStore {
     }
 
     fn utp(&self) -> &dyn toolcrib::store::utp::UtpStore {
+        self
+    }
+
+    fn loops(&self) -> &dyn toolcrib::store::loops::LoopStore {
+        self
+    }
+
+    fn grants(&self) -> &dyn toolcrib::store::grants::GrantStore {
         self
     }
 

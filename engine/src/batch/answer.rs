@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::sync::Arc;
 
-use super::run::Answered;
+use super::run::{Answered, Write};
 use super::shares;
 use crate::call::{Call, Metrics};
 use crate::dialect::{self, Answer, Entry, Form, Misfit, Pending};
@@ -49,6 +49,8 @@ pub struct BatchAnswer {
     pub results: Vec<Settled>,
     /// The same for the model, each in the form of its question.
     pub messages: Vec<Json>,
+    /// Each result as it was asked to be written, if it was.
+    pub texts: Vec<String>,
 }
 
 const IN_BACKGROUND: &str = "it runs in the background as this task: go on with the rest. Its \
@@ -188,12 +190,18 @@ impl Settled {
 }
 
 impl BatchAnswer {
-    pub(super) async fn of(answered: Vec<Answered>, budget: Option<usize>) -> Result<Self, Error> {
-        let (mut results, messages): (Vec<_>, Vec<_>) = answered.into_iter().unzip();
-        let Some(budget) = budget else {
-            let messages = messages.into_iter().map(|message| message.unwrap_or_else(Json::null));
-            return Ok(Self { messages: messages.collect(), results });
-        };
+    pub(super) async fn of(
+        answered: Vec<Answered>,
+        budget: Option<usize>,
+        write: Option<Write>,
+    ) -> Result<Self, Error> {
+        let (mut results, mut messages, mut texts) = (Vec::new(), Vec::new(), Vec::new());
+        for Answered { settled, message, text } in answered {
+            results.push(settled);
+            messages.extend(message);
+            texts.extend(text);
+        }
+        let Some(budget) = budget else { return Ok(Self { results, messages, texts }) };
         let mut contents: Vec<String> = results.iter().map(Settled::content).collect();
         let bytes: usize = contents.iter().map(String::len).sum();
         // Every token has at least one byte.
@@ -207,7 +215,8 @@ impl BatchAnswer {
         }
         let told = results.iter().zip(&contents);
         let messages = told.map(|(settled, content)| settled.message(content)).collect();
-        Ok(Self { results, messages })
+        let texts = write.map_or_else(Vec::new, |write| results.iter().map(write).collect());
+        Ok(Self { results, messages, texts })
     }
 
     /// Whether some calls go on.

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use futures::StreamExt;
+use parking_lot::Mutex;
 use serde_json::json;
 use tokio::task::JoinSet;
 
@@ -11,9 +12,10 @@ use super::{Batch, Mode, Settled, State};
 use crate::call::Call;
 use crate::caller::Caller;
 use crate::dialect::{Entry, Misfit};
-use crate::engine::{CatalogEntry, Engine, Invocation};
+use crate::engine::{Among, CatalogEntry, Engine, Invocation};
 use crate::fault::{Code, Error, Fault};
 use crate::json::Json;
+use crate::store::{Coming, Together};
 use crate::tool::Effect;
 
 /// So many lanes are worth a task of their own, which another thread can run.
@@ -22,11 +24,21 @@ const WORTH_A_TASK: usize = 16;
 /// The places of entries that go one after the other.
 type Lane = Vec<usize>;
 
+/// A lane, and what the store is told of its first call where that comes with others.
+type Beginning = (Lane, Option<Coming>);
+
 /// What became of an entry, and whether it had been asked before.
 type Known = (State, bool);
 
-/// An entry as it is answered, and its message, unless that depends on the other messages.
-pub(super) type Answered = (Settled, Option<Json>);
+/// An entry as it is answered; with its message and its text, unless these depend on the others.
+pub(super) struct Answered {
+    pub(super) settled: Settled,
+    pub(super) message: Option<Json>,
+    pub(super) text: Option<String>,
+}
+
+/// How an entry is written for who asked.
+pub type Write = fn(&Settled) -> String;
 
 /// A batch under way.
 pub(super) struct Run {
@@ -42,6 +54,9 @@ pub(super) struct Run {
     begun: AtomicUsize,
     /// Bytes of the results so far.
     bytes: AtomicUsize,
+    write: Option<Write>,
+    /// What was made ready while its call was stored.
+    ready: Vec<Mutex<Option<Answered>>>,
 }
 
 impl Run {
@@ -50,6 +65,7 @@ impl Run {
         caller: &Caller,
         batch: Batch,
         read: Vec<Result<Entry, Misfit>>,
+        write: Option<Write>,
     ) -> Self {
         let (limits, catalog) = (engine.limits(), engine.inner.catalog());
         let tool = |entry: &Entry| catalog.named(caller, &entry.name);
@@ -61,15 +77,19 @@ impl Run {
             caller: caller.clone(),
             batch,
             tools: read.iter().map(|entry| entry.as_ref().ok().and_then(tool)).collect(),
+            ready: read.iter().map(|_| Mutex::default()).collect(),
             read,
             begun: AtomicUsize::new(0),
             bytes: AtomicUsize::new(0),
+            write,
         }
     }
 
     /// Runs all of it, and answers in the order of the entries.
     pub(super) async fn all(self: Arc<Self>) -> Vec<Answered> {
-        let mut lanes = self.lanes();
+        let together = Together::default();
+        let beginning = |(n, lane)| (lane, (n < self.width).then(|| together.expect()));
+        let mut lanes: Vec<_> = self.lanes().into_iter().enumerate().map(beginning).collect();
         let mut others = JoinSet::new();
         // Where all have a place anyway, the threads share them. When nobody waits any more, the
         // tasks end with the set they are in.
@@ -101,7 +121,8 @@ impl Run {
         let settled = Settled::of(index, &self.read[index], known);
         let alone = self.batch.budget_tokens.is_none();
         let message = alone.then(|| settled.message(&settled.content()));
-        (settled, message)
+        let text = self.write.filter(|_| alone).map(|write| write(&settled));
+        Answered { settled, message, text }
     }
 
     /// What runs side by side: the entries of a lane go one after the other.
@@ -130,19 +151,20 @@ impl Run {
         lanes
     }
 
-    async fn some(self: Arc<Self>, lanes: Vec<Lane>) -> Vec<(usize, Answered)> {
+    async fn some(self: Arc<Self>, lanes: Vec<Beginning>) -> Vec<(usize, Answered)> {
         // Boxed, because a lane is moved several times on its way to where it is run.
-        let lanes: Vec<_> = lanes.iter().map(|lane| Box::pin(self.lane(lane))).collect();
+        let lanes = lanes.into_iter().map(|lane| Box::pin(self.clone().lane(lane)));
+        let lanes: Vec<_> = lanes.collect();
         let done = futures::stream::iter(lanes).buffer_unordered(self.width);
         done.collect::<Vec<_>>().await.into_iter().flatten().collect()
     }
 
-    async fn lane(&self, places: &[usize]) -> Vec<(usize, Answered)> {
+    async fn lane(self: Arc<Self>, (places, mut coming): Beginning) -> Vec<(usize, Answered)> {
         // Those that have a place from the beginning begin even if nobody waits at all.
         let mut at_once = self.begun.fetch_add(1, Ordering::Relaxed) < self.width;
         let mut blocked = false;
         let mut done = Vec::with_capacity(places.len());
-        for index in places.iter().copied() {
+        for index in places {
             let Ok(entry) = &self.read[index] else { continue };
             let in_time = at_once || self.engine.now_ms() < self.until_ms;
             if blocked || !in_time {
@@ -150,23 +172,40 @@ impl Run {
                 done.push((index, self.answered(index, Some(known))));
                 continue;
             }
-            let known = self.settle(index, entry).await;
-            match &known.0 {
+            let answer = self.settled(index, entry, coming.take()).await;
+            match &answer.settled.state {
                 State::Refused(_) => {}
                 State::Open(call) => blocked = !call.asked.background,
                 State::Ended { .. } => at_once = false,
             }
-            done.push((index, self.answered(index, Some(known))));
+            done.push((index, answer));
         }
         done
     }
 
-    async fn settle(&self, index: usize, entry: &Entry) -> Known {
+    async fn settled(
+        self: &Arc<Self>,
+        index: usize,
+        entry: &Entry,
+        coming: Option<Coming>,
+    ) -> Answered {
         let asked = self.invocation(index, entry);
-        let ticket = match self.engine.invoke(&self.caller, asked).await {
-            Ok(ticket) => ticket,
-            Err(error) => return (State::Refused(told(error)), false),
+        let run = self.clone();
+        let ahead = move |call: &Arc<Call>| {
+            let known = (run.ended(call.clone()), false);
+            *run.ready[index].lock() = Some(run.answered(index, Some(known)));
         };
+        let among = Among { coming, ahead: Some(Box::new(ahead)) };
+        let ticket = match self.engine.invoke_among(&self.caller, asked, among).await {
+            Ok(ticket) => ticket,
+            Err(error) => {
+                let known = (State::Refused(told(error)), false);
+                return self.answered(index, Some(known));
+            }
+        };
+        if let Some(ready) = self.ready[index].lock().take() {
+            return ready;
+        }
         let mut call = ticket.call.clone();
         if !call.status.is_terminal() && !call.asked.background {
             let left_ms = self.until_ms.saturating_sub(self.engine.now_ms());
@@ -174,18 +213,19 @@ impl Run {
             call = self.engine.outcome(&self.caller, &ticket, left_ms).await.unwrap_or(call);
         }
         let state = if call.status.is_terminal() { self.ended(call) } else { State::Open(call) };
-        (state, ticket.replayed)
+        self.answered(index, Some((state, ticket.replayed)))
     }
 
     fn invocation(&self, index: usize, entry: &Entry) -> Invocation {
         let batch = &self.batch;
         let name = self.tools[index].as_ref().map_or(&entry.name, |tool| &tool.definition.name);
-        let of_batch = || batch.idempotency_key.as_ref().map(|key| format!("{key}/{index}"));
+        let by_place = || batch.idempotency_key.as_ref().map(|key| format!("{key}/{index}"));
+        let of_batch = || batch.keys.get(index).cloned().or_else(by_place);
         Invocation {
             run_id: batch.run_id.clone(),
             call_id: entry.id.clone(),
-            timeout_ms: entry.timeout_ms,
-            retry: entry.retry,
+            timeout_ms: entry.timeout_ms.or(batch.timeout_ms),
+            retry: entry.retry.or(batch.retry),
             idempotency_key: entry.idempotency_key.clone().or_else(of_batch),
             user_id: batch.user_id.clone(),
             traceparent: batch.traceparent.clone(),

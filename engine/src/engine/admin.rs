@@ -52,6 +52,11 @@ impl Engine {
         self.inner.recognise.is_some() || self.inner.catalog().has_keys()
     }
 
+    /// Whether this caller is one that a key stands for.
+    pub(super) fn has_key_of(&self, caller: &Caller) -> bool {
+        self.inner.catalog().has_key_of(caller)
+    }
+
     /// Makes a key. `secret` is 32 random bytes or more, in some printable form.
     pub async fn create_key(
         &self,

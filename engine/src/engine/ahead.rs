@@ -54,7 +54,7 @@ impl Inner {
         let mut attempt = async move { starting.start(attempt, sink).await }.boxed();
         match (&mut attempt).now_or_never() {
             None => Ahead::UnderWay(UnderWay { attempt, held }),
-            Some(Started::Parked | Started::Asks(_)) => Ahead::Waits,
+            Some(Started::Parked | Started::Asks(_) | Started::GoesOn { .. }) => Ahead::Waits,
             Some(Started::Done(result)) => {
                 measure::attempted(target.executor, result.is_ok());
                 source.settled(&call.id, call.attempt);
@@ -74,9 +74,8 @@ impl Inner {
         let now_ms = self.clock.now_ms();
         let Ok(mut step) = lifecycle::step(call, &event, now_ms) else { return Ahead::Waits };
         let said = held.0.lock().take().unwrap_or_default();
-        let kept = said.into_iter().take(self.limits.max_progress_events as usize);
         let said: Vec<Record> =
-            kept.map(|p| p.record(now_ms, call.attempt).about_task(call)).collect();
+            said.into_iter().map(|p| p.record(now_ms, call.attempt).about_task(call)).collect();
         step.records.splice(0..0, said);
         // It is one state, the first that is stored.
         step.call.version = call.version;
@@ -85,9 +84,12 @@ impl Inner {
 
     fn held_sink(self: &Arc<Self>, call: &Arc<Call>, held: &Arc<Held>) -> ProgressSink {
         let (inner, call, held) = (self.clone(), call.clone(), held.clone());
+        let most = self.limits.max_progress_events as usize;
         Arc::new(move |progress: Progress| {
             if let Some(held) = held.0.lock().as_mut() {
-                held.push(progress);
+                if held.len() < most {
+                    held.push(progress);
+                }
                 return;
             }
             inner.note_progress_soon(&call, progress);

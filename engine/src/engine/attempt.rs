@@ -25,8 +25,12 @@ impl Inner {
                 let fault = Fault::new(Code::UpstreamUnavailable, message).not_happened();
                 return inner.report_attempt(&call, Err(fault.retryable(false))).await;
             };
-            if executor == Executor::Utp {
-                attempt.command = match inner.command(&call).await {
+            if matches!(executor, Executor::Utp | Executor::Http) {
+                let command = match inner.command(&call).await {
+                    Ok(command) => inner.shown(&call, command).await,
+                    Err(fault) => Err(fault),
+                };
+                attempt.command = match command {
                     Ok(command) => Some(Box::new(command)),
                     Err(fault) => return inner.report_attempt(&call, Err(fault)).await,
                 };
@@ -47,6 +51,11 @@ impl Inner {
                 self.report_attempt(call, result).await;
             }
             Started::Asks(questions) => self.ask(call, questions).await,
+            Started::GoesOn { handle, rest } => {
+                let event = Event::Handed { attempt: call.attempt, handle };
+                self.advance_surely(&call.project, &call.id, event).await;
+                Box::pin(self.take_back(call, rest.await)).await;
+            }
         }
     }
 
@@ -73,8 +82,8 @@ impl Inner {
         self.advance_surely(&call.project, &call.id, event).await;
     }
 
-    /// What a tool service is told of the attempt that is out.
-    async fn command(&self, call: &Call) -> Result<Command, Fault> {
+    /// What a tool service or an HTTP API is told of the attempt that is out.
+    async fn command(&self, call: &Arc<Call>) -> Result<Command, Fault> {
         let found = self.binding_of(call).await.map_err(|error| {
             let message = format!("the definition cannot be read: {error}");
             Fault::new(Code::UpstreamUnavailable, message).not_happened()
@@ -86,7 +95,8 @@ impl Inner {
         let card_id = utp::card::id_of(&call.id, utp::card::TOOL_CALL);
         let handed_on = self.handed_on(call).map(|span| span.to_string());
         let traceparent = handed_on.unwrap_or_else(|| utp::trace::of_call(call));
-        Ok(Command { route: utp::Route::of(call), binding, card_id, traceparent })
+        let (route, call) = (utp::Route::of(call), call.clone());
+        Ok(Command { call, route, binding, card_id, traceparent })
     }
 
     fn progress_sink(self: &Arc<Self>, call: &Arc<Call>) -> ProgressSink {

@@ -21,12 +21,14 @@ use crate::desk::Desk;
 use crate::fault::{Code, Error};
 use crate::function::{Functions, Tool};
 use crate::id::Minter;
+use crate::model::{Models, NoModels};
 use crate::notify::{Notifier, Notifying};
 use crate::observe::Observer;
 use crate::source::{Callers, Source};
 use crate::store::{MemoryStore, Store};
 use crate::task;
 use crate::tool::{Executor, check_name};
+use crate::turn::Asking;
 
 /// Collects the parts of an engine; what is not given has a default that needs nothing.
 #[derive(Default)]
@@ -46,6 +48,9 @@ pub struct Builder {
     observer: Option<Arc<dyn Observer>>,
     tool_names: Option<bool>,
     recognise: Option<Arc<dyn Recognise>>,
+    models: Option<Arc<dyn Models>>,
+    summaries: Option<String>,
+    asking: Asking,
 }
 
 impl Builder {
@@ -96,6 +101,24 @@ impl Builder {
     /// Who knows callers that have no key. From then on, everybody needs a key or a token.
     pub fn recognise(mut self, recognise: Arc<dyn Recognise>) -> Self {
         self.recognise = Some(recognise);
+        self
+    }
+
+    /// The model that summarises long results for other models, by its name.
+    pub fn summaries(mut self, model: impl Into<String>) -> Self {
+        self.summaries = Some(model.into());
+        self
+    }
+
+    /// The language models that runs can be started with.
+    pub fn models(mut self, models: Arc<dyn Models>) -> Self {
+        self.models = Some(models);
+        self
+    }
+
+    /// How models are asked, and asked again, where nobody says otherwise.
+    pub fn asking(mut self, asking: Asking) -> Self {
+        self.asking = asking;
         self
     }
 
@@ -188,8 +211,12 @@ impl Builder {
             catalog: RwLock::new(Arc::new(Catalog::new(shared))),
             indexes: Default::default(),
             recognise: self.recognise,
+            models: self.models.unwrap_or_else(|| Arc::new(NoModels)),
+            summaries: self.summaries,
+            asking: self.asking,
             changing: tokio::sync::Mutex::new(()),
             live: Live::default(),
+            loops: Default::default(),
             gate: Arc::new(Gate::default()),
             notices: Arc::new(Notices::new(self.notifier, self.notifying)),
             minter,

@@ -11,7 +11,7 @@ use crate::fault::{Code, Error, Fault};
 use crate::id::CallId;
 use crate::store::utp::CardPut;
 use crate::utp::card::{self, Card, TOOL_CALL, TOOL_RESULT};
-use crate::utp::{Route, ToolStatus};
+use crate::utp::{Route, ToolStatus, trace};
 
 /// The call that a report or a card is about.
 pub(super) enum Found {
@@ -76,14 +76,15 @@ impl Engine {
     }
 
     /// A tool service has looked at what it is to do: it has taken the call. Written down soon,
-    /// unless the result is there before.
-    pub async fn looked_at(&self, caller: &Caller, card_id: &str, by: &str) {
-        let Some((id, TOOL_CALL)) = card::made_from(card_id) else { return };
-        let Some(entry) = self.inner.live.get(&id) else { return };
+    /// unless the result is there before. Answers whether anybody waits for it still, as far as is
+    /// known: what has ended need not be begun.
+    pub async fn looked_at(&self, caller: &Caller, card_id: &str, by: &str) -> bool {
+        let Some((id, TOOL_CALL)) = card::made_from(card_id) else { return true };
+        let Some(entry) = self.inner.live.get(&id) else { return !self.recovered() };
         let call = entry.call();
         let parked = call.hold.is_some() && call.attempt_is_out();
         if !parked || call.project != caller.project || !call.target.executor.parks() {
-            return;
+            return true;
         }
         let (inner, by, attempt) = (self.inner.clone(), by.to_owned(), call.attempt);
         let project = caller.project.clone();
@@ -98,6 +99,7 @@ impl Engine {
                 inner.advance_surely(&project, &id, taken).await;
             }
         });
+        true
     }
 }
 
@@ -198,15 +200,24 @@ impl Inner {
 
 /// Completes a result with what its call says, and refuses one that says something else.
 pub(super) fn take_after(card: &mut Card, call: &Call) -> Result<(), Error> {
-    let lineage = card::lineage(call, &Route::of(call));
-    for name in ["step_id", "trace_id", "parent_step_id"] {
-        let Some(value) = lineage.get(name).filter(|value| !value.is_null()) else { continue };
-        let given = card.metadata.get(name).filter(|given| !given.is_null());
-        if given.is_some_and(|given| given != value) {
-            let message = format!("metadata.{name} is not the one of the tool.call card");
-            return Err(Error::refused(Code::BadRequest, message));
+    let Route { step_id, parent_step_id, .. } = Route::of(call);
+    let lineage = [
+        ("step_id", Some(step_id)),
+        ("trace_id", Some(trace::trace_id_of(call))),
+        ("parent_step_id", parent_step_id),
+    ];
+    for (name, value) in lineage {
+        let Some(value) = value else { continue };
+        match card.metadata.get(name).filter(|given| !given.is_null()) {
+            Some(given) if given.as_str() == Some(&value) => {}
+            Some(_) => {
+                let message = format!("metadata.{name} is not the one of the tool.call card");
+                return Err(Error::refused(Code::BadRequest, message));
+            }
+            None => {
+                card.metadata.insert(name.to_owned(), value.into());
+            }
         }
-        card.metadata.insert(name.to_owned(), value.clone());
     }
     card.metadata.entry("role").or_insert_with(|| "tool".into());
     card.metadata.entry("function_name").or_insert_with(|| call.target.tool.as_str().into());

@@ -9,9 +9,9 @@ use std::sync::{Arc, OnceLock};
 use serde_json::json;
 
 use super::{Engine, Inner, RESULT_READ, unavailable};
+use crate::args::Rules;
 use crate::bus::Topic;
 use crate::caller::{Caller, Trust};
-use crate::dialect::{Format, definition};
 use crate::directory::{AuditEntry, Change, Client, Directory, Key, Others};
 use crate::fault::{Code, Error, Fault};
 use crate::json;
@@ -27,8 +27,11 @@ use crate::tool::{Definition, Executor, check_name};
 pub struct Entry {
     pub definition: Definition,
     pub version: String,
+    /// What the arguments that are executed must fit.
     pub input: Schema,
     pub output: Option<Schema>,
+    /// What the definition itself says about arguments.
+    pub rules: Option<Rules>,
 }
 
 impl Entry {
@@ -45,8 +48,8 @@ impl Entry {
             });
             Fault::new(Code::ValidationError, message).with_detail(detail)
         };
-        let input = Schema::compile(&definition.input_schema.value())
-            .map_err(|error| refused("schema", error))?;
+        let (rules, executed) = definition.rules();
+        let input = Schema::compile(&executed).map_err(|error| refused("schema", error))?;
         let output = match &definition.output_schema {
             Some(schema) => Some(
                 Schema::compile(&schema.value())
@@ -54,7 +57,7 @@ impl Entry {
             ),
             None => None,
         };
-        Ok(Self { version: definition.version(), definition, input, output })
+        Ok(Self { version: definition.version(), definition, input, output, rules })
     }
 }
 
@@ -176,6 +179,16 @@ impl Catalog {
         self.keys.get(digest)
     }
 
+    /// Whether a key that was not revoked makes its bearer this caller.
+    pub(super) fn has_key_of(&self, caller: &Caller) -> bool {
+        let Caller { project, agent, role, trust } = caller;
+        *trust == Trust::Key
+            && self
+                .keys
+                .values()
+                .any(|key| (&key.project, &key.agent, key.role) == (project, agent, *role))
+    }
+
     /// Also when all of them were revoked: that must lock the door, not open it.
     pub(super) fn has_keys(&self) -> bool {
         !self.directory.keys.is_empty()
@@ -255,15 +268,6 @@ impl Engine {
             |e: &Arc<Entry>| catalog.decide(caller, &e.definition.name) == Decision::Allowed;
         let found = catalog.named(caller, name).filter(allowed);
         found.ok_or_else(|| not_found(&catalog, caller, name))
-    }
-
-    /// The tools the caller may call, described for a model in this format: ready to be put into
-    /// a request, under names that model APIs take and that [`Engine::invoke`] understands.
-    pub fn definitions(&self, caller: &Caller, format: Format) -> Vec<json::Json> {
-        let tools = self.tools(caller);
-        let told = names::for_models(tools.iter().map(|entry| entry.definition.name.as_str()));
-        let pairs = tools.iter().zip(&told);
-        pairs.map(|(entry, name)| definition(format, name, &entry.definition)).collect()
     }
 
     /// How long a call of a tool has that says nothing itself.
@@ -465,7 +469,7 @@ fn check_against(
         let place = (caller.project.clone(), tool.name.clone());
         let Some(known) = catalog.own.get(&place) else { continue };
         if known.definition.executor != Executor::Client {
-            let message = format!("\"{}\" is a tool of the project itself", tool.name);
+            let message = format!("\"{}\" is not a tool of clients", tool.name);
             return Err(conflict(&tool.name, message));
         }
         let others = catalog.offered_by(&caller.project, &tool.name);

@@ -1,8 +1,7 @@
-//! Whether what a caller asks can be taken as it is: sizes, numbers, names, arguments.
+//! Whether what a caller asks can be taken as it is: sizes, numbers, names.
 
-use serde_json::{Value, json};
+use serde_json::json;
 
-use super::catalog::Entry as Compiled;
 use super::invoke::Invocation;
 use crate::dialogue;
 use crate::fault::{Code, Error, Fault};
@@ -46,16 +45,6 @@ pub(super) fn check_word(field: &str, word: &str) -> Result<(), Error> {
         return Err(Fault::new(Code::ValidationError, message).not_happened().into());
     }
     Ok(())
-}
-
-/// The arguments must fit before anything is stored or run.
-pub(super) fn check_args(tool: &Compiled, args: &Value) -> Result<(), Error> {
-    let problems = tool.input.problems(args);
-    if problems.is_empty() {
-        return Ok(());
-    }
-    let what = format!("the arguments of {} do not fit its schema", tool.definition.name);
-    Err(misfit(&what, &problems).not_happened().into())
 }
 
 /// A fault that lists every problem.

@@ -112,7 +112,7 @@ impl Engine {
         if let Some(traceparent) = report.traceparent.clone() {
             inner.inbound.lock().insert(call.id.clone(), traceparent);
         }
-        let ingested = inner.settle_with(&call, &report, Ok((status, card.clone()))).await;
+        let ingested = inner.settle_with(&call, &report, Ok((status, &card))).await;
         inner.inbound.lock().remove(&call.id);
         let ingested = ingested?;
         if ingested.late && report.card.is_some() {
@@ -348,7 +348,7 @@ impl Inner {
         self: &Arc<Self>,
         call: &Arc<Call>,
         report: &ToolReport,
-        said: Result<(ToolStatus, Card), Fault>,
+        said: Result<(ToolStatus, &Card), Fault>,
     ) -> Result<Ingested, Rejected> {
         let by = report.source.clone().unwrap_or_else(|| "tool".to_owned());
         let event = match said {
@@ -357,7 +357,7 @@ impl Inner {
                 by: Some(by),
                 result: Err(fault.retryable(false)),
             },
-            Ok((status, card)) => self.event(call, by, status, &card),
+            Ok((status, card)) => self.event(call, by, status, card),
         };
         let (project, id) = (call.project.clone(), call.id.clone());
         let inner = self.clone();

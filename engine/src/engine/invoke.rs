@@ -3,13 +3,16 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::task::Poll;
 
+use futures::poll;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
 use super::ahead::{Ahead, UnderWay};
+use super::arguments::{check_args, ruled};
 use super::catalog::{Catalog, Entry as Compiled, not_found};
-use super::envelope::{check_args, check_envelope};
+use super::envelope::check_envelope;
 use super::gate::{Caps, Place, Slot};
 use super::live::{Entry, Full};
 use super::observing::Over;
@@ -23,7 +26,7 @@ use crate::fault::{Code, Error, Fault};
 use crate::json::{Json, NotJson, canonical};
 use crate::lifecycle::{self, Action, Event};
 use crate::policy::Decision;
-use crate::store::{Created, IdempotencyKey, NewCall};
+use crate::store::{Coming, Created, IdempotencyKey, NewCall};
 use crate::tool::{Executor, hex};
 
 /// The envelope: what a caller asks for.
@@ -78,6 +81,19 @@ impl Invocation {
     }
 }
 
+/// Who is shown a call before it is stored.
+pub(crate) type Shown = Box<dyn FnOnce(&Arc<Call>) + Send>;
+
+/// What comes with a call that is one of several.
+#[derive(Default)]
+pub(crate) struct Among {
+    /// The store is told of the others.
+    pub(crate) coming: Option<Coming>,
+    /// Is shown the call where it has ended before it is stored, while that is waited for. Nobody
+    /// is told of it yet: it may still come to nothing.
+    pub(crate) ahead: Option<Shown>,
+}
+
 /// An accepted call.
 #[derive(Clone)]
 pub struct Ticket {
@@ -91,7 +107,17 @@ pub struct Ticket {
 impl Engine {
     /// Takes a call. The tool is named by its own name or by the one that models know it by
     /// ([`crate::names`]). When this returns, the call is stored and will reach an outcome.
-    pub async fn invoke(&self, caller: &Caller, mut asked: Invocation) -> Result<Ticket, Error> {
+    pub async fn invoke(&self, caller: &Caller, asked: Invocation) -> Result<Ticket, Error> {
+        self.invoke_among(caller, asked, Among::default()).await
+    }
+
+    /// The same for one of several that come together.
+    pub(crate) async fn invoke_among(
+        &self,
+        caller: &Caller,
+        mut asked: Invocation,
+        among: Among,
+    ) -> Result<Ticket, Error> {
         let inner = &self.inner;
         if inner.draining.load(Ordering::Acquire) {
             let message = "the server is shutting down; nothing was done, a retry is safe";
@@ -112,8 +138,8 @@ impl Engine {
             asked.callback_url = Some(inner.check_callback(caller, url)?);
         }
         let key = idempotency_key(caller, &asked, &args);
-        let call = inner.draft(&catalog, caller, &tool, asked, &args);
-        let accepting = inner.clone().accept(call, key);
+        let call = inner.draft(&catalog, caller, &tool, asked, &args)?;
+        let accepting = inner.clone().accept(call, key, among);
         inner.surely(accepting).await
     }
 }
@@ -127,7 +153,7 @@ impl Inner {
         tool: &Arc<Compiled>,
         asked: Invocation,
         args: &Value,
-    ) -> Call {
+    ) -> Result<Call, Error> {
         let now_ms = self.clock.now_ms();
         let definition = &tool.definition;
         let policy = self.policy_of(&caller.project, tool);
@@ -135,14 +161,14 @@ impl Inner {
         let over = self.policies.tools.get(&definition.name);
         let over_ms = over.and_then(|over| over.policy.default_timeout_ms);
         let timeout_ms = asked.timeout_ms.or(over_ms).unwrap_or(definition.timeout_ms);
-        Call {
+        let mut call = Call {
             id: self.minter.call(now_ms),
             project: caller.project.clone(),
             run_id: asked.run_id,
             tool_name: definition.name.clone(),
             target: target(tool, asked.args.clone()),
             args: asked.args,
-            alternates: self.alternates(catalog, caller, tool, args),
+            alternates: Vec::new(),
             asked: Asked {
                 agent: caller.agent.clone(),
                 call_id: asked.call_id,
@@ -176,7 +202,12 @@ impl Inner {
             completed_ms: None,
             outcome: None,
             version: 1,
+        };
+        if let Some(rules) = &tool.rules {
+            call.target.args = ruled(tool, rules, args, &mut call)?;
         }
+        call.alternates = self.alternates(catalog, caller, tool, args, &call);
+        Ok(call)
     }
 
     pub(super) fn policy_of(
@@ -214,6 +245,7 @@ impl Inner {
         caller: &Caller,
         tool: &Compiled,
         args: &Value,
+        call: &Call,
     ) -> Vec<Target> {
         let over = self.policies.tools.get(&tool.definition.name).map(|over| &over.fallback);
         let named = over.filter(|list| !list.is_empty()).unwrap_or(&tool.definition.fallback);
@@ -222,7 +254,10 @@ impl Inner {
             let allowed = catalog.decide(caller, &alternate.tool) == Decision::Allowed;
             let found = catalog.find(&caller.project, &alternate.tool).filter(|_| allowed);
             let Some(other) = found else { continue };
-            let mapped = args::mapped(alternate.args.as_ref(), args);
+            let mut mapped = args::mapped(alternate.args.as_ref(), args);
+            if let Some(rules) = &other.rules {
+                mapped = rules.applied(&mapped, &args::Vars::of(call)).args;
+            }
             if other.input.problems(&mapped).is_empty() {
                 targets.push(target(&other, Json::of_value(&mapped)));
             }
@@ -235,6 +270,7 @@ impl Inner {
         self: Arc<Self>,
         call: Call,
         key: Option<IdempotencyKey>,
+        among: Among,
     ) -> Result<Ticket, Error> {
         let (all, each) = (self.limits.max_open_calls, self.limits.max_open_calls_per_project);
         let room = match self.live.room(&call.project, all, each) {
@@ -267,8 +303,17 @@ impl Inner {
             Ahead::UnderWay(read) => Follows::GoesOn(read),
             Ahead::Waits => Follows::Begins(action),
         };
-        let new = NewCall { call: call.clone(), records, key };
-        let created = self.store.create(new).await;
+        let new = NewCall { call: call.clone(), records, key, coming: among.coming };
+        let mut creating = self.store.create(new);
+        // The first look at it sends the call on its way.
+        let created = match (poll!(&mut creating), among.ahead) {
+            (Poll::Ready(created), _) => created,
+            (Poll::Pending, Some(ahead)) if call.status.is_terminal() => {
+                ahead(&call);
+                creating.await
+            }
+            (Poll::Pending, _) => creating.await,
+        };
         if let (Err(_), Follows::GoesOn(_)) = (&created, &follows) {
             self.stop_attempt(&call);
         }

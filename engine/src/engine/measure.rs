@@ -11,6 +11,7 @@ use metrics::{Counter, Histogram, counter, histogram};
 use parking_lot::RwLock;
 
 use crate::call::{Call, Metrics, Status};
+use crate::model::Usage;
 use crate::tool::Executor;
 
 struct Usual {
@@ -147,6 +148,23 @@ pub(super) fn attempted(executor: Executor, ok: bool) {
 
 pub(super) fn parked(executor: Executor) {
     usual(executor).attempts[2].increment(1);
+}
+
+/// A run has come to an end.
+pub(crate) fn run_over(status: &'static str) {
+    counter!("toolcrib_runs_total", "status" => status).increment(1);
+}
+
+/// A model was asked: `ok`, `again` (a fault that may pass, and it is asked again) or `failed`.
+pub(crate) fn asked(outcome: &'static str) {
+    counter!("toolcrib_model_requests_total", "outcome" => outcome).increment(1);
+}
+
+/// What an answer of a model cost.
+pub(crate) fn answered(usage: &Usage) {
+    counter!("toolcrib_model_tokens_total", "kind" => "prompt").increment(usage.prompt_tokens);
+    let completion = counter!("toolcrib_model_tokens_total", "kind" => "completion");
+    completion.increment(usage.completion_tokens);
 }
 
 #[cfg(test)]

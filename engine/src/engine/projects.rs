@@ -5,7 +5,7 @@ use std::sync::Arc;
 use serde_json::{Value, json};
 
 use super::admin::check_word;
-use super::catalog::{Entry, require_provider};
+use super::catalog::{Catalog, Entry, require_provider};
 use super::{Engine, Inner, unavailable};
 use crate::call::Call;
 use crate::caller::{Caller, Trust};
@@ -80,33 +80,40 @@ impl Engine {
         caller: &Caller,
         definition: Definition,
     ) -> Result<Arc<Entry>, Error> {
+        let name = definition.name.clone();
+        self.put_tools(caller, vec![definition]).await?;
+        self.project_tool(caller, &name)
+    }
+
+    /// The same of several tools: all of them, or none.
+    pub async fn put_tools(&self, caller: &Caller, tools: Vec<Definition>) -> Result<(), Error> {
         require_provider(caller)?;
-        check_name(&definition.name).map_err(|error| bad(error.to_string()))?;
-        refuse_reserved(&definition.name, "define")?;
-        Entry::compile(definition.clone()).map_err(|fault| bad(fault.message))?;
-        let (inner, name) = (&self.inner, definition.name.clone());
+        for tool in &tools {
+            check_name(&tool.name).map_err(|error| bad(error.to_string()))?;
+            refuse_reserved(&tool.name, "define")?;
+            Entry::compile(tool.clone()).map_err(|fault| bad(fault.message))?;
+        }
+        let inner = &self.inner;
         let limit = inner.limits.max_tools_per_project;
+        let names: Vec<&str> = tools.iter().map(|tool| tool.name.as_str()).collect();
+        let listed: String = names.join(" ").chars().take(500).collect();
+        let more = |catalog: &Catalog| {
+            let own = |name: &&&str| catalog.find(&caller.project, name).is_none();
+            names.iter().filter(own).count()
+        };
         inner
             .change(|catalog| {
-                let known = catalog.find(&caller.project, &name);
-                let taken = known.filter(|known| {
-                    known.definition.project.is_none()
-                        || known.definition.executor == Executor::Client
-                });
-                if taken.is_some() {
-                    let message =
-                        format!("\"{name}\" is the name of a built-in or of a client's tool");
-                    return Err(Error::refused(Code::Conflict, message));
+                for name in &names {
+                    refuse_taken(catalog, &caller.project, name)?;
                 }
-                if catalog.tools(&caller.project).len() > limit {
+                if catalog.tools(&caller.project).len() + more(catalog) > limit {
                     let message = format!("the project would have more than {limit} tools");
                     return Err(Error::refused(Code::PayloadTooLarge, message));
                 }
-                let entry = inner.entry(caller, &caller.project, "tool.set", &name, "");
-                Ok((Change::PutTool(Box::new(definition.clone())), Some(entry)))
+                let entry = inner.entry(caller, &caller.project, "tool.set", &listed, "");
+                Ok((Change::PutTools(tools.clone()), Some(entry)))
             })
-            .await?;
-        self.project_tool(caller, &name)
+            .await
     }
 
     /// A tool of the project itself.
@@ -196,7 +203,7 @@ impl Inner {
     /// How the tool of a call is bound, in the version that the call was made with.
     pub(super) async fn binding_of(&self, call: &Call) -> Result<Option<Binding>, Error> {
         let target = &call.target;
-        if target.executor != Executor::Utp {
+        if !matches!(target.executor, Executor::Utp | Executor::Http) {
             return Ok(None);
         }
         if let Some(entry) = self.catalog().find(&call.project, &target.tool)
@@ -211,7 +218,21 @@ impl Inner {
 }
 
 fn is_projects_own(entry: &Arc<Entry>) -> bool {
-    entry.definition.project.is_some() && entry.definition.executor != Executor::Client
+    let by_others = matches!(entry.definition.executor, Executor::Client | Executor::Mcp);
+    entry.definition.project.is_some() && !by_others
+}
+
+fn refuse_taken(catalog: &Catalog, project: &str, name: &str) -> Result<(), Error> {
+    let taken = catalog.find(project, name).is_some_and(|known| {
+        known.definition.project.is_none()
+            || matches!(known.definition.executor, Executor::Client | Executor::Mcp)
+    });
+    if taken {
+        let message =
+            format!("\"{name}\" is the name of a built-in, of a client's or an upstream's tool");
+        return Err(Error::refused(Code::Conflict, message));
+    }
+    Ok(())
 }
 
 fn refuse_reserved(name: &str, verb: &str) -> Result<(), Error> {

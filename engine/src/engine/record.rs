@@ -8,10 +8,11 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use super::arguments::check_args;
 use super::catalog::{Catalog, Entry};
 use super::contexts::{at, own_tool};
-use super::envelope::{check_args, check_envelope, check_word, misfit};
-use super::invoke::{Invocation, idempotency_key};
+use super::envelope::{check_envelope, check_word, misfit};
+use super::invoke::{Among, Invocation, idempotency_key};
 use super::report::settled;
 use super::{Engine, Inner, unavailable};
 use crate::call::{Call, Status};
@@ -132,7 +133,7 @@ impl Engine {
         let args = asked.args.value();
         check_args(&tool, &args)?;
         let key = idempotency_key(caller, &asked, &args);
-        let drafted = inner.draft(&catalog, caller, &Arc::new(tool), asked, &args);
+        let drafted = inner.draft(&catalog, caller, &Arc::new(tool), asked, &args)?;
         let mut call = Call { max_retries: 0, alternates: Vec::new(), ..drafted };
         call.asked.background = background.unwrap_or(call.asked.background);
         let result = match result {
@@ -253,7 +254,7 @@ impl Catalog {
 
 impl Inner {
     async fn store_own(self: Arc<Self>, ready: Ready) -> Result<Arc<Call>, Error> {
-        let call = self.clone().accept(ready.call, ready.key).await?.call;
+        let call = self.clone().accept(ready.call, ready.key, Among::default()).await?.call;
         let Some(result) = ready.result else { return Ok(call) };
         let event = Event::Report { attempt: None, by: None, result };
         settled(self.advance(&call.project, &call.id, event).await?)

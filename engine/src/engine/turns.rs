@@ -13,6 +13,7 @@ use crate::fault::{Code, Error, Fault};
 use crate::store::Saved;
 use crate::store::utp::TurnChange;
 use crate::utp::card::into_map;
+use crate::utp::news::{News, Step, Task};
 use crate::utp::{
     AfterExecution, DEFAULT_CHANNEL, InboxItem, MAX_DEPTH, Turn, TurnStatus, Waiting, is_token,
     trace,
@@ -99,7 +100,7 @@ impl Engine {
             }
         }
         let known = inner.store.utp().turn(&caller.project, &turn_id).await;
-        let asked = wanted.traceparent.filter(|text| trace::parse(text).is_some());
+        let asked = wanted.traceparent.as_deref().and_then(trace::normal);
         let turn = match known.map_err(unavailable)? {
             Some(known) => taken_over(known, agent_id, now_ms, lease_ms)?,
             None => Turn {
@@ -124,7 +125,7 @@ impl Engine {
                 turn_id,
             },
         };
-        inner.save_turn(turn, TurnChange::default()).await
+        inner.save_turn(turn, TurnChange::default(), News::default()).await
     }
 
     /// One turn of an agent.
@@ -161,7 +162,7 @@ impl Engine {
     ) -> Result<Turn, Error> {
         let mut turn = self.running(caller, agent_id, turn_id, epoch).await?;
         turn.lease_until_ms = self.inner.clock.now_ms() + turn.lease_ms;
-        self.inner.save_turn(next(turn), TurnChange::default()).await
+        self.inner.keep_turn(next(turn), TurnChange::default()).await
     }
 
     /// Suspends a turn until the calls of its step are in.
@@ -177,7 +178,9 @@ impl Engine {
             return Err(conflict(&turn, "there is nothing to wait for: no call is out".into()));
         }
         turn.status = TurnStatus::Suspended;
-        self.inner.save_turn(next(turn), TurnChange::default()).await
+        let waiting = open_calls(&self.step_calls(&turn).await?);
+        let news = News { waiting, ..News::default() };
+        self.inner.save_turn(next(turn), TurnChange::default(), news).await
     }
 
     /// Goes on with the results of the step, once all of them are in; waits for that, but not
@@ -235,7 +238,10 @@ impl Engine {
         };
         turn.reason = ends.map(|result| format!("terminated by {}", result.tool_name));
         let change = TurnChange { takes_inbox: true, ..TurnChange::default() };
-        let turn = inner.save_turn(turn, change).await?;
+        let new_card_ids = results.iter().map(|result| result.card_id.clone()).collect();
+        let step = Some(Step { phase: "completed", new_card_ids });
+        let news = News { step, task: ends.map(|_| ended_by(&results)), ..News::default() };
+        let turn = inner.save_turn(turn, change, news).await?;
         Ok(Resumed { turn, results })
     }
 
@@ -251,7 +257,10 @@ impl Engine {
         let mut turn = self.running(caller, agent_id, turn_id, epoch).await?;
         turn.status = TurnStatus::Finished;
         turn.reason = reason;
-        self.inner.save_turn(next(turn), TurnChange::default()).await
+        let (tool_result_card_id, error_code, error) = (None, None, None);
+        let task = Task { status: "success".into(), tool_result_card_id, error_code, error };
+        let news = News { task: Some(task), ..News::default() };
+        self.inner.save_turn(next(turn), TurnChange::default(), news).await
     }
 
     /// Stops a turn wherever it stands: its open calls are canceled, results that come later are
@@ -280,7 +289,11 @@ impl Engine {
             let item = inner.stop_item(&turn);
             let letters = inner.wakeup(&item, &turn.channel).into_iter().collect();
             let change = TurnChange { inbox: vec![item], letters, ..TurnChange::default() };
-            let stopped = match inner.save_turn(turn, change).await {
+            let (error_code, error) = (Some("stopped"), reason.clone());
+            let (status, tool_result_card_id) = ("failed".to_owned(), None);
+            let task = Some(Task { status, tool_result_card_id, error_code, error });
+            let news = News { task, ..News::default() };
+            let stopped = match inner.save_turn(turn, change, news).await {
                 Ok(turn) => turn,
                 Err(error) if error.code() == Code::Conflict => continue,
                 Err(error) => return Err(error),
@@ -347,12 +360,49 @@ fn taken_over(known: Turn, agent_id: &str, now_ms: u64, lease_ms: u64) -> Result
     Ok(turn)
 }
 
+/// What the results that end a turn make of it: the first that did not go well decides.
+fn ended_by(results: &[StepResult]) -> Task {
+    let ending = || results.iter().filter(|r| r.after_execution == AfterExecution::Terminate);
+    let decides = ending().find(|result| result.status != "success").or_else(|| ending().next());
+    let error = |name: &str| decides.and_then(|r| r.error[name].as_str()).map(str::to_owned);
+    Task {
+        status: decides.map_or_else(|| "success".to_owned(), |result| result.status.clone()),
+        tool_result_card_id: decides.map(|result| result.card_id.clone()),
+        error_code: decides.filter(|r| r.status != "success").map(|_| "tool_failed"),
+        error: error("message"),
+    }
+}
+
+/// The calls that are not in yet, by the model's ids.
+fn open_calls(calls: &[Waiting]) -> Vec<String> {
+    let open = calls.iter().filter(|call| call.inbox_id.is_none());
+    open.map(|call| call.tool_call_id.clone()).collect()
+}
+
 fn next(turn: Turn) -> Turn {
     Turn { version: turn.version + 1, ..turn }
 }
 
 impl Inner {
-    async fn save_turn(&self, mut turn: Turn, change: TurnChange) -> Result<Turn, Error> {
+    /// Saves a turn, and tells whoever listens.
+    async fn save_turn(
+        &self,
+        turn: Turn,
+        mut change: TurnChange,
+        news: News,
+    ) -> Result<Turn, Error> {
+        if self.publishes {
+            let turn = Turn { updated_ms: self.clock.now_ms(), ..turn.clone() };
+            change.letters.extend(news.letters(&turn));
+        }
+        let saved = self.keep_turn(turn, change).await?;
+        if self.publishes {
+            self.bus.wake(&Topic::Outbox);
+        }
+        Ok(saved)
+    }
+
+    async fn keep_turn(&self, mut turn: Turn, change: TurnChange) -> Result<Turn, Error> {
         turn.updated_ms = self.clock.now_ms();
         let saved = self.store.utp().save_turn(turn.clone(), change).await;
         match saved.map_err(unavailable)? {
@@ -415,7 +465,7 @@ impl Inner {
         turn.epoch += 1;
         turn.status = TurnStatus::Expired;
         turn.reason = Some("the lease ran out".to_owned());
-        match self.save_turn(turn, TurnChange::default()).await {
+        match self.save_turn(turn, TurnChange::default(), News::default()).await {
             // Somebody was faster: then it is not what it was.
             Err(error) if error.code() == Code::Conflict => Ok(()),
             other => other.map(drop),

@@ -54,6 +54,8 @@ enum Did {
     ToldTimedOut,
     ToldCanceled,
     ToldOldAttempt,
+    Handed,
+    HandedOldAttempt,
     DeadlineEarly,
     DeadlineDue,
     Asks,
@@ -65,7 +67,7 @@ enum Did {
     Lost,
 }
 
-const EVERYTHING: [Did; 21] = [
+const EVERYTHING: [Did; 23] = [
     Did::Claim,
     Did::Taken,
     Did::TakenByOther,
@@ -78,6 +80,8 @@ const EVERYTHING: [Did; 21] = [
     Did::ToldTimedOut,
     Did::ToldCanceled,
     Did::ToldOldAttempt,
+    Did::Handed,
+    Did::HandedOldAttempt,
     Did::DeadlineEarly,
     Did::DeadlineDue,
     Did::Asks,
@@ -191,6 +195,8 @@ fn event(did: Did) -> (Event, u64) {
         Did::ToldTimedOut => told(2, Told::TimedOut(Fault::new(Code::Timeout, "slow"))),
         Did::ToldCanceled => told(2, Told::Canceled(Fault::new(Code::Canceled, "no"))),
         Did::ToldOldAttempt => told(1, Told::Partial(result())),
+        Did::Handed => Event::Handed { attempt: 2, handle: "there".into() },
+        Did::HandedOldAttempt => Event::Handed { attempt: 1, handle: "there".into() },
         Did::Claim => Event::Claim { node: "n2".into() },
         Did::Taken => taken(2, "c1"),
         Did::TakenByOther => taken(2, "c2"),
@@ -253,6 +259,10 @@ fn expected(at: At, did: Did) -> Expect {
             WrongAttempt
         }
         (D::ToldPartial | D::ToldTimedOut | D::ToldCanceled | D::ToldOldAttempt, _) => Ended,
+        (D::Handed, A::Parked) => To(S::Pending, Some("parked")),
+        (D::Handed, A::Running) => To(S::Running, None),
+        (D::Handed | D::HandedOldAttempt, _) if open => WrongAttempt,
+        (D::Handed | D::HandedOldAttempt, _) => Ended,
         (D::DeadlineDue, _) if open => To(S::Timeout, None),
         (D::DeadlineEarly | D::DeadlineDue, _) => NotNow,
         (D::Asks, A::Parked | A::Running) => To(S::Pending, Some("input")),

@@ -2,6 +2,10 @@
 //!
 //! Simple on purpose: one lock over plain maps. It keeps everything it is given until purged.
 
+mod directory;
+mod grants;
+mod loops;
+mod upstreams;
 mod utp;
 
 use std::collections::{BTreeMap, HashMap};
@@ -11,12 +15,12 @@ use async_trait::async_trait;
 use parking_lot::Mutex;
 
 use super::{
-    CallFilter, Created, DeliveryFilter, EventScope, IdempotencyKey, NewCall, Open, Run, Saved,
-    Store, StoreError,
+    CallFilter, Created, DeliveryFilter, EventScope, IdempotencyKey, NewCall, Open, Purged, Run,
+    Saved, Store, StoreError,
 };
 use crate::call::Call;
 use crate::delivery::{Delivery, KEPT_TRIES, Try};
-use crate::directory::{AuditEntry, Change, Directory, Offer, Others};
+use crate::directory::{AuditEntry, Change, Directory};
 use crate::event::{Event, Kind, Record};
 use crate::id::CallId;
 
@@ -33,7 +37,11 @@ struct State {
     directory: Directory,
     /// The tools of the projects themselves.
     own: Vec<crate::tool::Definition>,
+    /// The tools of upstreams, each with its upstream's name.
+    brought: Vec<(String, crate::tool::Definition)>,
     audit: Vec<AuditEntry>,
+    loops: loops::Loops,
+    grants: grants::Grants,
 }
 
 /// Keeps everything in memory.
@@ -69,14 +77,16 @@ impl State {
         Some(Created::Replayed(Box::new(call.clone())))
     }
 
-    fn purge_runs(&mut self, before_ms: u64, mut left: usize) {
+    fn purge_runs(&mut self, before_ms: u64, limit: usize) -> usize {
         let Self { runs, calls, .. } = self;
+        let mut left = limit;
         runs.retain(|(project, run_id), run| {
             let mine = |call: &Call| call.project == *project && call.run_id == *run_id;
             let goes = left > 0 && run.updated_ms < before_ms && !calls.values().any(mine);
             left -= usize::from(goes);
             !goes
         });
+        limit - left
     }
 
     fn in_scope(&self, event: &Event, scope: &EventScope) -> bool {
@@ -281,7 +291,7 @@ impl Store for MemoryStore {
         Ok(Saved::Yes)
     }
 
-    async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<usize, StoreError> {
+    async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<Purged, StoreError> {
         let mut state = self.state.lock();
         let old: Vec<(u64, CallId)> = state
             .calls
@@ -297,14 +307,19 @@ impl Store for MemoryStore {
             state.keys.retain(|_, (call, _)| call != id);
             state.deliveries.remove(id);
         }
-        state.purge_runs(ended_before_ms, limit);
+        let oldest = state.calls.values().map(|call| call.created_ms).min();
+        self.utp.forget(oldest.unwrap_or(u64::MAX).min(ended_before_ms));
+        let runs = state.purge_runs(ended_before_ms, limit);
+        let loops = state.purge_loops(ended_before_ms, limit);
         let mut left = limit;
         state.audit.retain(|entry| {
             let goes = entry.at_ms < ended_before_ms && left > 0;
             left -= usize::from(goes);
             !goes
         });
-        Ok(old.len())
+        let calls = old.len();
+        let most = calls.max(runs).max(loops).max(limit - left);
+        Ok(Purged { calls, more: most == limit })
     }
 
     async fn directory_version(&self) -> Result<u64, StoreError> {
@@ -315,6 +330,7 @@ impl Store for MemoryStore {
         let state = self.state.lock();
         let mut directory = state.directory.clone();
         directory.tools.extend(state.own.iter().cloned());
+        directory.tools.extend(state.brought.iter().map(|(_, tool)| tool.clone()));
         Ok(directory)
     }
 
@@ -329,8 +345,13 @@ impl Store for MemoryStore {
             return Ok(Saved::Stale);
         }
         state.directory.version += 1;
-        if let Change::PutTool(tool) = &change {
-            self.utp.remember(tool);
+        let at_ms = audit.as_ref().map(|entry| entry.at_ms);
+        match &change {
+            Change::PutTools(tools) => {
+                tools.iter().for_each(|tool| self.utp.remember(tool, at_ms));
+            }
+            Change::DropTool { project, name } => self.utp.retire(project, name, at_ms),
+            _ => {}
         }
         state.apply(change);
         state.audit.extend(audit);
@@ -360,6 +381,14 @@ impl Store for MemoryStore {
         &self.utp
     }
 
+    fn loops(&self) -> &dyn super::loops::LoopStore {
+        self
+    }
+
+    fn grants(&self) -> &dyn super::grants::GrantStore {
+        self
+    }
+
     async fn size_bytes(&self) -> Result<u64, StoreError> {
         Ok(0)
     }
@@ -371,96 +400,19 @@ impl State {
             known.project.as_deref() == project && known.name == name
         };
         match change {
-            Change::PutTool(tool) => {
-                self.own.retain(|known| !named(known, tool.project.as_deref(), &tool.name));
-                self.own.push(*tool);
+            Change::PutTools(tools) => {
+                for tool in tools {
+                    self.own.retain(|known| !named(known, tool.project.as_deref(), &tool.name));
+                    self.own.push(tool);
+                }
             }
             Change::DropTool { project, name } => {
                 self.own.retain(|known| !named(known, Some(&project), &name));
             }
-            other => apply(&mut self.directory, other),
+            Change::PutUpstream(_)
+            | Change::DropUpstream { .. }
+            | Change::SetUpstreamTools { .. } => self.change_upstream(change),
+            other => directory::apply(&mut self.directory, other),
         }
     }
-}
-
-fn apply(directory: &mut Directory, change: Change) {
-    match change {
-        Change::PutTool(_) | Change::DropTool { .. } => {}
-        Change::AddProject(project) => directory.projects.push(project),
-        Change::PutMember(member) => {
-            drop_member(directory, &member.project, &member.agent_id);
-            directory.roster.push(member);
-        }
-        Change::DropMember { project, agent_id } => drop_member(directory, &project, &agent_id),
-        Change::Register { client, tools, others } => {
-            let (project, id) = (client.project.clone(), client.client_id.clone());
-            let mine = |offer: &Offer| offer.project == project && offer.client_id == id;
-            if others == Others::Withdraw {
-                directory.offers.retain(|offer| !mine(offer));
-            }
-            for tool in tools {
-                let offer = Offer {
-                    project: project.clone(),
-                    tool: tool.name.clone(),
-                    client_id: id.clone(),
-                };
-                let same = |known: &crate::tool::Definition| {
-                    known.project == tool.project && known.name == tool.name
-                };
-                directory.tools.retain(|known| !same(known));
-                directory.tools.push(tool);
-                if !directory.offers.contains(&offer) {
-                    directory.offers.push(offer);
-                }
-            }
-            drop_orphans(directory);
-            let known = |c: &crate::directory::Client| c.project == project && c.client_id == id;
-            if !directory.clients.iter().any(known) {
-                directory.clients.push(client);
-            }
-        }
-        Change::Withdraw { project, client_id, tool } => {
-            directory.offers.retain(|o| {
-                *o != Offer {
-                    project: project.clone(),
-                    tool: tool.clone(),
-                    client_id: client_id.clone(),
-                }
-            });
-            drop_orphans(directory);
-        }
-        Change::AddKey(key) => directory.keys.push(key),
-        Change::RevokeKey { id, at_ms } => {
-            for key in directory.keys.iter_mut().filter(|key| key.id == id) {
-                key.revoked_ms.get_or_insert(at_ms.max(key.created_ms));
-            }
-        }
-        Change::PutRule(rule) => {
-            drop_rule(directory, &rule.project, &rule.agent, &rule.pattern);
-            directory.rules.push(rule);
-        }
-        Change::DropRule { project, agent, pattern } => {
-            drop_rule(directory, &project, &agent, &pattern);
-        }
-    }
-}
-
-fn drop_member(directory: &mut Directory, project: &str, agent_id: &str) {
-    directory.roster.retain(|m| m.project != project || m.agent_id != agent_id);
-}
-
-fn drop_rule(directory: &mut Directory, project: &str, agent: &str, pattern: &str) {
-    directory.rules.retain(|rule| {
-        (rule.project.as_str(), rule.agent.as_str(), rule.pattern.as_str())
-            != (project, agent, pattern)
-    });
-}
-
-/// A tool that no client offers any more is gone.
-fn drop_orphans(directory: &mut Directory) {
-    let offers = std::mem::take(&mut directory.offers);
-    directory.tools.retain(|tool| {
-        offers.iter().any(|o| Some(&o.project) == tool.project.as_ref() && o.tool == tool.name)
-    });
-    directory.offers = offers;
 }

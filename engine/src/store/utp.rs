@@ -2,10 +2,11 @@
 //! what could not be taken. Each method is atomic.
 
 use async_trait::async_trait;
+use tokio::sync::watch;
 
 use super::{Saved, StoreError};
 use crate::tool::Definition;
-use crate::utp::{Card, DeadLetter, InboxItem, Letter, Turn, Waiting};
+use crate::utp::{Card, DeadLetter, InboxItem, Letter, Route, Turn, Waiting};
 
 /// What writing a card came to.
 #[derive(Debug, Clone, PartialEq)]
@@ -36,9 +37,45 @@ pub struct TurnChange {
     pub letters: Vec<Letter>,
 }
 
+/// A report that a tool service wrote into the store itself. Nobody has judged it yet.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WrittenReport {
+    /// Its place in the order they came.
+    pub number: u64,
+    pub project: String,
+    pub inbox_id: String,
+    pub agent_id: String,
+    /// The call it is about, as the row has it.
+    pub correlation_id: Option<String>,
+    pub depth: u32,
+    pub traceparent: String,
+    pub source_agent_id: Option<String>,
+    /// The report itself, as JSON.
+    pub payload: String,
+}
+
+/// What became of a report that was written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Judged {
+    /// It was taken, or said what was known.
+    Taken,
+    /// It came too late: it is written down, and changed nothing.
+    Late,
+    /// It cannot be taken.
+    Refused,
+}
+
+/// How long after a definition was replaced a call may still be stored that was made with it.
+pub const REPLACED_FOR_MS: u64 = 60_000;
+
 /// Where cards, turns and inboxes are kept.
 #[async_trait]
 pub trait UtpStore: Send + Sync {
+    /// The same tables as tool services see them; none where only this program has them.
+    fn shared(&self) -> Option<&dyn SharedTables> {
+        None
+    }
+
     /// An older definition of a project's tool.
     async fn tool_version(
         &self,
@@ -148,6 +185,32 @@ pub trait UtpStore: Send + Sync {
     /// One of them.
     async fn dead_letter(&self, project: &str, id: &str) -> Result<Option<DeadLetter>, StoreError>;
 
-    /// Deletes up to `limit` of what is older than this and of no more use.
+    /// Deletes up to `limit` of what is older than this and of no more use; also definitions that
+    /// no call can refer to any more.
     async fn purge_utp(&self, before_ms: u64, limit: usize) -> Result<usize, StoreError>;
+}
+
+/// A store whose cards and inboxes tool services read and write themselves.
+#[async_trait]
+pub trait SharedTables: Send + Sync {
+    /// Changes when somebody may have written a report.
+    fn news(&self) -> watch::Receiver<u64>;
+
+    /// Puts a command's card, and that it was sent, where tool services look for it.
+    async fn show_command(
+        &self,
+        card: Card,
+        route: &Route,
+        traceparent: &str,
+    ) -> Result<(), StoreError>;
+
+    /// Reports that were written and have not been judged, in order, after this.
+    async fn written_reports(
+        &self,
+        after: u64,
+        limit: usize,
+    ) -> Result<Vec<WrittenReport>, StoreError>;
+
+    /// Writes down what became of one of them.
+    async fn judged(&self, number: u64, judged: Judged) -> Result<(), StoreError>;
 }

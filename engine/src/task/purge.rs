@@ -28,9 +28,10 @@ pub async fn run_once(engine: &Engine, retention_ms: u64) -> Result<usize, Error
     let mut count = 0;
     loop {
         let purged = inner.store.purge(before_ms, STEP).await.map_err(unavailable)?;
-        count += purged;
-        inner.store.utp().purge_utp(before_ms, STEP).await.map_err(unavailable)?;
-        if purged < STEP || inner.stopping.is_cancelled() {
+        count += purged.calls;
+        let utp = inner.store.utp().purge_utp(before_ms, STEP).await.map_err(unavailable)?;
+        let more = purged.more || utp >= STEP;
+        if !more || inner.stopping.is_cancelled() {
             return Ok(count);
         }
         tokio::task::yield_now().await;

@@ -2,13 +2,14 @@
 //! rung and did not come.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::time::Duration;
 
 use parking_lot::Mutex;
 
 use crate::engine::{Engine, unavailable};
 use crate::fault::Error;
-use crate::utp::Letter;
+use crate::utp::{DEFAULT_CHANNEL, InboxItem, Letter};
 
 const EVERY: Duration = Duration::from_secs(5);
 const PAGE: usize = 200;
@@ -77,19 +78,26 @@ async fn ring(engine: &Engine, rung: &Rung) -> Result<(), Error> {
     let now_ms = inner.clock.now_ms();
     let before_ms = now_ms.saturating_sub(WAITS_MS);
     let waiting = inner.store.utp().waiting_agents(before_ms, PAGE).await.map_err(unavailable)?;
-    let mut letters = Vec::new();
-    {
+    let due: Vec<InboxItem> = {
         let mut last = rung.0.lock();
         last.retain(|_, at_ms| *at_ms + RING_AGAIN_MS > now_ms);
-        for item in waiting {
-            let agent = (item.project.clone(), item.agent_id.clone());
-            if last.contains_key(&agent) {
-                continue;
-            }
-            last.insert(agent, now_ms);
-            let again = inner.wakeup(&item, crate::utp::DEFAULT_CHANNEL);
-            letters.extend(again.map(|l| Letter { id: format!("{}-{now_ms}", l.id), ..l }));
-        }
+        let mut ring =
+            |item: &InboxItem| match last.entry((item.project.clone(), item.agent_id.clone())) {
+                Entry::Occupied(_) => false,
+                Entry::Vacant(place) => {
+                    place.insert(now_ms);
+                    true
+                }
+            };
+        waiting.into_iter().filter(|item| ring(item)).collect()
+    };
+    let mut letters = Vec::new();
+    for item in due {
+        let turn = inner.store.utp().turn(&item.project, &item.turn_id).await;
+        let turn = turn.map_err(unavailable)?;
+        let channel = turn.as_ref().map_or(DEFAULT_CHANNEL, |turn| turn.channel.as_str());
+        let again = inner.wakeup(&item, channel);
+        letters.extend(again.map(|l| Letter { id: format!("{}-{now_ms}", l.id), ..l }));
     }
     if letters.is_empty() {
         return Ok(());

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::{AfterExecution, Binding, Route, ToolStatus, trace};
+use crate::args::Rules;
 use crate::call::{Call, Status};
 use crate::fault::{Code, Fault};
 use crate::id::CallId;
@@ -322,8 +323,13 @@ pub fn of_call(call: &Call, binding: Option<&Binding>) -> Card {
         "tool_name": call.target.tool,
         "arguments": arguments,
         "status": "called",
-        "target_subject": binding.map(|binding| binding.target_subject.as_str()),
+        "target_subject": binding.and_then(|binding| binding.target_subject.as_deref()),
     });
+    let mut metadata = lineage(call, &route);
+    let rules = binding.and_then(|binding| Rules::of(&binding.options.value()));
+    if let Some(rules) = rules.filter(|_| call.target.tool == call.tool_name) {
+        metadata.extend(rules.audit(&call.args.value()));
+    }
     Card {
         card_id: id_of(&call.id, TOOL_CALL),
         project: call.project.clone(),
@@ -331,7 +337,7 @@ pub fn of_call(call: &Call, binding: Option<&Binding>) -> Card {
         content: into_map(content),
         created_ms: call.created_ms,
         author_id: call.asked.agent.clone(),
-        metadata: lineage(call, &route),
+        metadata,
         tool_calls: None,
         tool_call_id: Some(route.tool_call_id),
         ttl_seconds: None,

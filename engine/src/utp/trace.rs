@@ -4,7 +4,7 @@ use sha2::{Digest, Sha256};
 
 use crate::call::Call;
 use crate::tool::hex;
-use crate::trace::Ids;
+use crate::trace::{Ids, TraceParent};
 
 /// The trace id and span id of a `traceparent`; none when it is not one. Lenient, as UTP is: upper
 /// case is read, version and flags are not looked at.
@@ -18,6 +18,17 @@ pub fn parse(text: &str) -> Option<(String, String)> {
     let well = is_hex(version, 2) && is_hex(trace_id, 32) && is_hex(span_id, 16);
     let some = trace_id.bytes().any(|byte| byte != b'0');
     (well && some && is_hex(flags, 2)).then(|| ((*trace_id).to_owned(), (*span_id).to_owned()))
+}
+
+/// The same trace as everybody else reads it: W3C knows no capitals and no span of zeros, and
+/// whoever is stricter than UTP would begin another trace there.
+pub fn normal(text: &str) -> Option<String> {
+    let text = text.trim().to_ascii_lowercase();
+    parse(&text)?;
+    Some(match text.parse::<TraceParent>() {
+        Ok(parsed) => parsed.to_string(),
+        Err(_) => child(&text, &text),
+    })
 }
 
 /// A trace that follows from a name: the same name, the same trace.
@@ -35,13 +46,18 @@ pub fn child(parent: &str, seed: &str) -> String {
 
 /// The trace of a call: the one it was asked in, or one of its own.
 pub fn of_call(call: &Call) -> String {
-    let asked = call.asked.traceparent.clone().filter(|text| parse(text).is_some());
-    asked.unwrap_or_else(|| Ids::of(call).call(true).to_string())
+    parent_of(call).to_string()
 }
 
 /// The id of a call's trace.
-pub fn trace_id_of(call: &Call) -> Option<String> {
-    parse(&of_call(call)).map(|(trace_id, _)| trace_id)
+pub fn trace_id_of(call: &Call) -> String {
+    parent_of(call).trace_id_text()
+}
+
+fn parent_of(call: &Call) -> TraceParent {
+    // As strict as what makes the call's spans, or the two would be in different traces.
+    let asked = call.asked.traceparent.as_deref().and_then(|text| text.parse().ok());
+    asked.unwrap_or_else(|| Ids::of(call).call(true))
 }
 
 #[cfg(test)]
@@ -60,5 +76,17 @@ mod tests {
         let zero = format!("00-{}-00f067aa0ba902b7-01", "0".repeat(32));
         assert_eq!(parse(&zero), None);
         assert!(parse(&from_seed("tc_1")).is_some());
+    }
+
+    #[test]
+    fn what_utp_reads_and_others_do_not_is_written_so_that_all_do() {
+        let usual = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+        assert_eq!(normal(usual).as_deref(), Some(usual));
+        assert_eq!(normal(&usual.to_uppercase()).as_deref(), Some(usual));
+        let no_span = usual.replace("00f067aa0ba902b7", "0000000000000000");
+        let other = normal(&no_span).unwrap();
+        assert!(other.parse::<TraceParent>().is_ok(), "{other}");
+        assert_eq!(parse(&other).unwrap().0, parse(usual).unwrap().0, "the same trace");
+        assert_eq!(normal("nonsense"), None);
     }
 }

@@ -132,6 +132,30 @@ async fn progress_that_is_told_before_the_ticket_is_stored_is_kept() {
 }
 
 #[tokio::test]
+async fn of_too_much_progress_the_first_is_kept() {
+    let chatty = FnTool::with_context("t.chatty", "Talks", |_: Nothing, context: ToolContext| {
+        for n in 0..10_000 {
+            context
+                .progress(Progress { percent: Some(f64::from(n) / 100.0), ..Progress::default() });
+        }
+        async { Ok::<u32, Fault>(1) }
+    });
+    let limits = Limits { max_progress_events: 3, ..Limits::default() };
+    let builder = Engine::builder().limits(limits).tool(chatty.effect(Effect::Read));
+    let engine = builder.start().await.unwrap();
+    let ticket = engine.invoke(&caller(), ask("t.chatty")).await.unwrap();
+    let told = [
+        Kind::Requested,
+        Kind::Started,
+        Kind::Progress,
+        Kind::Progress,
+        Kind::Progress,
+        Kind::Finished,
+    ];
+    assert_eq!(kinds(&engine, &ticket.call.id).await, told);
+}
+
+#[tokio::test]
 async fn a_read_that_fails_at_once_is_tried_again() {
     let ran = Arc::new(AtomicU32::new(0));
     let counted = ran.clone();

@@ -10,7 +10,9 @@ use toolcrib::call::Hold;
 use toolcrib::clock::ManualClock;
 use toolcrib::engine::{CallQuery, Policies};
 use toolcrib::fault::Code;
+use toolcrib::json::Json;
 use toolcrib::retry::{Backoff, PolicyPatch};
+use toolcrib::store::{MemoryStore, Run, Store};
 use toolcrib::task::{dispatch, purge, sweep};
 use toolcrib::tool::Alternate;
 use toolcrib::{
@@ -213,6 +215,25 @@ async fn deadlines_retries_and_retention_follow_the_clock() {
     clock.advance(1_001);
     assert_eq!(purge::run_once(&engine, 1_000).await.unwrap(), 1);
     assert_eq!(engine.call(&caller, &stuck).await.err().unwrap().code(), Code::NotFound);
+}
+
+#[tokio::test]
+async fn many_old_runs_without_calls_go_at_once() {
+    let store = Arc::new(MemoryStore::default());
+    let run = |n: u32| Run {
+        project: "default".to_owned(),
+        run_id: format!("run_{n}"),
+        tool_definitions: Json::parse("[]").unwrap(),
+        updated_ms: 1,
+    };
+    for n in 0..450 {
+        store.put_run(run(n)).await.unwrap();
+    }
+    let engine = Engine::builder().store(store.clone()).idle().await.unwrap();
+    purge::run_once(&engine, 1_000).await.unwrap();
+    for n in 0..450 {
+        assert!(store.run("default", &format!("run_{n}")).await.unwrap().is_none(), "{n}");
+    }
 }
 
 #[tokio::test]

@@ -4,6 +4,10 @@
 #[allow(dead_code, reason = "the example's main is not called here")]
 mod batch;
 
+#[path = "../../examples/run.rs"]
+#[allow(dead_code, reason = "the example's main is not called here")]
+mod run;
+
 #[path = "../../examples/typed_tool.rs"]
 #[allow(dead_code, reason = "the example's main is not called here")]
 mod typed_tool;
@@ -25,6 +29,15 @@ async fn a_turn_of_an_agent() {
     assert!(lines[6].contains("not JSON") && lines[6].contains("line 1 column 10"), "{shown}");
     assert_eq!(lines[7], r#"{"role":"tool","tool_call_id":"call_3","content":"noted Oslo"}"#);
     assert_eq!(lines[8], "3 of 4 went well");
+}
+
+#[tokio::test]
+async fn a_run_with_a_model() {
+    let shown = run::show().await.unwrap();
+    let lines: Vec<&str> = shown.lines().collect();
+    assert_eq!(lines[0], "turn 1: 2 calls");
+    assert_eq!(lines[1], "answer: \"Go south: 4 °C in Oslo, 17 °C in Rome.\"");
+    assert_eq!(lines[2], "SUCCEEDED after 2 steps: Go south: 4 °C in Oslo, 17 °C in Rome.");
 }
 
 #[tokio::test]

@@ -179,7 +179,11 @@ impl Store for FlakyStore {
         self.inner.save_delivery(delivery, tried).await
     }
 
-    async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<usize, StoreError> {
+    async fn purge(
+        &self,
+        ended_before_ms: u64,
+        limit: usize,
+    ) -> Result<toolcrib::store::Purged, StoreError> {
         self.inner.purge(ended_before_ms, limit).await
     }
 
@@ -218,6 +222,14 @@ impl Store for FlakyStore {
 
     fn utp(&self) -> &dyn toolcrib::store::utp::UtpStore {
         self.inner.utp()
+    }
+
+    fn loops(&self) -> &dyn toolcrib::store::loops::LoopStore {
+        self.inner.loops()
+    }
+
+    fn grants(&self) -> &dyn toolcrib::store::grants::GrantStore {
+        self.inner.grants()
     }
 
     async fn size_bytes(&self) -> Result<u64, StoreError> {

@@ -1,39 +1,65 @@
-//! A crib for the public MCP conformance suite: the real engine, store and MCP door, with tools,
-//! resources and prompts behind them that do what the suite wants to see.
+//! A crib for the public MCP conformance suite: the real engine, store, source and MCP door, with
+//! an MCP server of the project's own behind it, whose tools, resources and prompts do what the
+//! suite wants to see.
 //!
 //! ```console
 //! $ cargo run -p toolcrib-server --example conformance -- 127.0.0.1:3000
 //! $ npx -y @modelcontextprotocol/conformance@0.2.0-alpha.12 server \
-//!       --url http://127.0.0.1:3000/mcp --requirements 2026-07-28
+//!       --url http://127.0.0.1:3000/mcp/suite --requirements 2026-07-28
 //! ```
 //!
-//! The tools are a source like any other, with MCP's own results; what they ask, log and report
-//! goes through tickets in the store before the suite sees it.
+//! The MCP server is this program again, as a process that the crib starts and keeps, on its
+//! standard input and output: what the suite asks goes through a ticket in the store to it and
+//! back. Only what MCP cannot say of an upstream's tools is a source of the crib's own.
 
-mod shelf;
 mod source;
 mod tools;
+mod upstream;
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use tokio_util::sync::CancellationToken;
 use toolcrib::Engine;
-use toolcrib_server::config::Config;
+use toolcrib_server::config::{Config, UpstreamSettings};
 use toolcrib_server::doors::mcp::{self, Door};
-use toolcrib_server::serve;
+use toolcrib_server::sources::mcp::{McpSettings, Upstreams};
+use toolcrib_server::upstreams::{Keeper, outbound};
+use toolcrib_server::{serve, upstreams};
 use toolcrib_store::SqliteStore;
+
+/// What makes this program the MCP server.
+const UPSTREAM: &str = "upstream";
 
 #[tokio::main]
 async fn main() -> anyhow::Result<()> {
-    let listen = std::env::args().nth(1).unwrap_or_else(|| "127.0.0.1:3000".to_owned());
+    let given = std::env::args().nth(1);
+    if given.as_deref() == Some(UPSTREAM) {
+        return upstream::serve().await;
+    }
+    let listen = given.unwrap_or_else(|| "127.0.0.1:3000".to_owned());
     let directory = tempfile::tempdir()?;
     let store = SqliteStore::open(&directory.path().join("toolcrib.db"))?;
-    let shelf = Arc::new(shelf::Fixtures::new());
-    let source = Arc::new(source::Fixtures::new(shelf.clone()));
-    let engine = Engine::builder().store(Arc::new(store)).source(source.clone()).start().await?;
-    source.can_change_the_directory_of(engine.clone());
+    let behind = Arc::new(Upstreams::new(outbound(&UpstreamSettings::default()), String::new()));
+    let engine = Engine::builder()
+        .store(Arc::new(store))
+        .source(Arc::new(source::Tools::new(behind.clone())))
+        .start()
+        .await?;
+    let program = std::env::current_exe()?;
+    let settings = McpSettings {
+        name: tools::SUITE.to_owned(),
+        command: program.to_str().map(str::to_owned),
+        args: vec![UPSTREAM.to_owned()],
+        ..McpSettings::default()
+    };
+    let keeper = Keeper::start(engine.clone(), behind, vec![settings], UpstreamSettings::default());
+    if !keeper.ready("default", tools::SUITE, Duration::from_secs(30)).await {
+        bail!("its MCP server: {}", keeper.problem("default", tools::SUITE).unwrap_or_default());
+    }
     let settings = mcp::Settings { task_after_ms: 300, ..mcp::Settings::default() };
+    let shelf: Arc<upstreams::Beside> = keeper.shelf();
     let router = mcp::router(Door::with_shelf(engine, settings, shelf));
     let listener = tokio::net::TcpListener::bind(&listen)
         .await

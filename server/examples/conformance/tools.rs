@@ -1,8 +1,13 @@
 //! The definitions of the fixture tools, and the words they use.
 
+use std::sync::Arc;
+
+use rmcp::model::{Tool, ToolAnnotations};
 use serde_json::{Map, Value, json};
-use toolcrib::dialogue::Questions;
 use toolcrib::{Definition, Effect, Executor, Json, Risk};
+
+/// What the upstream is called, and all that the suite sees.
+pub const SUITE: &str = "suite";
 
 /// A picture of one red point.
 pub const IMAGE: &str = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8DwHwAFBQIAX8jx0gAAAABJRU5ErkJggg==";
@@ -10,10 +15,58 @@ pub const IMAGE: &str = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR
 /// A sound of no length.
 pub const SOUND: &str = "UklGRiQAAABXQVZFZm10IBAAAAABAAEAQB8AAEAfAAABAAgAZGF0YQAAAAA=";
 
+fn object_of(properties: Value, required: &[&str]) -> Value {
+    json!({ "type": "object", "properties": properties, "required": required })
+}
+
+/// The tools of the upstream.
+pub fn offered() -> Vec<Tool> {
+    let nothing = || object_of(json!({}), &[]);
+    let text = |name: &str| object_of(json!({ name: { "type": "string" } }), &[name]);
+    let mut tools: Vec<(&str, Value)> = [
+        "test_simple_text",
+        "test_image_content",
+        "test_audio_content",
+        "test_embedded_resource",
+        "test_multiple_content_types",
+        "test_tool_with_progress",
+        "test_error_handling",
+        "test_streaming_elicitation",
+        "test_elicitation_sep1034_defaults",
+        "test_elicitation_sep1330_enums",
+        "test_input_required_result_elicitation",
+        "test_input_required_result_sampling",
+        "test_input_required_result_list_roots",
+        "test_input_required_result_request_state",
+        "test_input_required_result_multiple_inputs",
+        "test_input_required_result_multi_round",
+        "test_input_required_result_tampered_state",
+        "test_input_required_result_capabilities",
+        "test_trigger_tool_change",
+        "test_trigger_prompt_change",
+    ]
+    .map(|name| (name, nothing()))
+    .into();
+    tools.push(("test_sampling", text("prompt")));
+    tools.push(("test_elicitation", text("message")));
+    tools.push(("greet", text("name")));
+    tools.push(("json_schema_2020_12_tool", keywords()));
+    tools.push(("test_custom_headers", mirrored()));
+    tools.into_iter().map(|(name, schema)| described(name, schema)).collect()
+}
+
+/// A tool as an MCP server describes it.
+pub fn described(name: &str, schema: Value) -> Tool {
+    let words = format!("{name}: for the conformance suite");
+    Tool::new(name.to_owned(), words, Arc::new(object(schema)))
+        .with_annotations(ToolAnnotations::new().idempotent(true))
+}
+
+/// A tool of the crib's own, under the upstream's name.
 fn tool(name: &str, schema: Value) -> Definition {
     Definition {
         project: None,
-        name: name.to_owned(),
+        name: format!("{SUITE}.{name}"),
         description: format!("{name}: for the conformance suite"),
         executor: Executor::Mcp,
         input_schema: Json::of_value(&schema),
@@ -30,12 +83,7 @@ fn tool(name: &str, schema: Value) -> Definition {
 }
 
 fn plain(name: &str) -> Definition {
-    tool(name, json!({ "type": "object", "properties": {} }))
-}
-
-fn with_text(name: &str, argument: &str) -> Definition {
-    let properties = json!({ argument: { "type": "string" } });
-    tool(name, json!({ "type": "object", "properties": properties, "required": [argument] }))
+    tool(name, object_of(json!({}), &[]))
 }
 
 fn background(mut definition: Definition) -> Definition {
@@ -48,51 +96,21 @@ fn saying(mut definition: Definition, metadata: Value) -> Definition {
     definition
 }
 
-/// Every fixture.
-pub fn all() -> Vec<Definition> {
-    let mut tools: Vec<Definition> = [
-        "test_simple_text",
-        "test_image_content",
-        "test_audio_content",
-        "test_embedded_resource",
-        "test_multiple_content_types",
-        "test_tool_with_logging",
-        "test_logging_tool",
-        "test_tool_with_progress",
-        "test_error_handling",
-        "test_streaming_elicitation",
-        "test_elicitation_sep1034_defaults",
-        "test_elicitation_sep1330_enums",
-        "test_input_required_result_elicitation",
-        "test_input_required_result_sampling",
-        "test_input_required_result_list_roots",
-        "test_input_required_result_request_state",
-        "test_input_required_result_multiple_inputs",
-        "test_input_required_result_multi_round",
-        "test_input_required_result_tampered_state",
-        "test_input_required_result_capabilities",
-        "test_trigger_tool_change",
-        "test_trigger_prompt_change",
-        "test_tool_with_task",
-    ]
-    .map(plain)
-    .into();
-    tools.push(with_text("test_sampling", "prompt"));
-    tools.push(with_text("test_elicitation", "message"));
-    tools.push(with_text("greet", "name"));
+/// The tools of the crib's own: what MCP has no way to say of an upstream's tools. They are always
+/// tasks, need something of the client, fail as the crib itself does, or log.
+pub fn own() -> Vec<Definition> {
+    let mut tools: Vec<Definition> =
+        ["test_tool_with_logging", "test_logging_tool", "test_tool_with_task"].map(plain).into();
     let sampling = json!({ "client_capabilities": { "sampling": {} } });
     tools.push(saying(plain("test_missing_capability"), sampling));
-    let slow = json!({ "type": "object", "properties": {
-        "seconds": { "type": "number" }, "label": { "type": "string" } } });
-    tools.push(background(tool("slow_compute", slow)));
+    let slow = json!({ "seconds": { "type": "number" }, "label": { "type": "string" } });
+    tools.push(background(tool("slow_compute", object_of(slow, &[]))));
     let only = json!({ "task_support": "required" });
     tools.push(saying(background(plain("failing_job")), only));
     tools.push(background(plain("protocol_error_job")));
-    let file = json!({ "type": "object", "properties": { "filename": { "type": "string" } } });
-    tools.push(background(tool("confirm_delete", file)));
+    let file = json!({ "filename": { "type": "string" } });
+    tools.push(background(tool("confirm_delete", object_of(file, &[]))));
     tools.push(background(plain("multi_input")));
-    tools.push(tool("json_schema_2020_12_tool", keywords()));
-    tools.push(tool("test_custom_headers", mirrored()));
     tools
 }
 
@@ -150,7 +168,7 @@ pub fn roots() -> Value {
 }
 
 /// What a tool asks first; none for those that ask nothing.
-pub fn questions(tool: &str, args: &Value) -> Option<Questions> {
+pub fn questions(tool: &str, args: &Value) -> Option<Map<String, Value>> {
     let name = || json!({ "name": { "type": "string" } });
     let ok = || json!({ "ok": { "type": "boolean" } });
     let given = |key: &str| args[key].as_str().unwrap_or_default();
@@ -201,7 +219,7 @@ pub fn questions(tool: &str, args: &Value) -> Option<Questions> {
         }),
         _ => return None,
     };
-    Some(Questions { asked: object(asked), note: Some("first".to_owned()) })
+    Some(object(asked))
 }
 
 fn defaults() -> Value {

@@ -7,6 +7,7 @@
 mod child;
 mod digest;
 mod measure;
+mod upstream;
 mod utp;
 
 use std::path::PathBuf;
@@ -78,6 +79,17 @@ pub struct HostArgs {
 /// The tool service of the benchmark, until it is killed.
 pub async fn host(args: HostArgs) -> Result<(), Failure> {
     Ok(utp::host(&args.nats).await?)
+}
+
+#[derive(Debug, Args)]
+pub struct UpstreamArgs {
+    #[arg(long)]
+    listen: String,
+}
+
+/// The MCP server behind the measured crib, until it is killed.
+pub async fn upstream(args: UpstreamArgs) -> Result<(), Failure> {
+    Ok(upstream::serve(&args.listen).await?)
 }
 
 /// The comparison server, until it is killed.

@@ -1,5 +1,7 @@
 //! `toolcrib calls`: what was called, and what became of it.
 
+mod answer;
+
 use std::time::{Duration, Instant};
 
 use clap::{Args, Subcommand};
@@ -21,6 +23,7 @@ Examples:
   toolcrib calls events tc_01K…
   toolcrib calls result tc_01K… --pointer /rows --offset 100 --limit 20
   toolcrib calls result tc_01K… --grep 'error|timeout'
+  toolcrib calls answer tc_01K… name=Ada
   toolcrib calls cancel tc_01K… --reason 'no longer wanted'")]
 pub struct CallsArgs {
     #[command(subcommand)]
@@ -51,6 +54,8 @@ enum Verb {
         #[arg(long)]
         reason: Option<String>,
     },
+    /// Answer what a call's tool wants to know before it goes on
+    Answer(answer::AnswerArgs),
     /// Read the result of a call, or a part of it
     Result(ResultArgs),
     /// Show what happened to a call; follows one that has not ended
@@ -114,6 +119,7 @@ pub async fn run(context: &Context, args: CallsArgs) -> Result<(), Failure> {
         Verb::Ls(filters) => list(context, filters).await,
         Verb::Get { id, wait } => get(context, &id, wait).await,
         Verb::Cancel { id, reason } => cancel(context, &id, reason).await,
+        Verb::Answer(args) => answer::run(context, args).await,
         Verb::Result(args) => result(context, args).await,
         Verb::Events { id } => watch::call_events(context, &id).await,
     }

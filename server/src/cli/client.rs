@@ -146,10 +146,19 @@ impl Client {
         last_event_id: Option<&str>,
     ) -> Result<Response, Failure> {
         let mut request = self.request(Method::GET, path)?;
-        request = request.header(header::ACCEPT, "text/event-stream");
         if let Some(id) = last_event_id {
             request = request.header("last-event-id", id);
         }
+        self.opened(request).await
+    }
+
+    /// Opens the stream of events that this request is answered with.
+    pub async fn stream_of(&self, path: &[&str], body: Value) -> Result<Response, Failure> {
+        self.opened(self.request(Method::POST, path)?.json(&body)).await
+    }
+
+    async fn opened(&self, request: reqwest::RequestBuilder) -> Result<Response, Failure> {
+        let request = request.header(header::ACCEPT, "text/event-stream");
         let response = request.send().await.map_err(|error| self.unreachable(&error))?;
         let status = response.status();
         let kind = content_type(&response);

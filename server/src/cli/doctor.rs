@@ -2,6 +2,7 @@
 
 mod checks;
 pub(super) mod disk;
+mod nats;
 mod port;
 
 use clap::Args;
@@ -78,6 +79,7 @@ pub async fn run(context: &Context, args: DoctorArgs) -> Result<(), Failure> {
         let (store, has_keys) = checks::store(config).await;
         findings.push(store);
         findings.push(checks::keys(config, has_keys));
+        findings.push(nats::check(config).await);
         if args.network {
             findings.push(checks::database(config).await);
             findings.push(checks::weather(config).await);

@@ -1,6 +1,10 @@
 //! `toolcrib mcp`: the crib as an MCP server on standard input and output, for clients that start
 //! their servers themselves. It passes messages on to a running server, or is one itself on a data
 //! directory. Standard output belongs to the protocol; everything else goes to standard error.
+//!
+//! With a verb, it is about the MCP servers behind the crib.
+
+mod upstreams;
 
 use std::time::Duration;
 
@@ -27,11 +31,28 @@ Examples:
   toolcrib mcp                                   the server on this machine, or the data directory
   toolcrib mcp --server https://crib.example.com --key tck_…
   toolcrib mcp --data-dir ~/.toolcrib            no server needed
-  toolcrib mcp --catalogue search                three tools in place of many")]
+  toolcrib mcp --catalogue search                three tools in place of many
+  toolcrib mcp --source files                    one MCP server behind the crib, under its own names
+
+MCP servers behind the crib:
+  toolcrib mcp add files -- npx -y @modelcontextprotocol/server-filesystem /srv/files
+  toolcrib mcp add far https://mcp.example.com/mcp --header 'Authorization: Bearer ${TOKEN}'
+  toolcrib mcp add --file ~/.config/client.json   the mcpServers of a desktop client
+  toolcrib mcp ls
+  toolcrib mcp show files
+  toolcrib mcp accept far
+  toolcrib mcp sign-in far                        in a browser, where a server asks for it
+  toolcrib mcp rm files")]
+#[command(args_conflicts_with_subcommands = true)]
 pub struct McpArgs {
+    #[command(subcommand)]
+    verb: Option<upstreams::Verb>,
     /// How the tools are shown: each of them, or three that search, describe and call
     #[arg(long, value_name = "HOW")]
     catalogue: Option<Shown>,
+    /// Only the tools of this MCP server behind the crib, under their own names
+    #[arg(long, value_name = "NAME", conflicts_with = "catalogue")]
+    source: Option<String>,
     #[command(flatten)]
     place: Place,
 }
@@ -44,8 +65,11 @@ enum Shown {
 
 /// Serves until standard input is closed.
 pub async fn run(context: &Context, args: McpArgs) -> Result<(), Failure> {
+    if let Some(verb) = args.verb {
+        return upstreams::run(context, verb, &args.place).await;
+    }
     let named = context.global.server.is_some();
-    if args.place.data_dir.is_some() && !context.server_typed {
+    if args.place.is_named() && !context.server_typed {
         return embedded(context, &args).await;
     }
     // With nothing said: the server of this machine when there is one, else its data.
@@ -73,15 +97,16 @@ async fn embedded(context: &Context, args: &McpArgs) -> Result<(), Failure> {
                 .hint("give it with --key or TOOLCRIB_KEY"));
         }
     };
-    let door = assemble::mcp_door(&config, engine.clone());
+    let door = served.mcp_door(&config);
     let catalogue = args.catalogue.map(|shown| match shown {
         Shown::Full => Catalogue::Full,
         Shown::Search => Catalogue::Search,
     });
     let (input, output) = (tokio::io::stdin(), tokio::io::stdout());
-    let ended = door.serve_pipes(caller, catalogue, input, output).await;
+    let ended = door.serve_pipes(caller, catalogue, args.source.clone(), input, output).await;
     let drain = Duration::from_millis(config.shutdown.drain_ms);
     engine.shut_down(drain).await;
+    served.close().await;
     served.flush(drain).await;
     ended.map_err(|error| Failure::new(exit::FAILURE, "MCP", error.to_string()))
 }
@@ -89,10 +114,11 @@ async fn embedded(context: &Context, args: &McpArgs) -> Result<(), Failure> {
 /// Passes messages between the pipes and a server, as they are.
 async fn bridge(context: &Context, args: &McpArgs) -> Result<(), Failure> {
     let client = context.client()?;
-    let query = match args.catalogue {
-        Some(Shown::Full) => "?catalogue=full",
-        Some(Shown::Search) => "?catalogue=search",
-        None => "",
+    let query = match (args.catalogue, &args.source) {
+        (Some(Shown::Full), _) => "?catalogue=full".to_owned(),
+        (Some(Shown::Search), _) => "?catalogue=search".to_owned(),
+        (None, Some(source)) => format!("/{source}"),
+        (None, None) => String::new(),
     };
     let url = format!("{}/mcp{query}", client.server());
     // The key and the project are what this client sends with everything.

@@ -172,7 +172,7 @@ pub fn plain(text: &str) -> String {
 }
 
 /// The same, but lines stay lines.
-fn paragraph(text: &str) -> String {
+pub fn paragraph(text: &str) -> String {
     text.chars().map(|c| if c == '\n' { c } else { visible(c) }).collect()
 }
 

@@ -1,10 +1,12 @@
 //! `toolcrib tools`: what may be called.
 
-use clap::Args;
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand};
 use serde_json::Value;
 
 use super::Context;
-use super::client::Ask;
+use super::client::{Ask, Client};
 use super::failure::Failure;
 use super::output::{Tone, duration, indented, number, plain, text};
 
@@ -14,8 +16,12 @@ Examples:
   toolcrib tools
   toolcrib tools weather.query
   toolcrib tools --json | jq -r '.tools[].name'
-  toolcrib tools --format openai")]
+  toolcrib tools --format openai
+  toolcrib tools import petstore.yaml --prefix pets")]
+#[command(args_conflicts_with_subcommands = true)]
 pub struct ToolsArgs {
+    #[command(subcommand)]
+    command: Option<ToolsCommand>,
     /// The tool to show with its schema; `ls`, or nothing, lists them all
     name: Option<String>,
     /// All of them as a model API wants them described: openai, openai_responses, anthropic, mcp
@@ -23,8 +29,36 @@ pub struct ToolsArgs {
     format: Option<String>,
 }
 
+#[derive(Debug, Subcommand)]
+enum ToolsCommand {
+    /// Make a tool of every operation of an OpenAPI 3.0 or 3.1 document
+    #[command(after_help = "\
+Examples:
+  toolcrib tools import petstore.yaml --prefix pets --dry-run
+  toolcrib tools import petstore.yaml --prefix pets --api-url https://api.example.com/v1")]
+    Import(ImportArgs),
+}
+
+#[derive(Debug, Args)]
+struct ImportArgs {
+    /// The document, YAML or JSON
+    file: PathBuf,
+    /// Stands before every tool's name, with a dot
+    #[arg(long, value_name = "NAME")]
+    prefix: Option<String>,
+    /// Where the API is, when not where the document says
+    #[arg(long, value_name = "URL")]
+    api_url: Option<String>,
+    /// Only say what would be imported
+    #[arg(long)]
+    dry_run: bool,
+}
+
 pub async fn run(context: &Context, args: ToolsArgs) -> Result<(), Failure> {
     let client = context.client()?;
+    if let Some(ToolsCommand::Import(args)) = args.command {
+        return import(context, &client, &args).await;
+    }
     if let Some(format) = &args.format {
         let ask = Ask::get(&["v1", "tools"]).query("format", Some(format));
         return context.output.value(&client.ask(ask).await?["tools"]);
@@ -39,6 +73,58 @@ pub async fn run(context: &Context, args: ToolsArgs) -> Result<(), Failure> {
             show(context, &tool)
         }
     }
+}
+
+async fn import(context: &Context, client: &Client, args: &ImportArgs) -> Result<(), Failure> {
+    let (output, shown) = (context.output, args.file.display());
+    let text = std::fs::read_to_string(&args.file)
+        .map_err(|error| Failure::usage(format!("cannot read {shown}: {error}")))?;
+    let document = crate::yaml::parse_long(&text)
+        .map_err(|error| Failure::usage(format!("{shown} cannot be read: {error}")))?;
+    let project = match context.global.project.as_deref() {
+        Some(project) => project.to_owned(),
+        None => own_project(client).await?,
+    };
+    let ask = Ask::post(&["projects", &project, "tools", "import"], document)
+        .query("prefix", args.prefix.as_ref())
+        .query("server", args.api_url.as_ref())
+        .query("dry_run", args.dry_run.then_some(true));
+    let answer = client.ask(ask).await?;
+    if output.json {
+        return output.value(&answer);
+    }
+    let list = |name: &str| answer[name].as_array().cloned().unwrap_or_default();
+    let row = |tool: &Value| {
+        let envs = tool["envs"].as_array().into_iter().flatten().filter_map(Value::as_str);
+        vec![
+            text_of(tool, "tool_name"),
+            text_of(tool, "operation"),
+            text_of(tool, "effect"),
+            envs.collect::<Vec<_>>().join(" "),
+        ]
+    };
+    let heads = ["NAME", "OPERATION", "EFFECT", "NEEDS"];
+    output.table(&heads, list("imported").iter().map(row).collect(), "nothing")?;
+    for skipped in list("skipped") {
+        let (operation, reason) = (text_of(&skipped, "operation"), text_of(&skipped, "reason"));
+        output.line(&format!("left out: {}: {}", plain(&operation), plain(&reason)))?;
+    }
+    Ok(())
+}
+
+fn text_of(value: &Value, name: &str) -> String {
+    text(value, name).to_owned()
+}
+
+/// A key is of one project; without one it is the one that is always there.
+async fn own_project(client: &Client) -> Result<String, Failure> {
+    let projects = client.ask(Ask::get(&["projects"])).await?;
+    let ids: Vec<&str> =
+        projects.as_array().into_iter().flatten().map(|p| text(p, "project_id")).collect();
+    Ok(match ids.as_slice() {
+        [only] => (*only).to_owned(),
+        _ => "default".to_owned(),
+    })
 }
 
 fn list(context: &Context, answer: &Value) -> Result<(), Failure> {

@@ -1,9 +1,13 @@
 //! `toolcrib utp serve`: the crib's own tools, for other systems that speak UTP.
 
+mod shelf;
+
 use std::sync::Arc;
+use std::time::Duration;
 
 use clap::{Args, Subcommand};
 use serde_json::json;
+use tokio_util::sync::CancellationToken;
 use toolcrib::call::Status;
 use toolcrib::fault::{Code, Error, Fault};
 use toolcrib::utp::ToolStatus;
@@ -11,8 +15,15 @@ use toolcrib::{Caller, Engine, Invocation};
 
 use super::failure::Failure;
 use super::{Context, Place};
+use crate::telemetry::Otlp;
 use crate::utp::link::Address;
 use crate::utp::{Answer, Host, Job, Link};
+use shelf::Shelf;
+
+/// How long a call is kept here after it ended.
+const KEPT_MS: u64 = 60_000;
+/// How long the last spans are waited for.
+const FLUSH: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -25,10 +36,15 @@ pub(super) struct UtpArgs {
 
 #[derive(Debug, Subcommand)]
 enum UtpCommand {
-    /// Serve the built-in tools to whoever publishes commands for a target
+    /// Serve the built-in tools, and a project's tools that are HTTP APIs, to whoever publishes
+    /// commands for a target
+    ///
+    /// The tools that are HTTP APIs are those of the data directory, in the project that the
+    /// command names; with --project, those of that project, whichever the command names.
     #[command(after_help = "\
 Examples:
-  toolcrib utp serve --target crib --nats nats://127.0.0.1:4222")]
+  toolcrib utp serve --target crib --nats nats://127.0.0.1:4222
+  toolcrib --project shop utp serve --target crib --data-dir /var/lib/toolcrib")]
     Serve(HostArgs),
 }
 
@@ -52,35 +68,59 @@ pub(super) async fn run(context: &Context, args: UtpArgs) -> Result<(), Failure>
     let Some(address) = config.nats.address() else {
         return Err(Failure::usage("name the NATS server: --nats nats://127.0.0.1:4222"));
     };
-    Ok(serve(&config, &address, &args.target).await?)
+    let project = context.global.project.clone();
+    Ok(serve(&config, &address, &args.target, project).await?)
 }
 
 async fn serve(
     config: &crate::config::Config,
     address: &Address,
     target: &str,
+    project: Option<String>,
 ) -> anyhow::Result<()> {
-    let tools = crate::assemble::builtin_tools(config)?;
-    let engine = Engine::builder().tools(tools).limits(config.limits()).start().await?;
+    crate::telemetry::metrics();
+    let otlp = Otlp::start(&config.telemetry).await?;
+    let mut builder = Engine::builder()
+        .tools(crate::assemble::builtin_tools(config)?)
+        .source(Arc::new(crate::assemble::http_tools(config)?))
+        .limits(config.limits())
+        // Whoever asks keeps what came of it; here it is needed for as long as it takes to say so.
+        .retention_ms(KEPT_MS);
+    if let Some(otlp) = &otlp {
+        builder = builder.observer(otlp.clone());
+    }
+    let engine = builder.start().await?;
     let link = Link::connect(address, "toolcrib utp serve").await?;
-    let names: Vec<String> = engine
-        .tools(&Caller::local("default"))
-        .iter()
-        .map(|tool| tool.definition.name.clone())
-        .collect();
-    println!("serving cmd.tool.{target}.*: {}", names.join("  "));
-    let engine = Arc::new(engine);
+    let shelf = Arc::new(Shelf::new(config.clone(), engine, project));
+    println!("serving cmd.tool.{target}.*: {}", shelf.names().await.join("  "));
     let host = Host::over(link).named("tool.toolcrib").any(move |job| {
-        let engine = engine.clone();
-        async move { run_tool(&engine, job).await }
+        let shelf = shelf.clone();
+        async move {
+            match shelf.ready(&job).await {
+                Ok(caller) => run_tool(&shelf.engine, &caller, job).await,
+                Err(error) => refused(&job.tool_name, error),
+            }
+        }
     });
-    // Interrupted by a signal, the command is dropped; what it had is given to another.
-    host.serve(target, std::future::pending()).await
+    let stop = CancellationToken::new();
+    let limit = Duration::from_millis(config.shutdown.drain_ms);
+    let mut serving = std::pin::pin!(host.serve(target, stop.cancelled()));
+    let ended = tokio::select! {
+        ended = &mut serving => ended,
+        () = crate::serve::told_to_stop() => {
+            stop.cancel();
+            // What is not finished by then is given to another.
+            tokio::time::timeout(limit, serving).await.unwrap_or(Ok(()))
+        }
+    };
+    if let Some(otlp) = otlp {
+        let _ = tokio::task::spawn_blocking(move || otlp.stop(FLUSH)).await;
+    }
+    ended
 }
 
 /// Runs a tool of this process for somebody else's call.
-async fn run_tool(engine: &Engine, job: Job) -> Answer {
-    let caller = Caller::local("default");
+async fn run_tool(engine: &Engine, caller: &Caller, job: Job) -> Answer {
     let name = job.tool_name.clone();
     let outcome = async {
         let mut asked = Invocation::new(name.as_str(), &job.args.to_string())
@@ -88,16 +128,12 @@ async fn run_tool(engine: &Engine, job: Job) -> Answer {
         asked.traceparent = Some(job.traceparent.clone());
         let left_ms = job.deadline_ms.map(|at_ms| at_ms.saturating_sub(engine.now_ms()).max(1));
         asked.timeout_ms = left_ms;
-        let ticket = engine.invoke(&caller, asked).await?;
-        engine.finished(&caller, &ticket.call.id).await
+        let ticket = engine.invoke(caller, asked).await?;
+        engine.finished(caller, &ticket.call.id).await
     };
     let call = match outcome.await {
         Ok(call) => call,
-        Err(Error::Refused { fault, .. }) => return Answer::failed(fault),
-        Err(Error::Internal(error)) => {
-            tracing::error!(%error, tool = name, "internal error");
-            return Answer::failed(Fault::new(Code::Internal, "internal error"));
-        }
+        Err(error) => return refused(&name, error),
     };
     let ended = call.outcome.as_ref();
     let data = ended.and_then(|outcome| outcome.data.as_ref()).map(|data| data.value());
@@ -110,6 +146,16 @@ async fn run_tool(engine: &Engine, job: Job) -> Answer {
                 _ => ToolStatus::Failed,
             };
             Answer { status, ..Answer::failed(fault) }
+        }
+    }
+}
+
+fn refused(tool: &str, error: Error) -> Answer {
+    match error {
+        Error::Refused { fault, .. } => Answer::failed(fault),
+        Error::Internal(error) => {
+            tracing::error!(%error, tool, "internal error");
+            Answer::failed(Fault::new(Code::Internal, "internal error"))
         }
     }
 }

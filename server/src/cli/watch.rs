@@ -13,7 +13,7 @@ use super::Context;
 use super::client::Client;
 use super::failure::{Failure, exit};
 use super::output::{Tone, clock, number, plain, text};
-use super::sse::{Message, Parser};
+use crate::sse::{Message, Parser};
 
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);

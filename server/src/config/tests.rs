@@ -34,7 +34,7 @@ fn nothing_given_is_the_defaults() {
     assert_eq!(load("", &[]).unwrap(), Config::default());
     let config = Config::default();
     assert_eq!(config.listen, "127.0.0.1:8080");
-    assert_eq!(config.store_path().unwrap(), Path::new("./toolcrib-data/toolcrib.db"));
+    assert_eq!(config.kept().unwrap().shown(), "./toolcrib-data/toolcrib.db");
     assert_eq!(config.policies().global, ExecutionPolicy::default());
     assert_eq!(config.limits.max_body_bytes, 2_097_152);
 }
@@ -43,7 +43,7 @@ fn nothing_given_is_the_defaults() {
 fn flags_go_before_environment_before_file_before_defaults() {
     let toml = "listen = \"127.0.0.1:1\"\ndata_dir = \"/file\"\n[policy]\nmax_parallel = 7\n";
     let variables = [("TOOLCRIB_LISTEN", "127.0.0.1:2"), ("TOOLCRIB_DATA_DIR", "/env")];
-    let overrides = Overrides { listen: Some("127.0.0.1:3".into()), data_dir: None };
+    let overrides = Overrides { listen: Some("127.0.0.1:3".into()), ..Overrides::default() };
     let config = load_with(toml, &variables, &overrides).unwrap();
     assert_eq!(config.listen, "127.0.0.1:3");
     assert_eq!(config.data_dir, Path::new("/env"));
@@ -184,7 +184,7 @@ fn values_that_make_no_sense_name_their_key() {
         ("listen = \"8080\"", "listen"),
         ("listen = \"127.0.0.1:99999\"", "listen"),
         ("data_dir = \"\"", "data_dir"),
-        ("[store]\nurl = \"postgres://u:secret@h/d\"", "store.url"),
+        ("[store]\nurl = \"mysql://u:secret@h/d\"", "store.url"),
         ("[store]\nurl = \"sqlite:\"", "store.url"),
         ("[log]\nlevel = \"inof\"", "log.level"),
         ("[auth]\ndefault_allow = [\"a b\"]", "auth.default_allow"),
@@ -204,6 +204,16 @@ fn values_that_make_no_sense_name_their_key() {
         ("[webhooks]\nretry_schedule_ms = [0]", "webhooks.retry_schedule_ms"),
         ("[webhooks]\njitter = 1.5", "webhooks.jitter"),
         ("[webhooks]\nmax_parallel = 0", "webhooks.max_parallel"),
+        ("[llm]\nbase_url = \"ftp://x\"", "llm.base_url"),
+        ("[llm]\nbase_url = \"https://u:secret@h/v1\"", "llm.base_url"),
+        ("[llm]\napi_key_env = \"sk-secret\"", "llm.api_key_env"),
+        ("[llm]\nmodel = \"\"", "llm.model"),
+        ("[llm]\ntimeout_ms = 0", "llm.timeout_ms"),
+        ("[llm]\nmax_answer_bytes = 0", "llm.max_answer_bytes"),
+        ("[llm]\nsummary_model = \"none\"", "llm.summary_model"),
+        ("[llm.models.demo]\nmodel = \"x\"", "llm.models.demo"),
+        ("[llm.models.a]\nbase_url = \"secret\"", "llm.models.a.base_url"),
+        ("[llm.models.a]\nmax_tokens = 0", "llm.models.a.max_tokens"),
         ("[builtin.weather]\nforecast_url = \"ftp://x\"", "builtin.weather.forecast_url"),
         ("[builtin.database]\nurl = \"mysql://u:secret@h\"", "builtin.database.url"),
     ] {
@@ -211,7 +221,7 @@ fn values_that_make_no_sense_name_their_key() {
         assert!(said.starts_with(&format!("{key}: ")), "{said}");
         assert!(!said.contains("secret"), "{said}");
     }
-    assert!(refused("[store]\nurl = \"postgres://h\"", &[]).contains("SQLite only"));
+    assert!(refused("[store]\nurl = \"mysql://h\"", &[]).contains("postgres://"));
 }
 
 #[test]
@@ -223,7 +233,10 @@ fn addresses_and_filters_that_are_fine() {
         assert!(load(&format!("[log]\nlevel = \"{level}\""), &[]).is_ok(), "{level}");
     }
     let config = load("[store]\nurl = \"sqlite:///var/x.db\"", &[]).unwrap();
-    assert_eq!(config.store_path().unwrap(), Path::new("/var/x.db"));
+    assert_eq!(config.kept().unwrap().shown(), "/var/x.db");
+    let config = load("[store]\nurl = \"postgres://u:secret@h/x\"", &[]).unwrap();
+    assert_eq!(config.kept().unwrap().shown(), "postgres://h/x");
+    assert!(!format!("{config:?}").contains("secret"), "passwords are not printed");
 }
 
 /// The documentation is the doc comments, so none may be missing.
@@ -239,4 +252,60 @@ fn every_setting_is_described() {
         }
     }
     look(layers::schema(), "");
+}
+
+#[test]
+fn mcp_servers_are_read_and_checked() {
+    let text = r#"
+        [[mcp]]
+        name = "files"
+        command = "npx"
+        args = ["-y", "@modelcontextprotocol/server-filesystem", "/srv/files"]
+        pin = true
+
+        [[mcp]]
+        name = "far"
+        url = "https://mcp.example.com/mcp"
+        headers = { Authorization = "Bearer ${FAR_TOKEN}" }
+        risk = "high"
+        tools.delete_all = { enabled = false }
+    "#;
+    let config = load(text, &[]).unwrap();
+    assert_eq!(config.mcp.len(), 2);
+    assert!(config.mcp[0].pin);
+    assert_eq!(config.mcp[1].risk, Some(toolcrib::Risk::High));
+    assert_eq!(config.mcp[1].tools["delete_all"].enabled, Some(false));
+    for (text, key) in [
+        ("[[mcp]]\nname = 'a'", "mcp.a.command"),
+        ("[[mcp]]\nname = 'a.b'\nurl = 'http://x/'", "mcp.a.b.name"),
+        ("[[mcp]]\nname = 'a'\ncolour = 'blue'\nurl = 'http://x/'", "colour"),
+        ("[[mcp]]\nname = 'a'\nurl = 'http://x/'\nrisk = 'huge'", "risk"),
+    ] {
+        let error = refused(text, &[]);
+        assert!(error.contains(key), "{error}");
+    }
+}
+
+#[test]
+fn models_are_configured_by_the_environment_too() {
+    let config = load(
+        "[llm.models.small]\nmodel = \"small-1\"",
+        &[
+            ("TOOLCRIB_LLM__BASE_URL", "http://127.0.0.1:9/v1/"),
+            ("TOOLCRIB_LLM__MODEL", "large"),
+            ("TOOLCRIB_LLM__MODELS__CLAUDE__KIND", "anthropic"),
+        ],
+    )
+    .unwrap();
+    let endpoint = config.llm.endpoint().unwrap();
+    assert_eq!(endpoint.base_url, "http://127.0.0.1:9/v1");
+    assert_eq!(endpoint.key.variable.as_deref(), Some("OPENAI_API_KEY"));
+    let named: Vec<_> = config.llm.named().collect();
+    let (name, model, claude) = &named[0];
+    assert_eq!((name.as_str(), model.as_str()), ("claude", "claude"));
+    assert_eq!(claude.base_url, "https://api.anthropic.com/v1", "not the address of another kind");
+    assert_eq!(claude.key.variable.as_deref(), Some("ANTHROPIC_API_KEY"));
+    let (name, model, small) = &named[1];
+    assert_eq!((name.as_str(), model.as_str()), ("small", "small-1"));
+    assert_eq!(small.base_url, endpoint.base_url);
 }

@@ -17,7 +17,7 @@ impl Config {
     /// Checks what types alone cannot say.
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.check_listen()?;
-        self.store_path()?;
+        self.kept()?;
         if self.data_dir.as_os_str().is_empty() {
             return Err(ConfigError::invalid("data_dir", "must name a directory"));
         }
@@ -36,6 +36,9 @@ impl Config {
             return Err(ConfigError::invalid("retention.finished_calls_days", why));
         }
         self.check_nats()?;
+        self.check_mcp()?;
+        self.llm.validate()?;
+        self.check_http()?;
         self.telemetry.validate()?;
         self.check_builtin()
     }
@@ -54,6 +57,17 @@ impl Config {
             return Err(ConfigError::invalid("nats.version", "must be a word such as v1r3"));
         }
         Ok(())
+    }
+
+    fn check_http(&self) -> Result<(), ConfigError> {
+        let http = &self.http;
+        for pattern in &http.allow_envs {
+            check_pattern(pattern).map_err(|why| ConfigError::invalid("http.allow_envs", why))?;
+        }
+        crate::sources::http::HttpTools::new(http.clone()).map(|_| ()).map_err(|why| {
+            let (field, why) = why.split_once(": ").unwrap_or(("hosts", why.as_str()));
+            ConfigError::invalid(&format!("http.{field}"), why)
+        })
     }
 
     fn check_listen(&self) -> Result<(), ConfigError> {
@@ -128,6 +142,7 @@ impl Config {
             ("telemetry.metrics_interval_ms", self.telemetry.metrics_interval_ms),
             ("builtin.database.timeout_ms", self.builtin.database.timeout_ms),
             ("builtin.weather.timeout_ms", self.builtin.weather.timeout_ms),
+            ("http.timeout_ms", self.http.timeout_ms),
         ];
         for (key, time) in times {
             if !(1..=DAY_MS).contains(&time) {
@@ -148,6 +163,7 @@ impl Config {
             ("limits.max_batch_entries", limits.max_batch_entries),
             ("limits.max_batch_parallel", limits.max_batch_parallel),
             ("limits.max_batch_bytes", limits.max_batch_bytes),
+            ("limits.max_open_runs", limits.max_open_runs),
             ("limits.max_body_bytes", limits.max_body_bytes),
             ("limits.max_connections", limits.max_connections),
             ("doors.mcp.catalogue_over", self.doors.mcp.catalogue_over),
@@ -157,6 +173,7 @@ impl Config {
             ("ingress.window", self.ingress.window as usize),
             ("builtin.database.max_rows", self.builtin.database.max_rows),
             ("builtin.database.max_bytes", self.builtin.database.max_bytes),
+            ("http.max_response_bytes", self.http.max_response_bytes),
         ];
         for (key, count) in counts {
             if count == 0 {

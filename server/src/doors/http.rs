@@ -4,6 +4,8 @@ mod answer;
 mod docs;
 mod health;
 mod internal;
+mod oauth;
+mod openai;
 mod projects;
 mod question;
 mod v1;
@@ -27,6 +29,7 @@ pub use answer::{Problem, refusal};
 use answer::{problem, problem_as};
 use docs::Security;
 pub use docs::errors_page;
+pub use v1::{Returned, SourceBody, SourceChange, SourceOauth, SourceSkipped, Sources};
 
 /// What the door needs to know.
 #[derive(Clone)]
@@ -34,6 +37,8 @@ pub struct Door {
     pub engine: Engine,
     pub settings: Arc<Settings>,
     pub metrics: Option<PrometheusHandle>,
+    /// Who keeps the sources of tools, where somebody does.
+    pub sources: Option<Arc<dyn Sources>>,
 }
 
 impl Door {
@@ -77,6 +82,8 @@ impl Default for Settings {
     ),
     tags(
         (name = "agents", description = "Calling tools"),
+        (name = "models", description = "OpenAI's API, with the crib's tools behind it"),
+        (name = "runs", description = "Conversations with a model, kept and driven here"),
         (name = "providers", description = "Offering tools and executing calls"),
         (name = "operators", description = "Keys, rules, health")
     ),
@@ -87,14 +94,16 @@ struct Api;
 fn routes() -> OpenApiRouter<Door> {
     OpenApiRouter::with_openapi(Api::openapi())
         .merge(v1::routes())
+        .merge(openai::routes())
         .merge(internal::routes())
         .merge(projects::routes())
         .merge(health::routes())
+        .merge(oauth::routes())
 }
 
 /// The OpenAPI document, as JSON text.
 pub fn openapi_json() -> String {
-    let document = routes().split_for_parts().1;
+    let document = docs::distinct(routes().split_for_parts().1);
     let mut text = document.to_pretty_json().unwrap_or_default();
     text.push('\n');
     text
@@ -102,10 +111,10 @@ pub fn openapi_json() -> String {
 
 /// The whole door.
 pub fn router(door: Door) -> Router {
-    let (router, document) = routes().split_for_parts();
+    let (router, _) = routes().split_for_parts();
     router
         .with_state(door)
-        .merge(docs::pages(document))
+        .merge(docs::pages())
         .fallback(unknown_path)
         .method_not_allowed_fallback(wrong_method)
         // Bodies are read and limited by `question::Body`, which answers in our own words.

@@ -26,7 +26,7 @@ use toolcrib::{Caller, Engine};
 
 pub use catalogue::Catalogue;
 pub use http::router;
-pub use shelf::{Changed, Shelf};
+pub use shelf::{Change, Changed, Changes, Shelf};
 
 use server::{Server, Shared, View};
 
@@ -108,11 +108,13 @@ impl Door {
         Server { shared: self.shared.clone(), view, session: Arc::default() }
     }
 
-    /// Serves one client over these pipes, until they are closed.
+    /// Serves one client over these pipes, until they are closed. It sees every tool, or those of
+    /// one source under their own names.
     pub async fn serve_pipes<R, W>(
         &self,
         caller: Caller,
         catalogue: Option<Catalogue>,
+        source: Option<String>,
         input: R,
         output: W,
     ) -> Result<(), Box<dyn std::error::Error + Send + Sync>>
@@ -120,7 +122,8 @@ impl Door {
         R: tokio::io::AsyncRead + Send + Unpin + 'static,
         W: tokio::io::AsyncWrite + Send + Unpin + 'static,
     {
-        let server = self.server(View { caller, standing: None, catalogue });
+        let server =
+            self.server(View { caller, standing: None, catalogue, source: source.map(Into::into) });
         let running = rmcp::serve_server(server, (input, output)).await?;
         running.waiting().await?;
         Ok(())

@@ -87,34 +87,39 @@ async fn answer_all(engine: Engine, link: Link, component: &'static str) {
 
 async fn answer(engine: &Engine, link: &Link, request: Message) {
     let answered = match subject::parse(&request.subject) {
-        Some(parts) => route(engine, &parts, &request).await,
+        Some(parts) => route(engine, link, &parts, &request).await,
         None => Err(Error::refused(Code::BadRequest, "this is no subject of ours")),
     };
-    let body = answered.unwrap_or_else(|error| wire::refusal(&error));
+    let refused = |error| wire::refusal(&error).to_string().into_bytes();
+    let mut bytes = answered.unwrap_or_else(refused);
     let Some(reply) = request.reply else { return };
-    let mut bytes = body.to_string().into_bytes();
     // What the broker would not carry would never arrive.
     let limit = link.client().max_payload();
     if limit > 0 && bytes.len() > limit {
         let message = format!("the answer is over NATS's limit of {limit} bytes; ask over HTTP");
-        let error = Error::refused(Code::PayloadTooLarge, message);
-        bytes = wire::refusal(&error).to_string().into_bytes();
+        bytes = refused(Error::refused(Code::PayloadTooLarge, message));
     }
     if let Err(error) = link.client().publish(reply, bytes.into()).await {
         tracing::debug!(%error, "an answer was not sent");
     }
 }
 
-async fn route(engine: &Engine, parts: &Subject<'_>, request: &Message) -> Result<Value, Error> {
+async fn route(
+    engine: &Engine,
+    link: &Link,
+    parts: &Subject<'_>,
+    request: &Message,
+) -> Result<Vec<u8>, Error> {
     match parts.component {
         "sys" => {
             let sender = sender(request);
             let caller = caller(engine, parts.project, &sender, Role::Provider);
-            sys::answer(engine, &caller, parts, request, &sender).await
+            sys::answer(engine, link, &caller, parts, request, &sender).await
         }
         _ => {
             let caller = caller(engine, parts.project, parts.target, Role::Agent);
-            agent::answer(engine, &caller, parts, request).await
+            let answer = agent::answer(engine, &caller, parts, request).await?;
+            Ok(answer.to_string().into_bytes())
         }
     }
 }
@@ -187,12 +192,9 @@ async fn publish_some(engine: &Engine, link: &Link) -> anyhow::Result<usize> {
         if letter.expires_ms <= now_ms {
             return Some(letter.id.clone());
         }
-        let mut headers = wire::headers(link.version(), "dict", "");
-        for (name, value) in &letter.headers {
-            headers.insert(name.as_str(), value.as_str());
-        }
+        let (headers, payload) = wire::letter(link.version(), letter);
         let subject = format!("cg.{}.{}", link.version(), letter.subject);
-        let payload = letter.payload.to_string().into_bytes();
+        let payload = payload.to_string().into_bytes();
         match link.publish(subject, headers, payload, &letter.id).await {
             Ok(()) => Some(letter.id.clone()),
             Err(error) => {

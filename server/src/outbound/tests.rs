@@ -206,3 +206,20 @@ async fn a_name_that_changes_its_answer_gains_nothing() {
     assert_eq!(asked.load(Ordering::SeqCst), 3);
     assert_eq!(came.load(Ordering::SeqCst), 0);
 }
+
+#[test]
+fn both_forms_of_retry_after() {
+    let given = |text: &str| {
+        let mut headers = HeaderMap::new();
+        headers.insert(RETRY_AFTER, text.parse().unwrap());
+        retry_after_ms(&headers)
+    };
+    assert_eq!(given("120"), Some(120_000));
+    assert_eq!(given(" 0 "), Some(0));
+    assert_eq!(given("-1"), None);
+    assert_eq!(given("soon"), None);
+    assert_eq!(given("Sun, 06 Nov 1994 08:49:37 GMT"), None, "long ago");
+    let later = given("Fri, 06 Nov 2093 08:49:37 GMT").unwrap();
+    assert!(later > 86_400_000, "{later}");
+    assert_eq!(retry_after_ms(&HeaderMap::new()), None);
+}

@@ -16,6 +16,11 @@ const COUNTERS: Names = &[
     ("toolcrib_idempotent_replays_total", "Requests answered with the call of an earlier one"),
     ("toolcrib_policy_decisions_total", "Decisions on whether an agent may call a tool"),
     ("toolcrib_reconciled_calls_total", "Calls found open and taken up after a start"),
+    ("toolcrib_runs_total", "Runs that came to an end, by status"),
+    ("toolcrib_model_requests_total", "Requests to language models, by outcome"),
+    ("toolcrib_model_tokens_total", "Tokens of language models, of prompts and of completions"),
+    ("toolcrib_upstream_calls_total", "Attempts at MCP servers behind the crib, by outcome"),
+    ("toolcrib_upstream_restarts_total", "How often MCP servers had to be connected to again"),
     ("toolcrib_otlp_spans_total", "Spans sent by OTLP, not taken by the endpoint, or dropped"),
 ];
 
@@ -23,7 +28,9 @@ const GAUGES: Names = &[
     ("toolcrib_tool_calls_open", "Calls that have not ended, by what they are doing"),
     ("toolcrib_tool_calls_waiting", "Calls that wait for a free place"),
     ("toolcrib_oldest_open_call_age_seconds", "How long the oldest open call has been open"),
+    ("toolcrib_runs_open", "Runs that are not over"),
     ("toolcrib_clients_connected", "Open connections of clients that execute tools"),
+    ("toolcrib_upstreams", "MCP servers behind the crib, by state"),
     ("toolcrib_store_size_bytes", "Size of the database and its log"),
     ("toolcrib_build_info", "Always 1; the version is a label"),
 ];
@@ -74,6 +81,19 @@ fn start_metrics() -> Option<PrometheusHandle> {
     for outcome in ["sent", "failed", "dropped"] {
         metrics::counter!("toolcrib_otlp_spans_total", "outcome" => outcome).increment(0);
     }
+    for status in ["SUCCEEDED", "FAILED", "CANCELED"] {
+        metrics::counter!("toolcrib_runs_total", "status" => status).increment(0);
+    }
+    for outcome in ["ok", "again", "failed"] {
+        metrics::counter!("toolcrib_model_requests_total", "outcome" => outcome).increment(0);
+    }
+    for kind in ["prompt", "completion"] {
+        metrics::counter!("toolcrib_model_tokens_total", "kind" => kind).increment(0);
+    }
+    for outcome in ["ok", "failed", "asked", "task"] {
+        metrics::counter!("toolcrib_upstream_calls_total", "outcome" => outcome).increment(0);
+    }
+    metrics::counter!("toolcrib_upstream_restarts_total").increment(0);
     metrics::counter!("toolcrib_idempotent_replays_total").increment(0);
     metrics::counter!("toolcrib_reconciled_calls_total").increment(0);
     Some(handle)

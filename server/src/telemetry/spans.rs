@@ -5,6 +5,8 @@
 //! same for a call that outlived its request or the process. Arguments and results are not part of
 //! it, and neither are the messages of faults, which may quote them: only sizes and codes are.
 
+use std::cell::RefCell;
+use std::collections::VecDeque;
 use std::sync::LazyLock;
 use std::time::{Duration, SystemTime};
 
@@ -53,7 +55,8 @@ impl Observer for Otlp {
         let call = ended.call;
         if let (Some(duration), Some(outcome)) = (&self.duration, &call.outcome) {
             let error = outcome.error.as_ref().map(|fault| fault.code);
-            duration.record(outcome.metrics.latency_ms as f64 / 1_000.0, &measured(call, error));
+            let seconds = outcome.metrics.latency_ms as f64 / 1_000.0;
+            measured(call, error, |attributes| duration.record(seconds, attributes));
         }
         if !self.samples(&ended.ids) {
             return;
@@ -73,15 +76,52 @@ impl Observer for Otlp {
     }
 }
 
-/// Agents and tools, never ids: the attributes of a metric must stay few.
-fn measured(call: &Call, error: Option<Code>) -> Vec<KeyValue> {
-    let mut attributes = vec![
-        KeyValue::new("gen_ai.tool.name", call.tool_name.clone()),
-        KeyValue::new("gen_ai.tool.type", tool_type(call.target.executor)),
-        KeyValue::new("gen_ai.agent.name", call.asked.agent.clone()),
-    ];
-    attributes.extend(error.map(|code| KeyValue::new("error.type", code.as_str())));
-    attributes
+/// What a thread has measured lately: every call has attributes, and few are new.
+struct Lately {
+    tool_name: String,
+    agent: String,
+    executor: Executor,
+    error: Option<Code>,
+    attributes: Vec<KeyValue>,
+}
+
+/// How many of them a thread keeps.
+const LATELY: usize = 16;
+
+impl Lately {
+    /// Agents and tools, never ids: the attributes of a metric must stay few.
+    fn of(call: &Call, error: Option<Code>) -> Self {
+        let (tool_name, agent) = (call.tool_name.clone(), call.asked.agent.clone());
+        let executor = call.target.executor;
+        let mut attributes = vec![
+            KeyValue::new("gen_ai.tool.name", tool_name.clone()),
+            KeyValue::new("gen_ai.tool.type", tool_type(executor)),
+            KeyValue::new("gen_ai.agent.name", agent.clone()),
+        ];
+        attributes.extend(error.map(|code| KeyValue::new("error.type", code.as_str())));
+        Self { tool_name, agent, executor, error, attributes }
+    }
+
+    fn is_of(&self, call: &Call, error: Option<Code>) -> bool {
+        (self.executor, self.error) == (call.target.executor, error)
+            && self.tool_name == call.tool_name
+            && self.agent == call.asked.agent
+    }
+}
+
+fn measured(call: &Call, error: Option<Code>, record: impl FnOnce(&[KeyValue])) {
+    thread_local! {
+        static LATELY_MEASURED: RefCell<VecDeque<Lately>> = const { RefCell::new(VecDeque::new()) };
+    }
+    LATELY_MEASURED.with_borrow_mut(|lately| {
+        if let Some(known) = lately.iter().find(|known| known.is_of(call, error)) {
+            return record(&known.attributes);
+        }
+        let new = Lately::of(call, error);
+        record(&new.attributes);
+        lately.truncate(LATELY - 1);
+        lately.push_front(new);
+    });
 }
 
 /// `function` is executed on a client's side, `extension` on ours.

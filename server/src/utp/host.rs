@@ -20,8 +20,11 @@
 //! by a process that died is begun again only where twice is as good as once. What can neither be
 //! executed nor answered becomes a dead letter.
 
+mod ahead;
+mod bundle;
 mod command;
 mod crib;
+mod together;
 
 use std::collections::{HashMap, HashSet};
 use std::future::Future;
@@ -43,13 +46,17 @@ use toolcrib::utp::card::{error_of, mirrored};
 
 use super::DEFAULT_VERSION;
 use super::link::{Address, Link};
+use ahead::Ahead;
 use command::{Command, Trouble};
-use crib::{Crib, Told};
+use crib::{Asked, Crib, Told};
+use together::Asker;
 
 /// How long the broker waits for an acknowledgement before it gives a command to another.
 const ACK_WAIT: Duration = Duration::from_secs(30);
 /// When a command that could not be answered is given again.
 const GIVE_AGAIN: Duration = Duration::from_secs(2);
+/// A tool that is faster than this is not said to have begun.
+const SAY_AFTER: Duration = Duration::from_millis(20);
 /// Commands that are executed at once, unless said.
 const AT_ONCE: usize = 64;
 
@@ -178,8 +185,10 @@ impl Host {
         if !toolcrib::utp::is_token(target) {
             anyhow::bail!("\"{target}\" cannot be part of a NATS subject");
         }
+        let asker = Asker { link: self.link.clone(), name: self.name.clone() };
         let serving = Arc::new(Serving {
-            crib: Crib::new(self.link.clone(), &self.name),
+            ahead: Ahead::new(asker.clone(), target),
+            crib: Crib::new(asker),
             tools: self.tools,
             any: self.any,
             running: Mutex::default(),
@@ -244,9 +253,28 @@ async fn take(
         .heartbeat(Duration::from_secs(5))
         .messages()
         .await?;
-    while let Some(message) = commands.next().await {
+    let mut cards = link.client().subscribe(serving.ahead.inbox.clone()).await?;
+    loop {
+        // Cards first: what was sent before a command is there when the command is looked at.
+        let message = tokio::select! {
+            biased;
+            Some(sent) = cards.next() => {
+                serving.ahead.keep(&sent);
+                continue;
+            }
+            message = commands.next() => message,
+        };
+        let Some(message) = message else { return Ok(()) };
         let message = message?;
-        let place = places.clone().acquire_owned().await?;
+        let waiting = places.clone().acquire_owned();
+        let mut waiting = std::pin::pin!(waiting);
+        let place = loop {
+            tokio::select! {
+                biased;
+                place = &mut waiting => break place?,
+                Some(sent) = cards.next() => serving.ahead.keep(&sent),
+            }
+        };
         let serving = serving.clone();
         tasks.spawn(async move {
             tokio::select! {
@@ -256,10 +284,10 @@ async fn take(
             drop(place);
         });
     }
-    Ok(())
 }
 
 struct Serving {
+    ahead: Arc<Ahead>,
     crib: Crib,
     tools: HashMap<String, Run>,
     any: Option<Run>,
@@ -312,18 +340,22 @@ impl Serving {
 
     async fn work(&self, command: &Command, deliveries: i64) -> Told {
         let prepared = match command.check() {
-            Ok(()) => self.crib.arguments(command).await,
+            Ok(()) => self.arguments(command, deliveries).await,
             Err(trouble) => Err(trouble),
         };
         let (answer, meta) = match prepared {
-            Ok((tool_name, args, meta)) => {
+            Ok(Asked { tool_name, args, meta, ended, looked }) => {
                 let again = deliveries > 1 && !self.was_returned(command, deliveries);
                 if again && let Some(told) = self.crib.report_known(command).await {
                     return told;
                 }
-                let answer = match again && command.is_irreversible() {
-                    true => Answer::failed(unknown_outcome(&tool_name)),
-                    false => self.run(command, &tool_name, args).await,
+                let answer = match (ended, again && command.is_irreversible()) {
+                    (true, _) => not_begun(&tool_name),
+                    (false, true) => Answer::failed(unknown_outcome(&tool_name)),
+                    (false, false) => {
+                        let running = self.run(command, &tool_name, args);
+                        if looked { running.await } else { self.say_soon(command, running).await }
+                    }
                 };
                 (answer, meta)
             }
@@ -334,6 +366,29 @@ impl Serving {
             Err(Trouble::Wrong(answer)) => (*answer, Value::Null),
         };
         self.crib.report(command, answer, &meta).await
+    }
+
+    /// What is to be done: as it was sent beforehand, or as the crib says when it is asked.
+    async fn arguments(&self, command: &Command, deliveries: i64) -> Result<Asked, Trouble> {
+        self.ahead.follow(&Crib::place(command));
+        let card_id = command.card_id.as_deref().unwrap_or_default();
+        match self.ahead.take(card_id).filter(|_| deliveries == 1) {
+            Some(card) => Crib::asked(command, card, false),
+            None => self.crib.arguments(command).await,
+        }
+    }
+
+    /// The crib learns that a call has been taken when its card is asked for: for what takes longer
+    /// that is done while it runs.
+    async fn say_soon<T>(&self, command: &Command, running: impl Future<Output = T>) -> T {
+        let mut running = std::pin::pin!(running);
+        tokio::select! {
+            done = &mut running => done,
+            () = tokio::time::sleep(SAY_AFTER) => {
+                let (done, _) = tokio::join!(running, self.crib.look(command));
+                done
+            }
+        }
     }
 
     /// Whether this process had it last, and gave it back without having begun.
@@ -376,6 +431,13 @@ fn unknown_outcome(tool_name: &str) -> Fault {
          not begun again"
     );
     Fault::new(Code::OutcomeUnknown, message)
+}
+
+/// Nobody waits for it: it ran out of time, or was canceled. To do it now would surprise everybody.
+fn not_begun(tool_name: &str) -> Answer {
+    let message = format!("{tool_name} was not begun: its call has ended");
+    let fault = Fault::new(Code::Canceled, message).not_happened();
+    Answer { status: ToolStatus::Canceled, ..Answer::failed(fault) }
 }
 
 async fn finish(message: &Message, kind: AckKind) {

@@ -11,9 +11,12 @@ use async_nats::jetstream::{self, message::PublishMessage};
 use async_nats::{Client, ConnectOptions, HeaderMap};
 use tokio::sync::Notify;
 
+use super::follow::Followers;
+
 /// How long a publish may take before it is tried again.
 const ACK_PATIENCE: Duration = Duration::from_secs(5);
-const DAY: Duration = Duration::from_secs(86_400);
+/// How long commands are kept.
+pub const DAY: Duration = Duration::from_secs(86_400);
 
 /// Why something was not published.
 #[derive(Debug, thiserror::Error)]
@@ -38,6 +41,7 @@ pub struct Link {
     version: Arc<str>,
     came_up: Arc<Notify>,
     streams_known: Arc<AtomicBool>,
+    followers: Arc<Followers>,
 }
 
 impl Link {
@@ -79,7 +83,8 @@ impl Link {
         let mut jetstream = jetstream::new(client.clone());
         jetstream.set_timeout(ACK_PATIENCE);
         let version = address.version.as_str().into();
-        Ok(Self { client, jetstream, version, came_up, streams_known })
+        let followers = Arc::default();
+        Ok(Self { client, jetstream, version, came_up, streams_known, followers })
     }
 
     /// The connection itself.
@@ -105,6 +110,16 @@ impl Link {
         }
     }
 
+    /// Who is sent cards beforehand.
+    pub fn followers(&self) -> &Followers {
+        &self.followers
+    }
+
+    /// The streams have to be looked for again.
+    pub fn forget_streams(&self) {
+        self.streams_known.store(false, Ordering::Release);
+    }
+
     /// The name of the stream of commands.
     pub fn command_stream(&self) -> String {
         format!("cg_cmd_{}", self.version)
@@ -121,17 +136,7 @@ impl Link {
             (format!("cg_evt_{version}"), format!("cg.{version}.*.*.evt.*.*.>"), 7 * DAY),
         ];
         for (name, subject, max_age) in streams {
-            let config = StreamConfig {
-                name,
-                subjects: vec![subject],
-                retention: RetentionPolicy::Limits,
-                storage: StorageType::File,
-                num_replicas: 1,
-                max_age,
-                duplicate_window: Duration::from_secs(120),
-                ..StreamConfig::default()
-            };
-            let made = self.jetstream.get_or_create_stream(config).await;
+            let made = self.jetstream.get_or_create_stream(stream(name, subject, max_age)).await;
             made.map_err(|error| NotPublished(format!("no stream: {error}")))?;
         }
         self.streams_known.store(true, Ordering::Release);
@@ -162,10 +167,24 @@ impl Link {
         match tokio::time::timeout(ACK_PATIENCE, sent).await {
             Ok(Ok(_)) => Ok(()),
             Ok(Err(why)) => {
-                self.streams_known.store(false, Ordering::Release);
+                self.forget_streams();
                 Err(NotPublished(why))
             }
             Err(_) => Err(NotPublished("the broker did not answer".to_owned())),
         }
+    }
+}
+
+/// The settings of our streams.
+pub fn stream(name: String, subject: String, max_age: Duration) -> StreamConfig {
+    StreamConfig {
+        name,
+        subjects: vec![subject],
+        retention: RetentionPolicy::Limits,
+        storage: StorageType::File,
+        num_replicas: 1,
+        max_age,
+        duplicate_window: Duration::from_secs(120),
+        ..StreamConfig::default()
     }
 }

@@ -1,17 +1,18 @@
 //! Reading reports, from whichever door they come, and keeping those that cannot be taken.
 
-use serde_json::{Map, Value};
+use serde_json::Value;
 use toolcrib::engine::{Ingested, Rejected, ToolReport, Unreadable};
 use toolcrib::fault::{Code, Error, Fault};
 use toolcrib::json::check_depth;
 use toolcrib::{Caller, Engine};
 
+use super::wire::Headers;
+
 /// A report as it came.
 pub struct Incoming<'a> {
     /// The subject, or the path.
     pub subject: &'a str,
-    /// Names in lower case.
-    pub headers: Map<String, Value>,
+    pub headers: Headers<'a>,
     pub body: &'a [u8],
 }
 
@@ -21,7 +22,7 @@ pub async fn take(
     caller: &Caller,
     incoming: Incoming<'_>,
 ) -> Result<Ingested, Error> {
-    let rejected = match read(engine, &incoming) {
+    let rejected = match read(engine, &caller.project, &incoming) {
         Ok(report) => match engine.ingest(caller, report).await {
             Ok(ingested) => return Ok(ingested),
             Err(rejected) => rejected,
@@ -35,7 +36,7 @@ pub async fn take(
             reason: reason.to_owned(),
             message: message_of(&error),
             subject: incoming.subject.to_owned(),
-            headers: incoming.headers,
+            headers: incoming.headers.map(),
             payload: String::from_utf8_lossy(incoming.body).into_owned(),
         };
         engine.bury(&caller.project, letter).await?;
@@ -49,7 +50,7 @@ pub async fn take_again(
     caller: &Caller,
     incoming: &Incoming<'_>,
 ) -> Result<Ingested, Error> {
-    let report = read(engine, incoming).map_err(|rejected| rejected.error)?;
+    let report = read(engine, &caller.project, incoming).map_err(|rejected| rejected.error)?;
     engine.ingest(caller, report).await.map_err(|rejected| rejected.error)
 }
 
@@ -66,7 +67,7 @@ fn malformed(message: impl Into<String>) -> Rejected {
 }
 
 /// The fields of a report: of the payload, or where it has none of the headers.
-fn read(engine: &Engine, incoming: &Incoming<'_>) -> Result<ToolReport, Rejected> {
+fn read(engine: &Engine, project: &str, incoming: &Incoming<'_>) -> Result<ToolReport, Rejected> {
     let limit = engine.limits().max_result_bytes + 16_384;
     if incoming.body.len() > limit {
         let message = format!("the report is over the limit of {limit} bytes");
@@ -75,10 +76,16 @@ fn read(engine: &Engine, incoming: &Incoming<'_>) -> Result<ToolReport, Rejected
     }
     let unreadable = |why: String| malformed(format!("the report is not JSON: {why}"));
     check_depth(incoming.body).map_err(|error| unreadable(error.to_string()))?;
-    let body: Value =
+    let mut body: Value =
         serde_json::from_slice(incoming.body).map_err(|error| unreadable(error.to_string()))?;
-    let Value::Object(fields) = &body else { return Err(malformed("a report is an object")) };
-    let header = |name: &str| incoming.headers.get(name).and_then(Value::as_str);
+    let Value::Object(fields) = &mut body else { return Err(malformed("a report is an object")) };
+    // Taken, not copied: it is most of the report.
+    let card = fields.get_mut("card").filter(|card| card.is_object()).map(Value::take);
+    let fields = &*fields;
+    let header = |name: &str| incoming.headers.get(name);
+    if header("cg-project-id").is_some_and(|given| given != project) {
+        return Err(malformed("CG-Project-Id is not the project that is reported to"));
+    }
     let field = |name: &str, in_header: &str| {
         let given = fields.get(name).filter(|given| !given.is_null());
         let given = given.map(|given| match given {
@@ -104,7 +111,7 @@ fn read(engine: &Engine, incoming: &Incoming<'_>) -> Result<ToolReport, Rejected
         after_execution: field("after_execution", ""),
         status: field("status", ""),
         card_id: field("tool_result_card_id", ""),
-        card: fields.get("card").filter(|card| card.is_object()).cloned(),
+        card,
         inline_result: fields.contains_key("result"),
         depth: depth.transpose()?,
         traceparent: header("traceparent").map(str::to_owned),

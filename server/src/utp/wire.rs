@@ -1,20 +1,35 @@
 //! The forms of UTP's wire: headers, commands, cards, answers.
 
 use async_nats::HeaderMap;
+use serde::Serialize;
+use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
 use toolcrib::engine::Ingested;
 use toolcrib::fault::{Error, Fault};
 use toolcrib::source::{Attempt, Command};
-use toolcrib::utp::{Card, InboxItem, trace};
+use toolcrib::utp::{Card, InboxItem, Letter, trace};
+
+/// The names of headers that are in every message: made once.
+pub mod names {
+    use async_nats::HeaderName;
+
+    pub const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
+    pub const TRACESTATE: HeaderName = HeaderName::from_static("tracestate");
+    pub const TIMESTAMP: HeaderName = HeaderName::from_static("CG-Timestamp");
+    pub const VERSION: HeaderName = HeaderName::from_static("CG-Version");
+    pub const KIND: HeaderName = HeaderName::from_static("CG-Msg-Type");
+    pub const SENDER: HeaderName = HeaderName::from_static("CG-Sender");
+    pub const DEPTH: HeaderName = HeaderName::from_static("CG-Recursion-Depth");
+}
 
 /// The headers that every command and event has.
 pub fn headers(version: &str, kind: &str, traceparent: &str) -> HeaderMap {
     let mut headers = HeaderMap::new();
-    headers.insert("traceparent", traceparent);
-    headers.insert("CG-Timestamp", now_ms().to_string().as_str());
-    headers.insert("CG-Version", version);
-    headers.insert("CG-Msg-Type", kind);
-    headers.insert("CG-Sender", "toolcrib");
+    headers.insert(names::TRACEPARENT, traceparent);
+    headers.insert(names::TIMESTAMP, now_ms().to_string());
+    headers.insert(names::VERSION, version);
+    headers.insert(names::KIND, kind);
+    headers.insert(names::SENDER, "toolcrib");
     headers
 }
 
@@ -23,74 +38,156 @@ pub fn now_ms() -> i64 {
     jiff::Timestamp::now().as_millisecond()
 }
 
+/// The payload of a command. In the later version identity is in headers, and nothing of it here.
+#[derive(Serialize)]
+struct CommandBody<'a> {
+    #[serde(flatten)]
+    identity: Option<Identity<'a>>,
+    tool_name: &'a str,
+    after_execution: &'a str,
+    tool_call_card_id: &'a str,
+}
+
+#[derive(Serialize)]
+struct Identity<'a> {
+    project_id: &'a str,
+    channel: &'a str,
+    agent_id: &'a str,
+    agent_turn_id: &'a str,
+    turn_epoch: u64,
+    step_id: &'a str,
+    tool_call_id: &'a str,
+    context_box_id: Option<&'a str>,
+    effect: &'a str,
+    deadline_at_ms: u64,
+}
+
 /// The subject, headers and payload of a command; or why there can be none.
 pub fn command(
     version: &str,
     attempt: &Attempt,
     command: &Command,
-) -> Result<(String, HeaderMap, Value), String> {
-    let Command { route, binding, card_id, traceparent } = command;
+) -> Result<(String, HeaderMap, Vec<u8>), String> {
+    let Command { route, binding, card_id, traceparent, .. } = command;
     let subject = toolcrib::utp::subject::fill(
-        &binding.target_subject,
+        binding.target_subject.as_deref().unwrap_or_default(),
         version,
         &attempt.project,
         &route.channel,
         &route.agent_id,
     )?;
     let mut headers = headers(version, "ToolCommand", traceparent);
-    headers.insert("CG-Recursion-Depth", route.depth.to_string().as_str());
+    headers.insert(names::DEPTH, route.depth.to_string());
     if let Some(state) = &route.tracestate {
-        headers.insert("tracestate", state.as_str());
+        headers.insert(names::TRACESTATE, state.as_str());
     }
-    let mut payload = json!({
-        "tool_call_card_id": card_id,
-        "tool_name": attempt.tool,
-        "after_execution": binding.after_execution.as_str(),
-    });
-    let identity = [
-        ("CG-Project-Id", "project_id", json!(attempt.project)),
-        ("CG-Channel-Id", "channel", json!(route.channel)),
-        ("CG-Agent-Id", "agent_id", json!(route.agent_id)),
-        ("CG-Turn-Id", "agent_turn_id", json!(route.turn_id)),
-        ("CG-Turn-Epoch", "turn_epoch", json!(route.epoch)),
-        ("CG-Step-Id", "step_id", json!(route.step_id)),
-        ("CG-Tool-Call-Id", "tool_call_id", json!(route.tool_call_id)),
-    ];
-    // The later version has the identity in headers, and nothing of it in the payload.
     let in_headers = version == HEADERS_SINCE;
-    for (header, field, value) in identity {
-        if in_headers {
-            let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
-            headers.insert(header, text.as_str());
-        } else {
-            payload[field] = value;
-        }
+    if in_headers {
+        headers.insert("CG-Project-Id", attempt.project.as_str());
+        headers.insert("CG-Channel-Id", route.channel.as_str());
+        headers.insert("CG-Agent-Id", route.agent_id.as_str());
+        headers.insert("CG-Turn-Id", route.turn_id.as_str());
+        headers.insert("CG-Turn-Epoch", route.epoch.to_string());
+        headers.insert("CG-Step-Id", route.step_id.as_str());
+        headers.insert("CG-Tool-Call-Id", route.tool_call_id.as_str());
+        headers.insert(EFFECT, attempt.effect.as_str());
+        headers.insert(DEADLINE, attempt.deadline_ms.to_string());
     }
-    if !in_headers {
-        payload["context_box_id"] = json!(route.context_box_id);
-        payload["effect"] = json!(attempt.effect.as_str());
-        payload["deadline_at_ms"] = json!(attempt.deadline_ms);
-    }
+    let identity = (!in_headers).then(|| Identity {
+        project_id: &attempt.project,
+        channel: &route.channel,
+        agent_id: &route.agent_id,
+        agent_turn_id: &route.turn_id,
+        turn_epoch: route.epoch,
+        step_id: &route.step_id,
+        tool_call_id: &route.tool_call_id,
+        context_box_id: route.context_box_id.as_deref(),
+        effect: attempt.effect.as_str(),
+        deadline_at_ms: attempt.deadline_ms,
+    });
+    let body = CommandBody {
+        identity,
+        tool_name: &attempt.tool,
+        after_execution: binding.after_execution.as_str(),
+        tool_call_card_id: card_id,
+    };
+    let payload = serde_json::to_vec(&body).map_err(|error| error.to_string())?;
     Ok((subject, headers, payload))
 }
 
 /// The version that has identity in headers.
 pub const HEADERS_SINCE: &str = "v1r4";
+/// What the payload of that version has no place for: whether it may happen twice, and until when
+/// somebody waits for it.
+pub const EFFECT: &str = "Toolcrib-Effect";
+pub const DEADLINE: &str = "Toolcrib-Deadline-At-Ms";
+
+/// The headers and the payload of a letter, in the form of a version.
+pub fn letter(version: &str, letter: &Letter) -> (HeaderMap, Value) {
+    let mut headers = headers(version, "dict", "");
+    for (name, value) in &letter.headers {
+        headers.insert(name.as_str(), value.as_str());
+    }
+    let mut payload = letter.payload.clone();
+    if let (HEADERS_SINCE, Value::Object(fields)) = (version, &mut payload) {
+        let identity = [
+            ("agent_id", "CG-Agent-Id"),
+            ("agent_turn_id", "CG-Turn-Id"),
+            ("turn_epoch", "CG-Turn-Epoch"),
+            ("step_id", "CG-Step-Id"),
+        ];
+        for (field, header) in identity {
+            let Some(value) = fields.remove(field) else { continue };
+            let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+            headers.insert(header, text.as_str());
+        }
+    }
+    (headers, payload)
+}
 
 /// A card as it is shown.
+#[derive(Serialize)]
+pub struct CardBody<'a> {
+    card_id: &'a str,
+    project_id: &'a str,
+    #[serde(rename = "type")]
+    kind: &'a str,
+    content: &'a Map<String, Value>,
+    created_at: String,
+    author_id: &'a str,
+    metadata: &'a Map<String, Value>,
+    tool_calls: Option<&'a Value>,
+    tool_call_id: Option<&'a str>,
+    ttl_seconds: Option<u64>,
+}
+
+impl<'a> CardBody<'a> {
+    /// This card.
+    pub fn of(card: &'a Card) -> Self {
+        Self {
+            card_id: &card.card_id,
+            project_id: &card.project,
+            kind: &card.kind,
+            content: &card.content,
+            created_at: time(card.created_ms),
+            author_id: &card.author_id,
+            metadata: &card.metadata,
+            tool_calls: card.tool_calls.as_ref(),
+            tool_call_id: card.tool_call_id.as_deref(),
+            ttl_seconds: card.ttl_seconds,
+        }
+    }
+}
+
+/// Cards that are sent before the commands that name them.
+#[derive(Serialize)]
+pub struct CardsAhead<'a> {
+    pub cards: &'a [Box<RawValue>],
+}
+
+/// A card as a value.
 pub fn card(card: &Card) -> Value {
-    json!({
-        "card_id": card.card_id,
-        "project_id": card.project,
-        "type": card.kind,
-        "content": card.content,
-        "created_at": time(card.created_ms),
-        "author_id": card.author_id,
-        "metadata": card.metadata,
-        "tool_calls": card.tool_calls,
-        "tool_call_id": card.tool_call_id,
-        "ttl_seconds": card.ttl_seconds,
-    })
+    serde_json::to_value(CardBody::of(card)).unwrap_or_default()
 }
 
 /// RFC 3339.
@@ -119,15 +216,33 @@ pub fn inbox_item(item: &InboxItem) -> Value {
 }
 
 /// How a report was taken.
+#[derive(Serialize)]
+pub struct IngestedBody<'a> {
+    ok: bool,
+    inbox_id: Option<&'a str>,
+    duplicate: bool,
+    late: bool,
+    call_id: &'a str,
+    call_status: &'a str,
+}
+
+impl<'a> IngestedBody<'a> {
+    /// This one.
+    pub fn of(ingested: &'a Ingested) -> Self {
+        Self {
+            ok: true,
+            inbox_id: ingested.inbox_id.as_deref(),
+            duplicate: ingested.duplicate,
+            late: ingested.late,
+            call_id: ingested.call.id.as_str(),
+            call_status: ingested.call.status.as_str(),
+        }
+    }
+}
+
+/// The same as a value.
 pub fn ingested(ingested: &Ingested) -> Value {
-    json!({
-        "ok": true,
-        "inbox_id": ingested.inbox_id,
-        "duplicate": ingested.duplicate,
-        "late": ingested.late,
-        "call_id": ingested.call.id.as_str(),
-        "call_status": ingested.call.status.as_str(),
-    })
+    serde_json::to_value(IngestedBody::of(ingested)).unwrap_or_default()
 }
 
 /// A refusal.
@@ -152,10 +267,47 @@ pub fn refusal(error: &Error) -> Value {
 
 /// Headers as a map of texts, with their names in lower case.
 pub fn header_map(headers: Option<&HeaderMap>) -> Map<String, Value> {
-    let all = headers.into_iter().flat_map(HeaderMap::iter);
-    all.filter_map(|(name, values)| {
-        let value = values.first()?.as_str();
-        Some((name.to_string().to_lowercase(), value.into()))
-    })
-    .collect()
+    Headers::of(headers).map()
+}
+
+/// Headers, looked up in any case.
+#[derive(Debug, Clone, Default)]
+pub struct Headers<'a>(Vec<(&'a str, &'a str)>);
+
+impl<'a> Headers<'a> {
+    /// Those of a message; of several under one name, the first.
+    pub fn of(headers: Option<&'a HeaderMap>) -> Self {
+        let all = headers.into_iter().flat_map(HeaderMap::iter);
+        let all = all.filter_map(|(name, values)| Some((name.as_ref(), values.first()?.as_str())));
+        Self(all.collect())
+    }
+
+    /// Those that somebody wrote down; what is no text is none.
+    pub fn written(headers: &'a Map<String, Value>) -> Self {
+        let all = headers.iter();
+        Self(all.filter_map(|(name, value)| Some((name.as_str(), value.as_str()?))).collect())
+    }
+
+    /// These, and where they say nothing those.
+    pub fn or(mut self, others: &Self) -> Self {
+        self.0.extend(&others.0);
+        self
+    }
+
+    /// The value of a header.
+    pub fn get(&self, name: &str) -> Option<&'a str> {
+        self.0.iter().find(|(given, _)| given.eq_ignore_ascii_case(name)).map(|(_, value)| *value)
+    }
+
+    /// As a map, with the names in lower case.
+    pub fn map(&self) -> Map<String, Value> {
+        let all = self.0.iter().rev();
+        all.map(|(name, value)| (name.to_lowercase(), Value::from(*value))).collect()
+    }
+}
+
+impl<'a> FromIterator<(&'a str, &'a str)> for Headers<'a> {
+    fn from_iter<I: IntoIterator<Item = (&'a str, &'a str)>>(all: I) -> Self {
+        Self(all.into_iter().collect())
+    }
 }

@@ -4,12 +4,15 @@
 //! for at most [`PATIENCE`], and a wait that is over fails with what was there instead.
 
 pub mod api;
+pub mod database;
+pub mod issuer;
 pub mod mcp;
 pub mod nats;
 pub mod otlp;
 pub mod process;
 pub mod receiver;
 pub mod sse;
+pub mod upstream;
 pub mod weather;
 pub mod ws;
 
@@ -59,8 +62,7 @@ impl Server {
     async fn on(dir: Arc<TempDir>, config: Config) -> Self {
         std::fs::create_dir_all(&config.data_dir).unwrap();
         let served = assemble::engine(&config).await.unwrap();
-        let (router, engine) =
-            (assemble::router(&config, served.engine.clone()), served.engine.clone());
+        let (router, engine) = (served.router(&config), served.engine.clone());
         let mut server = Self::open(dir, config, engine, router).await;
         server.served = Some(served);
         server

@@ -97,13 +97,15 @@ async fn the_server_gives_out_the_same_document() {
 #[test]
 fn every_operation_says_what_it_answers() {
     let document: Value = serde_json::from_str(&openapi_json()).unwrap();
+    let mut ids = std::collections::HashSet::new();
     for (path, methods) in document["paths"].as_object().unwrap() {
         for (method, operation) in methods.as_object().unwrap() {
             let responses = operation["responses"].as_object().unwrap();
             assert!(!responses.is_empty(), "{method} {path}");
             let said = operation["summary"].as_str().or(operation["description"].as_str());
             assert!(said.is_some_and(|text| text.len() > 10), "{method} {path}");
-            assert!(operation["operationId"].is_string(), "{method} {path}");
+            let id = operation["operationId"].as_str().unwrap().to_owned();
+            assert!(ids.insert(id), "{method} {path}: another operation has the same id");
         }
     }
 }

@@ -2,11 +2,11 @@
 
 use rusqlite::{Connection, OptionalExtension, params};
 use toolcrib::id::CallId;
-use toolcrib::store::{Created, IdempotencyKey, Saved};
+use toolcrib::store::{Created, IdempotencyKey, Purged, Saved};
 
 use super::history::marks;
-use super::runs;
 use super::writer::Desk;
+use super::{loops, runs};
 use crate::row::{CALL_COLUMNS, CallRow, Implied, RecordRow, read_call};
 
 impl Desk {
@@ -177,7 +177,7 @@ impl Desk {
 
     /// Goes through the calls in the order they came, up to the first that is too young: a call
     /// that ended before a time was made before it.
-    pub(super) fn purge(&mut self, ended_before_ms: u64, limit: usize) -> rusqlite::Result<usize> {
+    pub(super) fn purge(&mut self, ended_before_ms: u64, limit: usize) -> rusqlite::Result<Purged> {
         let before_ms = i64::try_from(ended_before_ms).unwrap_or(i64::MAX);
         let mut places = Vec::new();
         {
@@ -219,13 +219,15 @@ impl Desk {
         self.connection
             .prepare_cached("INSERT OR REPLACE INTO counters VALUES ('last_event', ?1)")?
             .execute([self.last_number])?;
-        self.connection
+        let audited = self
+            .connection
             .prepare_cached(
                 "DELETE FROM audit WHERE number IN (SELECT number FROM audit \
                  WHERE at_ms < ?1 ORDER BY number LIMIT ?2)",
             )?
             .execute(params![before_ms, limit as i64])?;
-        runs::purge(&self.connection, before_ms, limit)?;
+        let runs = runs::purge(&self.connection, before_ms, limit)?;
+        let loops = loops::purge(&self.connection, before_ms, limit)?;
         // When the newest calls are gone their places come again: the mark must not be ahead.
         self.connection
             .prepare_cached(
@@ -233,7 +235,9 @@ impl Desk {
                  (SELECT coalesce(max(place), 0) + 1 FROM calls)) WHERE name = 'first_open'",
             )?
             .execute([])?;
-        Ok(places.len())
+        let calls = places.len();
+        let more = [calls, audited, runs, loops].contains(&limit);
+        Ok(Purged { calls, more })
     }
 }
 

@@ -1,7 +1,7 @@
 //! Deliveries and background tasks: their SQL. Only calls that are asked with a callback URL, or
 //! are tasks, have rows here.
 
-use rusqlite::{Connection, OptionalExtension, Row, ToSql, params};
+use rusqlite::{Connection, OptionalExtension, ToSql, params};
 use toolcrib::call::Call;
 use toolcrib::delivery::{Delivery, KEPT_TRIES, Try};
 use toolcrib::id::CallId;
@@ -9,9 +9,7 @@ use toolcrib::store::{DeliveryFilter, Saved, StoreError};
 
 use super::reader::collect;
 use super::writer::Desk;
-
-/// The columns that a delivery is read from, in this order.
-const COLUMNS: &str = "project, call_id, url, status, due_ms, tries, failures, last_error, version";
+use crate::row::{DELIVERY_COLUMNS as COLUMNS, read_delivery as read, read_try};
 
 impl Desk {
     /// What a new call brings besides itself.
@@ -98,34 +96,6 @@ impl Desk {
     }
 }
 
-fn read(row: &Row<'_>) -> Result<Delivery, StoreError> {
-    let unreadable = |error: rusqlite::Error| StoreError::Corrupt(error.to_string());
-    let text = |n: usize| row.get::<_, String>(n).map_err(unreadable);
-    let (id, status) = (text(1)?, text(3)?);
-    Ok(Delivery {
-        project: text(0)?,
-        call_id: id.parse().map_err(|_| StoreError::Corrupt(format!("call id {id}")))?,
-        url: text(2)?,
-        status: status.parse().map_err(|()| StoreError::Corrupt(format!("status {status}")))?,
-        due_ms: row.get::<_, Option<i64>>(4).map_err(unreadable)?.map(|ms| ms as u64),
-        tries: row.get(5).map_err(unreadable)?,
-        failures: row.get(6).map_err(unreadable)?,
-        last_error: row.get(7).map_err(unreadable)?,
-        version: row.get::<_, i64>(8).map_err(unreadable)? as u64,
-    })
-}
-
-fn read_try(row: &Row<'_>) -> Result<Try, StoreError> {
-    let unreadable = |error: rusqlite::Error| StoreError::Corrupt(error.to_string());
-    Ok(Try {
-        number: row.get(0).map_err(unreadable)?,
-        at_ms: row.get::<_, i64>(1).map_err(unreadable)? as u64,
-        duration_ms: row.get::<_, i64>(2).map_err(unreadable)? as u64,
-        status_code: row.get(3).map_err(unreadable)?,
-        error: row.get(4).map_err(unreadable)?,
-    })
-}
-
 pub(super) fn pending(
     connection: &Connection,
     after: Option<&(u64, CallId)>,
@@ -138,7 +108,7 @@ pub(super) fn pending(
          ORDER BY due_ms, call_id LIMIT ?3"
     );
     let limit = i64::try_from(limit).unwrap_or(i64::MAX);
-    collect(connection, &sql, params![after_ms, after_id, limit], read)
+    collect(connection, &sql, params![after_ms, after_id, limit], |row| read(row))
 }
 
 pub(super) fn list(
@@ -158,7 +128,7 @@ pub(super) fn list(
     let limit = i64::try_from(filter.limit).unwrap_or(i64::MAX);
     sql.push_str(&format!(" ORDER BY call_id DESC LIMIT {limit}"));
     let bound: Vec<&dyn ToSql> = bound.iter().map(AsRef::as_ref).collect();
-    collect(connection, &sql, &bound, read)
+    collect(connection, &sql, &bound, |row| read(row))
 }
 
 pub(super) fn one(
@@ -167,11 +137,11 @@ pub(super) fn one(
     id: &CallId,
 ) -> Result<Option<(Delivery, Vec<Try>)>, StoreError> {
     let sql = format!("SELECT {COLUMNS} FROM deliveries WHERE project = ?1 AND call_id = ?2");
-    let found = collect(connection, &sql, params![project, id.as_str()], read)?.pop();
+    let found = collect(connection, &sql, params![project, id.as_str()], |row| read(row))?.pop();
     let Some(delivery) = found else { return Ok(None) };
     let sql = "SELECT number, at_ms, duration_ms, status_code, error FROM tries \
                WHERE place = (SELECT place FROM deliveries WHERE project = ?1 AND call_id = ?2) \
                ORDER BY number";
-    let tries = collect(connection, sql, params![project, id.as_str()], read_try)?;
+    let tries = collect(connection, sql, params![project, id.as_str()], |row| read_try(row))?;
     Ok(Some((delivery, tries)))
 }

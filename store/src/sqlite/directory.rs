@@ -1,15 +1,18 @@
 //! Tools, clients, keys, rules and the audit log in SQLite.
 
-use rusqlite::{Connection, params};
-use toolcrib::directory::{AuditEntry, Change, Client, Directory, Key, Offer, Others, Project};
+use rusqlite::{Connection, Row, params};
+use toolcrib::directory::{AuditEntry, Change, Client, Directory, Key, Others, Project};
 use toolcrib::json::Json;
-use toolcrib::policy::{Rule, Verdict};
 use toolcrib::store::{Saved, StoreError};
 use toolcrib::tool::Definition;
 use toolcrib::utp::Member;
 
-use super::reader::failed;
-use crate::row::{definition_text, read_definition};
+use super::reader::{collect, failed};
+use super::upstreams;
+use crate::row::{
+    Fields, decode, definition_text, read_audit, read_client, read_key, read_offer, read_project,
+    read_rule, read_tool,
+};
 
 pub(super) fn version(connection: &Connection) -> Result<u64, StoreError> {
     connection
@@ -30,28 +33,14 @@ pub(super) fn load(connection: &Connection) -> Result<Directory, StoreError> {
         clients: all(
             &moment,
             "SELECT project, client_id, owner, registered_ms FROM clients",
-            |r| {
-                Ok(Client {
-                    project: r.get(0)?,
-                    client_id: r.get(1)?,
-                    owner: r.get(2)?,
-                    registered_ms: r.get::<_, i64>(3)? as u64,
-                })
-            },
+            |row| read_client(row),
         )?,
-        offers: all(&moment, "SELECT project, tool, client_id FROM offers", |r| {
-            Ok(Offer { project: r.get(0)?, tool: r.get(1)?, client_id: r.get(2)? })
-        })?,
+        offers: all(&moment, "SELECT project, tool, client_id FROM offers", |row| read_offer(row))?,
         keys: keys(&moment)?,
-        rules: all(&moment, "SELECT project, agent, pattern, verdict FROM rules", |r| {
-            let verdict: String = r.get(3)?;
-            Ok(Rule {
-                project: r.get(0)?,
-                agent: r.get(1)?,
-                pattern: r.get(2)?,
-                verdict: if verdict == "allow" { Verdict::Allow } else { Verdict::Deny },
-            })
+        rules: all(&moment, "SELECT project, agent, pattern, verdict FROM rules", |row| {
+            read_rule(row)
         })?,
+        upstreams: upstreams::all(&moment)?,
     };
     Ok(directory)
 }
@@ -59,52 +48,66 @@ pub(super) fn load(connection: &Connection) -> Result<Directory, StoreError> {
 fn all<T>(
     connection: &Connection,
     sql: &str,
-    read: impl FnMut(&rusqlite::Row<'_>) -> rusqlite::Result<T>,
+    read: impl Fn(&Row<'_>) -> Result<T, StoreError>,
 ) -> Result<Vec<T>, StoreError> {
-    let rows = || -> rusqlite::Result<Vec<T>> {
-        let mut select = connection.prepare_cached(sql)?;
-        select.query_map([], read)?.collect()
-    };
-    rows().map_err(|error| failed(&error))
+    collect(connection, sql, &[], read)
 }
 
 const TOOLS: &str = "SELECT project, name, definition FROM tools UNION ALL \
-     SELECT project, name, definition FROM project_tools";
+     SELECT project, name, definition FROM project_tools UNION ALL \
+     SELECT project, name, definition FROM upstream_tools";
 
 fn projects(connection: &Connection) -> Result<Vec<Project>, StoreError> {
     all(connection, "SELECT id, title, created_ms FROM projects ORDER BY id", |row| {
-        let created_ms = row.get::<_, i64>(2)? as u64;
-        Ok(Project { id: row.get(0)?, title: row.get(1)?, created_ms })
+        read_project(row)
     })
 }
 
 fn roster(connection: &Connection) -> Result<Vec<Member>, StoreError> {
     let sql = "SELECT project, agent_id, worker_target, profile, allowed_tools, updated_ms \
                FROM roster ORDER BY project, agent_id";
-    let unreadable = |_| rusqlite::Error::InvalidQuery;
     all(connection, sql, |row| {
-        let profile: Option<String> = row.get(3)?;
-        let allowed: Option<String> = row.get(4)?;
-        let parsed = allowed.map(|text| serde_json::from_str(&text).map_err(unreadable));
+        let (profile, allowed) = (row.maybe_text(3)?, row.maybe_text(4)?);
         Ok(Member {
-            project: row.get(0)?,
-            agent_id: row.get(1)?,
-            worker_target: row.get(2)?,
+            project: row.text(0)?,
+            agent_id: row.text(1)?,
+            worker_target: row.text(2)?,
             profile: profile.map(|text| Json::parse(&text)).transpose().unwrap_or_default(),
-            allowed_tools: parsed.transpose()?,
-            updated_ms: row.get::<_, i64>(5)? as u64,
+            allowed_tools: allowed.map(|text| decode(&text)).transpose()?,
+            updated_ms: row.whole(5)?,
         })
     })
 }
 
-fn put_tool(connection: &Connection, tool: &Definition) -> rusqlite::Result<()> {
+fn put_tool(
+    connection: &Connection,
+    tool: &Definition,
+    at_ms: Option<i64>,
+) -> rusqlite::Result<()> {
     let text = definition_text(tool).map_err(|_| rusqlite::Error::InvalidQuery)?;
+    retire_versions(connection, tool.project.as_deref().unwrap_or_default(), &tool.name, at_ms)?;
     for sql in [
         "INSERT OR REPLACE INTO project_tools VALUES (?1, ?2, ?3, ?4)",
-        "INSERT OR REPLACE INTO tool_versions VALUES (?1, ?2, ?3, ?4)",
+        "INSERT OR REPLACE INTO tool_versions (project, name, version, definition) \
+         VALUES (?1, ?2, ?3, ?4)",
     ] {
         connection.execute(sql, params![tool.project, tool.name, tool.version(), text])?;
     }
+    Ok(())
+}
+
+/// No new call is made with what a tool was until now.
+fn retire_versions(
+    connection: &Connection,
+    project: &str,
+    name: &str,
+    at_ms: Option<i64>,
+) -> rusqlite::Result<()> {
+    connection.execute(
+        "UPDATE tool_versions SET replaced_ms = ?3 \
+         WHERE project = ?1 AND name = ?2 AND replaced_ms IS NULL",
+        params![project, name, at_ms],
+    )?;
     Ok(())
 }
 
@@ -125,32 +128,21 @@ fn put_member(connection: &Connection, member: &Member) -> rusqlite::Result<()> 
 }
 
 fn tools(connection: &Connection) -> Result<Vec<Definition>, StoreError> {
-    let rows =
-        all(connection, TOOLS, |row| Ok((row.get(0)?, row.get(1)?, row.get::<_, String>(2)?)))?;
-    rows.into_iter().map(|(project, name, text)| read_definition(project, name, &text)).collect()
+    all(connection, TOOLS, |row| read_tool(row))
 }
 
 fn keys(connection: &Connection) -> Result<Vec<Key>, StoreError> {
     let sql = "SELECT id, digest, project, agent, role, created_ms, revoked_ms FROM keys \
                ORDER BY id";
-    let rows = all(connection, sql, |row| {
-        let role: String = row.get(4)?;
-        let key = Key {
-            id: row.get(0)?,
-            digest: row.get(1)?,
-            project: row.get(2)?,
-            agent: row.get(3)?,
-            role: role.parse().map_err(|()| rusqlite::Error::InvalidQuery)?,
-            created_ms: row.get::<_, i64>(5)? as u64,
-            revoked_ms: row.get::<_, Option<i64>>(6)?.map(|ms| ms as u64),
-        };
-        Ok(key)
-    })?;
-    Ok(rows)
+    all(connection, sql, |row| read_key(row))
 }
 
 /// A change of a project's own tools, or of who can be woken in it.
-fn change_project(connection: &Connection, change: &Change) -> rusqlite::Result<()> {
+fn change_project(
+    connection: &Connection,
+    change: &Change,
+    at_ms: Option<i64>,
+) -> rusqlite::Result<()> {
     match change {
         Change::AddProject(project) => {
             connection.execute(
@@ -158,8 +150,11 @@ fn change_project(connection: &Connection, change: &Change) -> rusqlite::Result<
                 params![project.id, project.title, project.created_ms as i64],
             )?;
         }
-        Change::PutTool(tool) => put_tool(connection, tool)?,
+        Change::PutTools(tools) => {
+            tools.iter().try_for_each(|tool| put_tool(connection, tool, at_ms))?;
+        }
         Change::DropTool { project, name } => {
+            retire_versions(connection, project, name, at_ms)?;
             connection.execute(
                 "DELETE FROM project_tools WHERE project = ?1 AND name = ?2",
                 [project, name],
@@ -204,10 +199,15 @@ pub(super) fn change(
             drop_orphans(connection, project)?;
         }
         Change::AddProject(_)
-        | Change::PutTool(_)
+        | Change::PutTools(_)
         | Change::DropTool { .. }
         | Change::PutMember(_)
-        | Change::DropMember { .. } => change_project(connection, change)?,
+        | Change::DropMember { .. } => {
+            change_project(connection, change, entry.map(|entry| entry.at_ms as i64))?
+        }
+        Change::PutUpstream(_) | Change::DropUpstream { .. } | Change::SetUpstreamTools { .. } => {
+            upstreams::change(connection, change)?
+        }
         Change::AddKey(key) => {
             connection.execute(
                 "INSERT INTO keys VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)",
@@ -311,22 +311,7 @@ pub(super) fn audit_log(
     project: Option<&str>,
     limit: usize,
 ) -> Result<Vec<AuditEntry>, StoreError> {
-    let read = || -> rusqlite::Result<Vec<AuditEntry>> {
-        let mut select = connection.prepare_cached(
-            "SELECT at_ms, project, agent, action, subject, reason FROM audit \
-             WHERE ?1 IS NULL OR project = ?1 ORDER BY number DESC LIMIT ?2",
-        )?;
-        let rows = select.query_map(params![project, limit as i64], |row| {
-            Ok(AuditEntry {
-                at_ms: row.get::<_, i64>(0)? as u64,
-                project: row.get(1)?,
-                agent: row.get(2)?,
-                action: row.get(3)?,
-                subject: row.get(4)?,
-                reason: row.get(5)?,
-            })
-        })?;
-        rows.collect()
-    };
-    read().map_err(|error| failed(&error))
+    let sql = "SELECT at_ms, project, agent, action, subject, reason FROM audit \
+               WHERE ?1 IS NULL OR project = ?1 ORDER BY number DESC LIMIT ?2";
+    collect(connection, sql, params![project, limit as i64], |row| read_audit(row))
 }

@@ -138,7 +138,7 @@ fn of_calls(
 
 fn row(connection: &Connection, number: u64) -> Result<Option<Record>, StoreError> {
     let sql = "SELECT kind, at_ms, attempt, data FROM events WHERE number = ?1";
-    Ok(collect(connection, sql, params![number as i64], read_record)?.pop())
+    Ok(collect(connection, sql, params![number as i64], |row| read_record(row))?.pop())
 }
 
 /// The newest record of a kind in a call's history, looked for from the end.
@@ -264,5 +264,6 @@ pub(super) fn newest_number(connection: &Connection) -> rusqlite::Result<i64> {
     let newest = "SELECT events FROM calls ORDER BY place DESC LIMIT 1";
     let list: Option<String> = connection.query_row(newest, [], |row| row.get(0)).optional()?;
     let implied = list.and_then(|list| marks(&list).map(|mark| mark.number as i64).max());
-    Ok(row.unwrap_or(0).max(implied.unwrap_or(0)))
+    let noted = super::loops::newest_number(connection)?;
+    Ok(row.unwrap_or(0).max(implied.unwrap_or(0)).max(noted))
 }

@@ -38,7 +38,11 @@ pub(super) fn put(connection: &Connection, run: &Run) -> rusqlite::Result<()> {
 }
 
 /// Runs that were last changed before this and have no calls left, the oldest first.
-pub(super) fn purge(connection: &Connection, before_ms: i64, limit: usize) -> rusqlite::Result<()> {
+pub(super) fn purge(
+    connection: &Connection,
+    before_ms: i64,
+    limit: usize,
+) -> rusqlite::Result<usize> {
     connection
         .prepare_cached(
             "DELETE FROM runs WHERE (project, run_id) IN (SELECT project, run_id FROM runs r \
@@ -47,5 +51,4 @@ pub(super) fn purge(connection: &Connection, before_ms: i64, limit: usize) -> ru
              ORDER BY updated_ms LIMIT ?2)",
         )?
         .execute(params![before_ms, limit as i64])
-        .map(|_| ())
 }

@@ -11,23 +11,20 @@
 
 use std::collections::HashMap;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
 use rusqlite::{Connection, OptionalExtension};
-use tokio::sync::oneshot;
-use toolcrib::delivery::{Delivery, Try};
-use toolcrib::directory::{AuditEntry, Change};
 use toolcrib::id::CallId;
-use toolcrib::store::{Created, IdempotencyKey, Run, Saved, StoreError};
+use toolcrib::store::{StoreError, Together};
 
 use super::history::newest_number;
+use super::line::{Came, Line, Refused};
+use super::op::{Op, Told, refuse};
 use super::open::OpenCalls;
 use super::reader::failed;
 use super::{directory, runs};
-use crate::row::{CallRow, RecordRow};
 
 /// How long another process may hold the database before we give up on a group.
 pub(super) const BUSY: Duration = Duration::from_secs(5);
@@ -35,6 +32,8 @@ pub(super) const BUSY: Duration = Duration::from_secs(5);
 const MAX_GROUP: usize = 512;
 /// What may wait for the writer; more is refused, because it could only wait longer.
 const MAX_WAITING: usize = 65_536;
+/// How long a group waits for a call that is on its way.
+const FOLLOWS_WITHIN: Duration = Duration::from_micros(50);
 /// The log is copied into the database when it has this many pages, by SQLite itself, and after
 /// this many changes when nobody waits.
 const LOG_PAGES: u32 = 4_096;
@@ -53,97 +52,9 @@ pub(super) enum Log {
     AsItIs,
 }
 
-/// Something to do in a commit; done again when its group is not committed.
-pub(super) type Work = Box<dyn FnMut(&Connection) -> rusqlite::Result<()> + Send>;
-
-type Reply<T> = oneshot::Sender<Result<T, StoreError>>;
-
-/// A change, and whom to tell.
-pub(super) enum Op {
-    Create {
-        row: Box<CallRow>,
-        records: Vec<RecordRow>,
-        key: Option<IdempotencyKey>,
-        reply: Reply<Created>,
-    },
-    Save {
-        row: Box<CallRow>,
-        records: Vec<RecordRow>,
-        reply: Reply<Saved>,
-    },
-    Append {
-        project: String,
-        id: CallId,
-        records: Vec<RecordRow>,
-        reply: Reply<()>,
-    },
-    Purge {
-        ended_before_ms: u64,
-        limit: usize,
-        reply: Reply<usize>,
-    },
-    Change {
-        change: Box<Change>,
-        decided_on: u64,
-        audit: Option<AuditEntry>,
-        reply: Reply<Saved>,
-    },
-    Audit {
-        entry: AuditEntry,
-        reply: Reply<()>,
-    },
-    PutRun {
-        run: Box<Run>,
-        reply: Reply<()>,
-    },
-    Deliver {
-        delivery: Box<Delivery>,
-        tried: Option<Try>,
-        reply: Reply<Saved>,
-    },
-    Check {
-        reply: Reply<()>,
-    },
-    /// Anything else.
-    Work {
-        work: Work,
-        reply: Reply<()>,
-    },
-}
-
-/// What an op came to, to be told after the commit.
-enum Told {
-    Created(Reply<Created>, Created),
-    Saved(Reply<Saved>, Saved),
-    Count(Reply<usize>, usize),
-    Done(Reply<()>),
-}
-
-impl Told {
-    fn tell(self) {
-        // Whoever asked may have gone away meanwhile; the change stands all the same.
-        match self {
-            Self::Created(reply, created) => drop(reply.send(Ok(created))),
-            Self::Saved(reply, saved) => drop(reply.send(Ok(saved))),
-            Self::Count(reply, count) => drop(reply.send(Ok(count))),
-            Self::Done(reply) => drop(reply.send(Ok(()))),
-        }
-    }
-
-    fn refuse(self, why: &str) {
-        let error = || StoreError::Unavailable(why.to_owned());
-        match self {
-            Self::Created(reply, _) => drop(reply.send(Err(error()))),
-            Self::Saved(reply, _) => drop(reply.send(Err(error()))),
-            Self::Count(reply, _) => drop(reply.send(Err(error()))),
-            Self::Done(reply) => drop(reply.send(Err(error()))),
-        }
-    }
-}
-
 /// A handle to the writer thread.
 pub(super) struct Writer {
-    queue: Mutex<Option<mpsc::SyncSender<Op>>>,
+    line: Arc<Line<Op>>,
     broken: Arc<AtomicBool>,
     thread: Option<std::thread::JoinHandle<()>>,
 }
@@ -160,7 +71,7 @@ impl Writer {
             grow_log(&connection, path)?;
         }
         connection.pragma_update(None, "wal_autocheckpoint", LOG_PAGES)?;
-        let (queue, waiting) = mpsc::sync_channel(MAX_WAITING);
+        let line = Arc::new(Line::new(MAX_WAITING));
         let broken = Arc::new(AtomicBool::new(false));
         let (flag, last_number) = (broken.clone(), last_number(&connection)?);
         let mut desk = Desk {
@@ -175,10 +86,16 @@ impl Writer {
             ended_since_mark: 0,
             keeps_mark: log == Log::Grown,
         };
-        let thread = std::thread::Builder::new()
-            .name("store-writer".to_owned())
-            .spawn(move || desk.run(&waiting))?;
-        Ok(Self { queue: Mutex::new(Some(queue)), broken, thread: Some(thread) })
+        let thread = std::thread::Builder::new().name("store-writer".to_owned()).spawn({
+            let taken = Taken(line.clone());
+            move || desk.run(&taken.0)
+        })?;
+        Ok(Self { line, broken, thread: Some(thread) })
+    }
+
+    /// All that were to come together have come.
+    pub(super) fn all_came(&self) {
+        self.line.all_came();
     }
 
     pub(super) fn send(&self, op: Op) -> Result<(), StoreError> {
@@ -186,20 +103,28 @@ impl Writer {
         if self.broken.load(Ordering::Acquire) {
             return unavailable(BROKEN);
         }
-        let queue = self.queue.lock();
-        let Some(queue) = queue.as_ref() else { return unavailable("the writer has stopped") };
-        match queue.try_send(op) {
+        match self.line.join(op) {
             Ok(()) => Ok(()),
-            Err(mpsc::TrySendError::Full(_)) => unavailable("too much waits to be written"),
-            Err(_) => unavailable("the writer has stopped"),
+            Err(Refused::Full) => unavailable("too much waits to be written"),
+            Err(Refused::Closed) => unavailable("the writer has stopped"),
         }
+    }
+}
+
+/// The line as its taker has it. Whatever ends the thread, nobody waits in vain afterwards.
+struct Taken(Arc<Line<Op>>);
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        self.0.close();
+        while self.0.next().is_some() {}
     }
 }
 
 /// Everything that was sent is committed before the store is gone.
 impl Drop for Writer {
     fn drop(&mut self) {
-        self.queue.lock().take();
+        self.line.close();
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
@@ -261,36 +186,28 @@ pub(super) struct Desk {
 }
 
 impl Desk {
-    fn run(&mut self, waiting: &mpsc::Receiver<Op>) {
+    fn run(&mut self, line: &Line<Op>) {
         let mut group = Vec::with_capacity(MAX_GROUP);
         loop {
-            match waiting.recv_timeout(IDLE_AFTER) {
-                Ok(op) => group.push(op),
-                Err(mpsc::RecvTimeoutError::Disconnected) => break,
-                Err(mpsc::RecvTimeoutError::Timeout) => {
-                    self.checkpoint(CHANGES_IDLE);
-                    match waiting.recv() {
-                        Ok(op) => group.push(op),
-                        Err(_) => break,
-                    }
-                }
+            let mut came = line.wait(Some(IDLE_AFTER));
+            if let Came::Nobody = came {
+                self.checkpoint(CHANGES_IDLE);
+                came = line.wait(None);
             }
-            if let Some(why) = self.commit(&mut group, waiting) {
-                // Who came while the lock was waited for must not wait for it all over again.
-                waiting.try_iter().for_each(|op| refuse(op, &why));
-            }
+            let Came::Somebody(op) = came else { break };
+            group.push(op);
+            self.commit(&mut group, line);
         }
         // What is in the log is safe there; copying it now makes the next start faster.
         self.checkpoint(1);
     }
 
-    /// Commits a group, or tells everybody in it why not. Answers with the reason when it was that
-    /// another process holds the database.
-    fn commit(&mut self, group: &mut Vec<Op>, waiting: &mpsc::Receiver<Op>) -> Option<String> {
+    /// Commits a group, or tells everybody in it why not.
+    fn commit(&mut self, group: &mut Vec<Op>, line: &Line<Op>) {
         let began = Instant::now();
         let mut told = Vec::with_capacity(MAX_GROUP);
         let number_before = self.last_number;
-        let written = self.write_group(group, waiting, &mut told);
+        let written = self.write_group(group, line, &mut told);
         let size = told.len() + group.len();
         let Err(error) = written else {
             metrics::histogram!("toolcrib_store_commit_duration_seconds").record(began.elapsed());
@@ -300,8 +217,7 @@ impl Desk {
                 self.open.remove(place);
                 self.places.remove(&id);
             }
-            told.into_iter().for_each(Told::tell);
-            return None;
+            return told.into_iter().for_each(Told::tell);
         };
         self.last_number = number_before;
         for (_, id) in self.opened.drain(..) {
@@ -317,28 +233,35 @@ impl Desk {
             self.broken.store(true, Ordering::Release);
             why = BROKEN.to_owned();
         }
-        told.into_iter().for_each(|told| told.refuse(&why));
-        for op in group.drain(..) {
-            refuse(op, &why);
+        // Who came while the lock of another process was waited for must not wait for it all over
+        // again. Taken out of the line before anybody is told: who comes after that is not meant.
+        if error.sqlite_error_code() == Some(rusqlite::ErrorCode::DatabaseBusy) {
+            group.extend(std::iter::from_fn(|| line.next()));
         }
-        let locked = error.sqlite_error_code() == Some(rusqlite::ErrorCode::DatabaseBusy);
-        locked.then_some(why)
+        told.into_iter().for_each(|told| told.refuse(&why));
+        group.drain(..).for_each(|op| refuse(op, &why));
     }
 
     /// Writes what waits, and what comes while it does, and commits it all.
     fn write_group(
         &mut self,
         group: &mut Vec<Op>,
-        waiting: &mpsc::Receiver<Op>,
+        line: &Line<Op>,
         told: &mut Vec<Told>,
     ) -> rusqlite::Result<()> {
         if self.broken.load(Ordering::Acquire) {
             return Err(rusqlite::Error::InvalidQuery);
         }
         self.connection.prepare_cached("BEGIN IMMEDIATE")?.execute([])?;
+        let mut together: Option<Together> = None;
         while told.len() < MAX_GROUP {
             // Ops leave the group one by one; on a failure who is left is still to be told.
-            let Some(op) = group.pop().or_else(|| waiting.try_recv().ok()) else { break };
+            let waits = group.pop().or_else(|| line.next());
+            let more = || together.as_ref().is_some_and(Together::more);
+            let Some(op) = waits.or_else(|| line.soon(FOLLOWS_WITHIN, more)) else { break };
+            if let Op::Create { together: with @ Some(_), .. } = &op {
+                together.clone_from(with);
+            }
             match self.write(op) {
                 Ok(outcome) => told.push(outcome),
                 Err(failed) => {
@@ -375,10 +298,12 @@ impl Desk {
     /// Writes one op; gives it back with the error when the whole group must be given up.
     fn write(&mut self, op: Op) -> Result<Told, Box<(Op, rusqlite::Error)>> {
         match op {
-            Op::Create { row, records, key, reply } => {
+            Op::Create { row, records, key, together, reply } => {
                 match self.create(&row, &records, key.as_ref()) {
                     Ok(created) => Ok(Told::Created(reply, created)),
-                    Err(error) => Err(Box::new((Op::Create { row, records, key, reply }, error))),
+                    Err(error) => {
+                        Err(Box::new((Op::Create { row, records, key, together, reply }, error)))
+                    }
                 }
             }
             Op::Save { row, records, reply } => match self.save(&row, &records) {
@@ -395,7 +320,7 @@ impl Desk {
             }
             Op::Purge { ended_before_ms, limit, reply } => {
                 match self.purge(ended_before_ms, limit) {
-                    Ok(count) => Ok(Told::Count(reply, count)),
+                    Ok(purged) => Ok(Told::Purged(reply, purged)),
                     Err(error) => {
                         Err(Box::new((Op::Purge { ended_before_ms, limit, reply }, error)))
                     }
@@ -428,6 +353,14 @@ impl Desk {
                 Ok(()) => Ok(Told::Done(reply)),
                 Err(error) => Err(Box::new((Op::Check { reply }, error))),
             },
+            Op::CreateLoop { row, reply } => match self.create_loop(&row) {
+                Ok(known) => Ok(Told::Looped(reply, known)),
+                Err(error) => Err(Box::new((Op::CreateLoop { row, reply }, error))),
+            },
+            Op::SaveLoop { row, reply } => match self.save_loop(&row) {
+                Ok(saved) => Ok(Told::Saved(reply, saved)),
+                Err(error) => Err(Box::new((Op::SaveLoop { row, reply }, error))),
+            },
             Op::Work { mut work, reply } => match work(&self.connection) {
                 Ok(()) => Ok(Told::Done(reply)),
                 Err(error) => Err(Box::new((Op::Work { work, reply }, error))),
@@ -446,22 +379,6 @@ impl Desk {
             tracing::warn!(%error, "the log could not be copied into the database");
         }
     }
-}
-
-fn refuse(op: Op, why: &str) {
-    let told = match op {
-        Op::Create { reply, .. } => Told::Created(reply, Created::New),
-        Op::Save { reply, .. } | Op::Change { reply, .. } | Op::Deliver { reply, .. } => {
-            Told::Saved(reply, Saved::Stale)
-        }
-        Op::Work { reply, .. } => Told::Done(reply),
-        Op::Append { reply, .. }
-        | Op::Audit { reply, .. }
-        | Op::PutRun { reply, .. }
-        | Op::Check { reply } => Told::Done(reply),
-        Op::Purge { reply, .. } => Told::Count(reply, 0),
-    };
-    told.refuse(why);
 }
 
 /// After a failed flush the system may have thrown the pages away: trying again proves nothing.

@@ -9,6 +9,7 @@ pub mod directory;
 pub mod events;
 pub mod idempotency;
 pub mod lists;
+pub mod loops;
 pub mod purge;
 pub mod runs;
 pub mod utp;
@@ -87,6 +88,15 @@ macro_rules! conformance {
                     a_run_goes_with_the_last_of_its_calls
                     runs_go_in_steps
                 }
+                loops {
+                    a_run_is_read_back_as_it_was_created
+                    a_run_is_saved_by_version_with_its_journal
+                    a_key_makes_one_run
+                    runs_are_listed_newest_first_by_project_status_model_and_time
+                    open_runs_of_all_projects_come_in_pages
+                    entries_and_events_of_calls_are_numbered_together
+                    old_runs_go_with_their_journals
+                }
                 deliveries {
                     a_delivery_is_stored_with_its_call_and_due_with_its_end
                     a_call_without_a_url_has_no_delivery
@@ -100,6 +110,8 @@ macro_rules! conformance {
                     the_newest_record_of_a_kind_is_found
                 }
                 directory {
+                    upstreams_and_their_tools_are_kept
+                    what_was_granted_for_an_upstream_goes_with_it
                     an_empty_directory_has_version_0
                     a_registered_tool_is_read_back_field_by_field
                     registering_again_replaces_the_definition
@@ -125,8 +137,9 @@ macro_rules! conformance {
                     an_outcome_before_its_step_is_not_forgotten
                     the_outbox_is_emptied_in_order
                     dead_letters_are_listed_newest_first
-                    what_is_old_and_used_goes
+                    what_is_old_goes
                     a_projects_tool_is_kept_by_version
+                    an_old_definition_goes_with_the_last_call_that_can_refer_to_it
                 }
             }
         }
@@ -137,10 +150,12 @@ macro_rules! conformance {
 macro_rules! tests {
     ($open:expr; $($topic:ident { $($behaviour:ident)+ })+) => {
         $(mod $topic {
-            $(#[tokio::test]
+            // Some behaviours block a thread; a store may need another for its connections.
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $behaviour() {
-                let opened = $open;
+                let Some(opened) = $open else { return };
                 $crate::suite::$topic::$behaviour(opened.store.as_ref()).await;
+                opened.close().await;
             })+
         })+
     };

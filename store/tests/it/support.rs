@@ -1,5 +1,7 @@
 //! Stores, calls and records to test with.
 
+pub mod database;
+
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
@@ -21,20 +23,30 @@ use toolcrib_store::SqliteStore;
 /// The time at which the tests play.
 pub const NOW: u64 = 1_790_000_000_000;
 
-/// A store, with the directory it lives in.
+/// A store, with the directory or the database it lives in.
 pub struct Opened {
     pub store: Box<dyn Store>,
     _directory: Option<TempDir>,
+    database: Option<database::Database>,
+}
+
+impl Opened {
+    pub async fn close(self) {
+        drop(self.store);
+        if let Some(database) = self.database {
+            database.drop().await;
+        }
+    }
 }
 
 pub fn memory() -> Opened {
-    Opened { store: Box::new(MemoryStore::default()), _directory: None }
+    Opened { store: Box::new(MemoryStore::default()), _directory: None, database: None }
 }
 
 pub fn sqlite() -> Opened {
     let directory = tempfile::tempdir().unwrap();
     let store = SqliteStore::open_briefly(&database_in(&directory)).unwrap();
-    Opened { store: Box::new(store), _directory: Some(directory) }
+    Opened { store: Box::new(store), _directory: Some(directory), database: None }
 }
 
 pub fn database_in(directory: &TempDir) -> PathBuf {
@@ -181,7 +193,7 @@ pub fn creating<'a>(
     records: Vec<Record>,
     key: Option<IdempotencyKey>,
 ) -> Answer<'a, Created> {
-    store.create(NewCall { call: Arc::new(call.clone()), records, key })
+    store.create(NewCall { call: Arc::new(call.clone()), records, key, coming: None })
 }
 
 /// Asks for the next version of a call to be stored.

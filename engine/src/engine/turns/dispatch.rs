@@ -7,7 +7,7 @@ use sha2::{Digest, Sha256};
 
 use super::super::inbox::inbox_id_of;
 use super::super::{Engine, Inner, unavailable};
-use super::{conflict, invalid, next};
+use super::{conflict, invalid, next, open_calls};
 use crate::caller::Caller;
 use crate::fault::{Code, Error, Fault};
 use crate::json::Json;
@@ -15,6 +15,7 @@ use crate::policy::matches;
 use crate::store::utp::TurnChange;
 use crate::tool::hex;
 use crate::utp::card::{self, Card, TOOL_CALL, TOOL_RESULT, into_map};
+use crate::utp::news::{News, Step};
 use crate::utp::{AfterExecution, InboxItem, Route, Turn, TurnStatus, Waiting, trace};
 
 use super::super::invoke::Invocation;
@@ -100,7 +101,10 @@ impl Engine {
         if asked.suspend {
             turn.status = TurnStatus::Suspended;
         }
-        let turn = match inner.save_turn(turn, change).await {
+        let new_card_ids = calls.iter().filter_map(call_card).collect();
+        let step = Some(Step { phase: "executing", new_card_ids });
+        let news = News { waiting: open_calls(&calls), step, task: None };
+        let turn = match inner.save_turn(turn, change, news).await {
             Ok(turn) => turn,
             Err(error) => {
                 for call in &calls {
@@ -234,6 +238,12 @@ fn arguments(given: &Value) -> (Value, Option<Fault>) {
         Value::Object(_) => (value, None),
         other => (json!({ "_raw": other }), None),
     }
+}
+
+/// The card of a call that is out.
+fn call_card(call: &Waiting) -> Option<String> {
+    let id = call.call_id.as_deref()?.parse().ok()?;
+    Some(card::id_of(&id, TOOL_CALL))
 }
 
 fn key(turn: &Turn, call: &StepCall) -> String {

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use async_trait::async_trait;
 use parking_lot::Mutex;
 
-use super::super::utp::{CardPut, Delivered, TurnChange, UtpStore};
+use super::super::utp::{CardPut, Delivered, REPLACED_FOR_MS, TurnChange, UtpStore};
 use super::super::{Saved, StoreError};
 use crate::tool::Definition;
 use crate::utp::card::TOOL_RESULT;
@@ -15,7 +15,8 @@ type Place = (String, String);
 
 #[derive(Default)]
 struct State {
-    versions: HashMap<(String, String, String), Definition>,
+    /// Each with when it was replaced.
+    versions: HashMap<(String, String, String), (Definition, Option<u64>)>,
     cards: HashMap<Place, Card>,
     turns: HashMap<Place, Turn>,
     number: u64,
@@ -31,10 +32,26 @@ pub(super) struct Utp(Mutex<State>);
 
 impl Utp {
     /// Remembers a definition for the calls that use it.
-    pub(super) fn remember(&self, tool: &Definition) {
+    pub(super) fn remember(&self, tool: &Definition, at_ms: Option<u64>) {
         let project = tool.project.clone().unwrap_or_default();
+        self.retire(&project, &tool.name, at_ms);
         let place = (project, tool.name.clone(), tool.version());
-        self.0.lock().versions.insert(place, tool.clone());
+        self.0.lock().versions.insert(place, (tool.clone(), None));
+    }
+
+    /// No new call is made with what a tool was until now.
+    pub(super) fn retire(&self, project: &str, name: &str, at_ms: Option<u64>) {
+        let mut state = self.0.lock();
+        let mine = |place: &(String, String, String)| place.0 == project && place.1 == name;
+        for (_, (_, replaced_ms)) in state.versions.iter_mut().filter(|(place, _)| mine(place)) {
+            *replaced_ms = replaced_ms.or(at_ms);
+        }
+    }
+
+    /// Definitions that were replaced before this are not needed any more.
+    pub(super) fn forget(&self, before_ms: u64) {
+        let old = |at_ms: u64| at_ms + REPLACED_FOR_MS < before_ms;
+        self.0.lock().versions.retain(|_, (_, replaced_ms)| !replaced_ms.is_some_and(old));
     }
 }
 
@@ -77,7 +94,7 @@ impl UtpStore for Utp {
         version: &str,
     ) -> Result<Option<Definition>, StoreError> {
         let place = (project.to_owned(), tool.to_owned(), version.to_owned());
-        Ok(self.0.lock().versions.get(&place).cloned())
+        Ok(self.0.lock().versions.get(&place).map(|(tool, _)| tool.clone()))
     }
 
     async fn put_card(&self, card: Card) -> Result<CardPut, StoreError> {
@@ -301,7 +318,8 @@ impl UtpStore for Utp {
             goes
         };
         state.cards.retain(|_, card| !goes(card.created_ms < before_ms));
-        state.inbox.retain(|_, (item, open)| !goes(!*open && item.created_ms < before_ms));
+        // Also what nobody took: the call and its cards are gone by now.
+        state.inbox.retain(|_, (item, _)| !goes(item.created_ms < before_ms));
         state.dead.retain(|_, letter| !goes(letter.created_ms < before_ms));
         let old: HashSet<Place> = state
             .turns

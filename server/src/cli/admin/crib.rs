@@ -38,17 +38,17 @@ impl Crib {
 
     async fn open(context: &Context, place: &Place, make: bool) -> Result<Self, Failure> {
         let server_named = context.global.server.is_some();
-        if context.server_typed && place.data_dir.is_some() {
+        if context.server_typed && place.is_named() {
             return Err(Failure::usage("--server and --data-dir exclude each other"));
         }
-        if server_named && place.data_dir.is_none() {
+        if server_named && !place.is_named() {
             let project = context.global.project.clone();
             return Ok(Self::Remote { client: context.client()?, project });
         }
         let config = context.config(None, place)?;
-        let path = config.store_path()?;
-        if !make && !path.exists() {
-            let message = format!("there is nothing at {} yet", path.display());
+        let kept = config.kept()?;
+        if !make && !kept.may_be_there() {
+            let message = format!("there is nothing at {} yet", kept.shown());
             let hint = "name the place with --data-dir DIR or --config FILE, a server with \
                         --server URL, or start the server once";
             return Err(Failure::new(exit::FAILURE, "NOT_FOUND", message).hint(hint));

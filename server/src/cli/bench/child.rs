@@ -184,7 +184,7 @@ pub async fn start_utp(dir: &Path, url: &str) -> anyhow::Result<(Server, Filling
 }
 
 /// This binary, without settings of ours and of OpenTelemetry from the environment.
-fn this_program() -> anyhow::Result<Command> {
+pub fn this_program() -> anyhow::Result<Command> {
     let mut command = Command::new(std::env::current_exe().context("where is this program?")?);
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();

@@ -1,6 +1,7 @@
 //! What is measured, and the limits it is held to.
 
 mod mcp;
+mod runs;
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -52,7 +53,7 @@ impl Plan {
     /// Steps on the progress bar.
     fn steps(&self) -> u64 {
         let filled = if self.stored.is_some() { 3 } else { 0 };
-        (6 + self.starts + (10 + TURNS) * self.rounds + filled) as u64
+        (8 + self.starts + (14 + TURNS) * self.rounds + filled) as u64
     }
 }
 
@@ -106,7 +107,9 @@ impl<'a> Bench<'a> {
         self.tools_list().await?;
         self.tracing().await?;
         self.digest()?;
+        self.runs().await?;
         self.utp().await?;
+        self.upstream().await?;
         match self.plan.stored {
             Some(count) => self.stored(count).await,
             None => Ok(()),

@@ -14,12 +14,28 @@ use toolcrib_bench::{load, process};
 
 use super::child::{self, CALL_BODY, Server};
 use super::measure::{Bench, CALLERS, median};
-use crate::utp::link::Address;
+use crate::utp::link::{Address, DAY, stream};
 use crate::utp::{DEFAULT_VERSION, Host, Link, wire};
 
 /// The tool, and the target that serves it.
 const TOOL: &str = "bench.utp";
 const TARGET: &str = "bench";
+
+/// The stream of the floor: set up like that of the commands, and gone after each round, so that
+/// what was published for the one is not looked through by the other.
+const RAW: &str = "bench_raw";
+
+async fn raw_stream(link: &Link) -> anyhow::Result<()> {
+    link.ensure_streams().await?;
+    let config = stream(RAW.to_owned(), format!("{RAW}.>"), DAY);
+    link.jetstream().create_stream(config).await?;
+    Ok(())
+}
+
+async fn no_raw_stream(link: &Link) -> anyhow::Result<()> {
+    link.jetstream().delete_stream(RAW).await?;
+    Ok(())
+}
 
 /// A broker; it goes with the value.
 struct Broker {
@@ -114,7 +130,7 @@ async fn define(product: &Server) -> anyhow::Result<()> {
 
 /// How many messages a second the broker takes and acknowledges, so many at a time.
 async fn publish_rate(link: &Link, time: Duration) -> anyhow::Result<f64> {
-    link.ensure_streams().await?;
+    raw_stream(link).await?;
     let (count, begun) = (Arc::new(AtomicU64::new(0)), Instant::now());
     let workers = (0..CALLERS).map(|worker| {
         let (link, count) = (link.clone(), count.clone());
@@ -132,17 +148,20 @@ async fn publish_rate(link: &Link, time: Duration) -> anyhow::Result<f64> {
     for worker in futures::future::join_all(workers).await {
         worker??;
     }
-    Ok(count.load(Ordering::Relaxed) as f64 / begun.elapsed().as_secs_f64())
+    let rate = count.load(Ordering::Relaxed) as f64 / begun.elapsed().as_secs_f64();
+    no_raw_stream(link).await?;
+    Ok(rate)
 }
 
 async fn publish(link: &Link, id: &str) -> anyhow::Result<()> {
-    let subject = "cg.v1r3.default.public.cmd.raw.bench.run".to_owned();
+    let subject = format!("{RAW}.default.public.cmd.bench.run");
     let headers = wire::headers(DEFAULT_VERSION, "dict", "");
     Ok(link.publish(subject, headers, vec![b'x'; 300], id).await?)
 }
 
 /// The median of one publish and one request with its reply, in microseconds.
 async fn round_trip_us(link: &Link, time: Duration) -> anyhow::Result<f64> {
+    raw_stream(link).await?;
     let mut requests = link.client().subscribe("bench.echo").await?;
     let echo = link.client().clone();
     let echoing = tokio::spawn(async move {
@@ -160,5 +179,6 @@ async fn round_trip_us(link: &Link, time: Duration) -> anyhow::Result<f64> {
         times.push(one.elapsed().as_secs_f64() * 1e6);
     }
     echoing.abort();
+    no_raw_stream(link).await?;
     Ok(median(times))
 }

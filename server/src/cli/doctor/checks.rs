@@ -10,7 +10,7 @@ use crate::auth::is_loopback_name;
 use crate::cli::Context;
 use crate::cli::failure::Failure;
 use crate::cli::output::bytes;
-use crate::config::{Config, DEFAULT_FILE};
+use crate::config::{Config, DEFAULT_FILE, Kept};
 
 /// Below this a server will soon stop taking calls.
 const TIGHT_SPACE: u64 = 1 << 30;
@@ -108,8 +108,9 @@ pub fn open_files(config: &Config) -> Finding {
 /// The store, and whether there are keys in it.
 pub async fn store(config: &Config) -> (Finding, bool) {
     const WHAT: &str = "store";
-    let path = match config.store_path() {
-        Ok(path) => path,
+    let path = match config.kept() {
+        Ok(Kept::File(path)) => path,
+        Ok(kept) => return database_store(config, &kept).await,
         Err(error) => return (Finding::bad(WHAT, error.to_string(), error.hint()), false),
     };
     let shown = path.display().to_string();
@@ -143,6 +144,24 @@ pub async fn store(config: &Config) -> (Finding, bool) {
             (Finding::good(WHAT, version), engine.has_keys())
         }
         Err(error) => (Finding::bad(WHAT, format!("{error:#}"), hint), false),
+    }
+}
+
+/// A store in PostgreSQL.
+async fn database_store(config: &Config, kept: &Kept) -> (Finding, bool) {
+    const WHAT: &str = "store";
+    let shown = kept.shown();
+    match crate::assemble::operator(config).await {
+        Ok(engine) => {
+            let size = engine.store_size_bytes().await.map(bytes);
+            let size = size.unwrap_or_else(|_| "size not known".into());
+            (Finding::good(WHAT, format!("{shown} answers, {size}")), engine.has_keys())
+        }
+        Err(error) => {
+            let hint = "look whether PostgreSQL runs there, and whether the user may make tables \
+                        in that database";
+            (Finding::bad(WHAT, format!("{error:#}"), hint), false)
+        }
     }
 }
 

@@ -1,12 +1,17 @@
 //! `/openapi.json`, the try-it page at `/docs`, and the page that explains the codes.
 
+use std::collections::HashMap;
+use std::sync::LazyLock;
+
 use axum::Router;
+use axum::body::Bytes;
 use axum::http::header;
 use axum::response::IntoResponse;
 use axum::routing::get;
 use toolcrib::fault::Code;
 use utoipa::Modify;
 use utoipa::openapi::OpenApi;
+use utoipa::openapi::path::Operation;
 use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityRequirement, SecurityScheme};
 use utoipa_swagger_ui::{Config, SwaggerUi};
 
@@ -23,12 +28,52 @@ impl Modify for Security {
     }
 }
 
+/// Ids of operations are names of functions, and those are alike in several files; whoever makes a
+/// client of the document needs each id once.
+pub(super) fn distinct(mut document: OpenApi) -> OpenApi {
+    let mut seen: HashMap<String, usize> = HashMap::new();
+    for (_, _, operation) in operations(&mut document) {
+        *seen.entry(operation.operation_id.clone().unwrap_or_default()).or_default() += 1;
+    }
+    for (path, method, operation) in operations(&mut document) {
+        let id = operation.operation_id.get_or_insert_default();
+        if seen.get(id).is_some_and(|count| *count > 1) {
+            let words = path.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+            let words: Vec<&str> = words.filter(|word| !word.is_empty()).collect();
+            *id = format!("{method}_{}", words.join("_"));
+        }
+    }
+    document
+}
+
+fn operations(
+    document: &mut OpenApi,
+) -> impl Iterator<Item = (&String, &'static str, &mut Operation)> {
+    document.paths.paths.iter_mut().flat_map(|(path, item)| {
+        let all = [
+            ("get", &mut item.get),
+            ("put", &mut item.put),
+            ("post", &mut item.post),
+            ("delete", &mut item.delete),
+            ("patch", &mut item.patch),
+        ];
+        all.into_iter().filter_map(move |(method, op)| Some((path, method, op.as_mut()?)))
+    })
+}
+
 /// The pages; all of them come out of the binary.
-pub(super) fn pages(document: OpenApi) -> Router {
-    let ui = SwaggerUi::new("/docs")
-        .url("/openapi.json", document)
-        .config(Config::from("/openapi.json").try_it_out_enabled(true));
-    Router::new().route("/docs/errors", get(errors)).merge(ui)
+pub(super) fn pages() -> Router {
+    let config = Config::from("/openapi.json").try_it_out_enabled(true);
+    Router::new()
+        .route("/docs/errors", get(errors))
+        .route("/openapi.json", get(document))
+        .merge(SwaggerUi::new("/docs").config(config))
+}
+
+/// Made for the first who asks: few servers are asked at all, and the document is large.
+async fn document() -> impl IntoResponse {
+    static TEXT: LazyLock<Bytes> = LazyLock::new(|| super::openapi_json().into());
+    ([(header::CONTENT_TYPE, "application/json")], TEXT.clone())
 }
 
 async fn errors() -> impl IntoResponse {

@@ -82,6 +82,7 @@ async fn metrics(State(door): State<Door>) -> Response {
         return problem(&fault, None);
     };
     let engine = &door.engine;
+    metrics::gauge!("toolcrib_runs_open").set(engine.open_runs() as f64);
     for (state, count) in engine.open_calls_by_state() {
         metrics::gauge!("toolcrib_tool_calls_open", "state" => state).set(count as f64);
     }
@@ -89,6 +90,9 @@ async fn metrics(State(door): State<Door>) -> Response {
     metrics::gauge!("toolcrib_clients_connected").set(engine.client_connections() as f64);
     let age_ms = engine.oldest_open_call_age_ms();
     metrics::gauge!("toolcrib_oldest_open_call_age_seconds").set(age_ms as f64 / 1_000.0);
+    for (state, count) in door.sources.iter().flat_map(|sources| sources.counted()) {
+        metrics::gauge!("toolcrib_upstreams", "state" => state).set(count as f64);
+    }
     if let Ok(bytes) = engine.store_size_bytes().await {
         metrics::gauge!("toolcrib_store_size_bytes").set(bytes as f64);
     }

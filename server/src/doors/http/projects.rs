@@ -1,6 +1,7 @@
 //! Projects and their tools, as UTP's management API has them.
 
 mod definition;
+mod import;
 
 use axum::Json;
 use axum::extract::{FromRequestParts, Path, Request, State};
@@ -24,6 +25,7 @@ pub(super) fn routes() -> OpenApiRouter<Door> {
         .routes(routes!(create, list))
         .routes(routes!(put_tool, list_tools))
         .routes(routes!(show_tool, drop_tool))
+        .routes(routes!(import::import))
 }
 
 /// A project to make.
@@ -101,12 +103,13 @@ impl From<&CatalogEntry> for ProjectToolBody {
     fn from(entry: &CatalogEntry) -> Self {
         let tool = &entry.definition;
         let utp = tool.utp.as_ref();
+        let full = utp.and_then(|utp| utp.parameters.as_ref());
         Self {
             project_id: tool.project.clone().unwrap_or_default(),
             tool_name: tool.name.clone(),
             description: tool.description.clone(),
-            parameters: tool.input_schema.clone(),
-            target_subject: utp.map(|utp| utp.target_subject.clone()),
+            parameters: full.unwrap_or(&tool.input_schema).clone(),
+            target_subject: utp.and_then(|utp| utp.target_subject.clone()),
             after_execution: utp.map(|utp| utp.after_execution.as_str()),
             options: utp.map_or_else(toolcrib::Json::empty_object, |utp| utp.options.clone()),
             version: entry.version.clone(),
@@ -136,7 +139,8 @@ async fn put_tool(
         let message = format!("a key with the role {} cannot define tools", caller.role.as_str());
         return Err(Error::refused(Code::PermissionDenied, message).into());
     }
-    let given = definition::read(request, door.settings.max_body_bytes).await?;
+    let limit = door.settings.max_body_bytes;
+    let given = definition::read(request, limit, crate::yaml::parse).await?;
     let checked = definition::check(&given)?;
     let caller = door.engine.in_project(&caller, &project)?;
     let default_ms = door.engine.default_timeout_ms(&caller);

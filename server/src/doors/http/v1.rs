@@ -9,6 +9,8 @@ mod contexts;
 mod deliveries;
 mod events;
 mod results;
+mod runs;
+mod sources;
 mod tasks;
 mod tools;
 
@@ -16,6 +18,8 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::Door;
+
+pub use sources::{Returned, SourceBody, SourceChange, SourceOauth, SourceSkipped, Sources};
 
 pub(super) fn routes() -> OpenApiRouter<Door> {
     OpenApiRouter::new()
@@ -46,7 +50,24 @@ pub(super) fn routes() -> OpenApiRouter<Door> {
         .routes(routes!(admin::list_rules, admin::put_rule, admin::drop_rule))
         .routes(routes!(admin::audit))
         .routes(routes!(admin::clients))
+        .merge(loops())
+        .routes(routes!(sources::list, sources::add))
+        .routes(routes!(sources::show, sources::remove))
+        .routes(routes!(sources::accept))
+        .routes(routes!(sources::refresh))
+        .routes(routes!(sources::sign_in, sources::sign_out))
         .merge(utp())
+}
+
+/// Runs: conversations with models.
+fn loops() -> OpenApiRouter<Door> {
+    OpenApiRouter::new()
+        .routes(routes!(runs::list, runs::start))
+        .routes(routes!(runs::show))
+        .routes(routes!(runs::cancel))
+        .routes(routes!(runs::say))
+        .routes(routes!(runs::resume))
+        .routes(routes!(runs::replay::replay))
 }
 
 /// Cards, reports, agents, turns and inboxes.

@@ -13,11 +13,9 @@ use rmcp::model::{
 };
 use rmcp::service::{Peer, SubscriptionContext};
 use rmcp::{ErrorData, RoleServer};
-use tokio::sync::broadcast;
-use tokio::sync::broadcast::error::RecvError;
 
 use super::server::{Server, Session, Shared, View};
-use super::shelf::Changed;
+use super::shelf::{Change, Changed, Changes};
 use super::tools::List;
 
 /// How many resources one stream may follow.
@@ -36,7 +34,7 @@ pub(super) fn accepted(asked: &SubscriptionFilter) -> SubscriptionFilter {
 enum News {
     /// Tools, keys or rules may be others now.
     Directory(u64),
-    Shelf(Changed),
+    Shelf(Change),
     /// The server stops.
     Over,
 }
@@ -45,7 +43,7 @@ enum News {
 struct Following {
     shared: Arc<Shared>,
     version: u64,
-    shelf: Option<broadcast::Receiver<Changed>>,
+    shelf: Option<Box<dyn Changes>>,
 }
 
 impl Following {
@@ -69,15 +67,10 @@ impl Following {
     }
 }
 
-async fn told(shelf: &mut Option<broadcast::Receiver<Changed>>) -> Changed {
-    loop {
-        let Some(changes) = shelf else { return std::future::pending().await };
-        match changes.recv().await {
-            Ok(changed) => return changed,
-            // Some were missed: the list itself is what counts.
-            Err(RecvError::Lagged(_)) => return Changed::Resources,
-            Err(RecvError::Closed) => *shelf = None,
-        }
+async fn told(shelf: &mut Option<Box<dyn Changes>>) -> Change {
+    match shelf {
+        Some(changes) => changes.next().await,
+        None => std::future::pending().await,
     }
 }
 
@@ -112,7 +105,8 @@ pub(super) async fn listen(
             News::Over => return Ok(()),
             News::Directory(_) if !differs(shared, &view, &mut shown) => continue,
             News::Directory(_) => ToolListChangedNotification::default().into(),
-            News::Shelf(changed) => notice(changed),
+            News::Shelf(change) if !shows(shared, &view, &change) => continue,
+            News::Shelf(change) => notice(change.what),
         };
         // What was not asked for is held back by the sink.
         let _ = subscription.sink().send(notice).await;
@@ -121,6 +115,11 @@ pub(super) async fn listen(
 
 fn stands(shared: &Shared, view: &View) -> bool {
     view.standing.as_ref().is_none_or(|standing| standing.check(&shared.engine).is_ok())
+}
+
+/// Whether a change on the shelf is theirs to know.
+fn shows(shared: &Shared, view: &View, change: &Change) -> bool {
+    shared.shelf.shows(&view.caller, view.source.as_deref(), change)
 }
 
 fn differs(shared: &Shared, view: &View, shown: &mut Arc<List>) -> bool {
@@ -172,8 +171,13 @@ impl Peers {
                 News::Over => return None,
                 News::Directory(_) => differs(shared, &known.view, &mut known.shown)
                     .then(|| ToolListChangedNotification::default().into()),
-                News::Shelf(Changed::Resource(uri)) if !known.session.follows(uri) => None,
-                News::Shelf(changed) => Some(notice(changed.clone())),
+                News::Shelf(change) if !shows(shared, &known.view, change) => None,
+                News::Shelf(Change { what: Changed::Resource(uri), .. })
+                    if !known.session.follows(uri) =>
+                {
+                    None
+                }
+                News::Shelf(change) => Some(notice(change.what.clone())),
             };
             told.map(|told| (known.peer.clone(), told))
         });

@@ -150,12 +150,22 @@ async fn search(
         .iter()
         .map(|found| {
             let tool = &found.entry.definition;
-            json!({ "name": tool.name, "description": shortened(&tool.description) })
+            let shown = json!({ "name": tool.name, "description": shortened(&tool.description) });
+            match tools::flags(tool) {
+                Some(flags) => {
+                    let mut shown = shown;
+                    shown["flags"] = flags;
+                    shown
+                }
+                None => shown,
+            }
         })
         .collect();
     let lines = shown.iter().map(|tool| {
         let text = |key: &str| tool[key].as_str().unwrap_or_default().to_owned();
-        format!("{}: {}", text("name"), text("description"))
+        let flagged =
+            if tool["flags"].is_array() { " [flagged: its words are not trusted]" } else { "" };
+        format!("{}{flagged}: {}", text("name"), text("description"))
     });
     let text = lines.collect::<Vec<_>>().join("\n");
     let mut result = CallToolResult::success(vec![ContentBlock::text(text)]);

@@ -65,6 +65,7 @@ pub fn router(door: Door) -> Router {
     let entrance = Entrance { door, service, sessions };
     Router::new()
         .route("/mcp", any(answer))
+        .route("/mcp/{source}", any(answer))
         .route(METADATA, get(metadata))
         .route(&format!("{METADATA}/mcp"), get(metadata))
         .with_state(entrance)
@@ -124,8 +125,13 @@ impl Entrance {
             self.sessions.check_room(shared.settings.max_sessions).await?;
         }
         let standing = Some(Standing::new(&caller, &parts.headers));
-        let catalogue = catalogue(parts.uri.query().unwrap_or_default())?;
-        let view = View { caller, standing, catalogue };
+        let query = parts.uri.query().unwrap_or_default();
+        let (catalogue, source) = (catalogue(query)?, source(parts.uri.path())?);
+        if source.is_some() && catalogue == Some(Catalogue::Search) {
+            let message = "one source has no catalogue: ask /mcp for it";
+            return Err(Error::refused(Code::ValidationError, message));
+        }
+        let view = View { caller, standing, catalogue, source };
         parts.extensions.insert(view.clone());
         // Secrets go no further than here.
         parts.headers.remove(header::AUTHORIZATION);
@@ -146,6 +152,16 @@ fn catalogue(query: &str) -> Result<Option<Catalogue>, Error> {
     let catalogue = Catalogue::parse(word)
         .ok_or_else(|| Error::refused(Code::ValidationError, "catalogue must be search or full"))?;
     Ok(Some(catalogue))
+}
+
+/// The only source the client wants to see, under its own names: `/mcp/files`.
+fn source(path: &str) -> Result<Option<Arc<str>>, Error> {
+    let Some(name) = path.strip_prefix("/mcp/").filter(|name| !name.is_empty()) else {
+        return Ok(None);
+    };
+    toolcrib::tool::check_upstream_name(name)
+        .map_err(|why| Error::refused(Code::NotFound, format!("there is no such source: {why}")))?;
+    Ok(Some(name.into()))
 }
 
 fn session_of(headers: &HeaderMap) -> Option<String> {

@@ -22,7 +22,7 @@ pub(super) async fn list(
     view: &View,
     _asked: Option<PaginatedRequestParams>,
 ) -> Result<ListResourcesResult, ErrorData> {
-    let resources = server.shared.shelf.resources(&view.caller).await?;
+    let resources = server.shared.shelf.resources(&view.caller, view.source.as_deref()).await?;
     let result = ListResourcesResult::with_all_items(resources);
     Ok(super::hints(result, server.settings(), |r, ttl, scope| {
         r.with_ttl_ms(ttl).with_cache_scope(scope)
@@ -40,7 +40,7 @@ pub(super) async fn templates(
             .with_description("The whole result of a call, by its ticket")
             .with_mime_type("application/json");
     let mut all = vec![results];
-    all.extend(server.shared.shelf.templates(&view.caller).await?);
+    all.extend(server.shared.shelf.templates(&view.caller, view.source.as_deref()).await?);
     let result = ListResourceTemplatesResult::with_all_items(all);
     Ok(super::hints(result, server.settings(), |r, ttl, scope| {
         r.with_ttl_ms(ttl).with_cache_scope(scope)
@@ -63,7 +63,8 @@ pub(super) async fn read(
     };
     let ticket = uri.strip_prefix(PREFIX).and_then(|rest| rest.strip_suffix(SUFFIX));
     let Some(ticket) = ticket else {
-        return match server.shared.shelf.read(&view.caller, asked).await? {
+        let source = view.source.as_deref();
+        return match server.shared.shelf.read(&view.caller, source, asked).await? {
             Some(ReadResourceResponse::Complete(mut read)) => {
                 read.result_type = Some(ResultType::COMPLETE);
                 Ok(read.into())

@@ -15,8 +15,8 @@ use rmcp::model::{
     CompleteRequestParams, CompleteResult, Extensions, GetPromptRequestParams, GetPromptResponse,
     GetTaskParams, GetTaskResult, Implementation, ListPromptsResult, ListResourceTemplatesResult,
     ListResourcesResult, ListToolsResult, LoggingLevel, PaginatedRequestParams,
-    ReadResourceRequestParams, ReadResourceResponse, ResultType, ServerCapabilities, ServerConfig,
-    SetLevelRequestParams, SubscribeRequestParams, SubscriptionFilter, Tool,
+    ReadResourceRequestParams, ReadResourceResponse, Reference, ResultType, ServerCapabilities,
+    ServerConfig, SetLevelRequestParams, SubscribeRequestParams, SubscriptionFilter, Tool,
     UnsubscribeRequestParams, UpdateTaskParams,
 };
 use rmcp::service::{NotificationContext, RequestContext, SubscriptionContext};
@@ -42,6 +42,23 @@ pub(super) struct View {
     pub(super) standing: Option<Standing>,
     /// How they want to see the tools; by their number where they do not say.
     pub(super) catalogue: Option<Catalogue>,
+    /// The only source they want to see, under its own names.
+    pub(super) source: Option<Arc<str>>,
+}
+
+impl View {
+    /// What goes before the names of what is seen.
+    pub(super) fn prefix(&self) -> Option<String> {
+        self.source.as_ref().map(|source| format!("{source}."))
+    }
+
+    /// The crib's name of what the client calls so.
+    pub(super) fn named(&self, name: &str) -> String {
+        match &self.source {
+            Some(source) => format!("{source}.{name}"),
+            None => name.to_owned(),
+        }
+    }
 }
 
 /// What every server of one door shares.
@@ -100,6 +117,7 @@ impl Server {
     fn searches(&self, view: &View) -> bool {
         match view.catalogue {
             Some(catalogue) => catalogue == Catalogue::Search && view.caller.may_invoke(),
+            None if view.source.is_some() => false,
             None => {
                 self.shared.lists.of(self.engine(), &view.caller).len()
                     > self.settings().catalogue_over
@@ -167,7 +185,9 @@ impl ServerHandler for Server {
             true => self.shared.lists.of_catalogue(),
             false => self.shared.lists.of(self.engine(), &view.caller),
         };
-        let (tools, more) = list.page(after, self.settings().page_size, revision);
+        let prefix = view.prefix();
+        let (tools, more) =
+            list.page(after, self.settings().page_size, revision, prefix.as_deref());
         let mut result = ListToolsResult::with_all_items(tools);
         result.next_cursor = more.map(|name| cursor(&name));
         if revision == Revision::Modern {
@@ -180,7 +200,7 @@ impl ServerHandler for Server {
 
     /// For the check of headers that mirror arguments; who may call it is decided when it is.
     fn get_tool(&self, name: &str) -> Option<Tool> {
-        let entry = self.engine().tool(&self.view.caller, name).ok()?;
+        let entry = self.engine().tool(&self.view.caller, &self.view.named(name)).ok()?;
         super::tools::described(&entry.definition)
     }
 
@@ -198,6 +218,9 @@ impl ServerHandler for Server {
             && let Some(told) = catalogue::answered(self, &view, &mut asked, &context).await
         {
             return told;
+        }
+        if view.source.is_some() {
+            asked.name = view.named(&asked.name).into();
         }
         call::call(self, &view, asked, &context, Seen::List).await
     }
@@ -275,7 +298,16 @@ impl ServerHandler for Server {
         context: RequestContext<RoleServer>,
     ) -> Result<ListPromptsResult, ErrorData> {
         let view = self.view(&context.extensions);
-        let prompts = self.shared.shelf.prompts(&view.caller).await?;
+        let mut prompts = self.shared.shelf.prompts(&view.caller).await?;
+        if let Some(prefix) = view.prefix() {
+            prompts.retain_mut(|prompt| match prompt.name.strip_prefix(&prefix) {
+                Some(own) => {
+                    prompt.name = own.to_owned();
+                    true
+                }
+                None => false,
+            });
+        }
         let result = ListPromptsResult::with_all_items(prompts);
         Ok(super::hints(result, self.settings(), |r, ttl, scope| {
             r.with_ttl_ms(ttl).with_cache_scope(scope)
@@ -289,6 +321,8 @@ impl ServerHandler for Server {
     ) -> Result<GetPromptResponse, ErrorData> {
         let view = self.view(&context.extensions);
         let name: String = asked.name.chars().take(128).collect();
+        let mut asked = asked;
+        asked.name = view.named(&asked.name);
         match self.shared.shelf.prompt(&view.caller, asked).await? {
             Some(GetPromptResponse::Complete(mut prompt)) => {
                 prompt.result_type = Some(ResultType::COMPLETE);
@@ -305,7 +339,11 @@ impl ServerHandler for Server {
         context: RequestContext<RoleServer>,
     ) -> Result<CompleteResult, ErrorData> {
         let view = self.view(&context.extensions);
-        self.shared.shelf.complete(&view.caller, asked).await
+        let mut asked = asked;
+        if let Reference::Prompt(prompt) = &mut asked.r#ref {
+            prompt.name = view.named(&prompt.name);
+        }
+        self.shared.shelf.complete(&view.caller, view.source.as_deref(), asked).await
     }
 
     fn accepted_subscription_filter(

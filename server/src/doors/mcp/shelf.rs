@@ -8,7 +8,6 @@ use rmcp::model::{
     CompleteRequestParams, CompleteResult, GetPromptRequestParams, GetPromptResponse, Prompt,
     ReadResourceRequestParams, ReadResourceResponse, Resource, ResourceTemplate,
 };
-use tokio::sync::broadcast;
 use toolcrib::Caller;
 
 /// What has changed on a shelf.
@@ -22,19 +21,43 @@ pub enum Changed {
     Resource(String),
 }
 
-/// Whoever has resources and prompts. Every method answers for one caller.
+/// A change, and whose it is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Change {
+    pub what: Changed,
+    /// The project and the source; none where some changes were missed.
+    pub place: Option<(String, String)>,
+}
+
+/// Changes, one after the other; given up by dropping it.
+#[async_trait]
+pub trait Changes: Send + 'static {
+    async fn next(&mut self) -> Change;
+}
+
+/// Whoever has resources and prompts. Every method answers for one caller; where a source is named,
+/// as if there were no other.
 #[async_trait]
 pub trait Shelf: Send + Sync + 'static {
     /// The resources, in an order that does not change by itself.
-    async fn resources(&self, caller: &Caller) -> Result<Vec<Resource>, ErrorData>;
+    async fn resources(
+        &self,
+        caller: &Caller,
+        source: Option<&str>,
+    ) -> Result<Vec<Resource>, ErrorData>;
 
     /// The templates of resources, in such an order.
-    async fn templates(&self, caller: &Caller) -> Result<Vec<ResourceTemplate>, ErrorData>;
+    async fn templates(
+        &self,
+        caller: &Caller,
+        source: Option<&str>,
+    ) -> Result<Vec<ResourceTemplate>, ErrorData>;
 
     /// One resource; none when it is not on this shelf.
     async fn read(
         &self,
         caller: &Caller,
+        source: Option<&str>,
         asked: ReadResourceRequestParams,
     ) -> Result<Option<ReadResourceResponse>, ErrorData>;
 
@@ -52,13 +75,18 @@ pub trait Shelf: Send + Sync + 'static {
     async fn complete(
         &self,
         caller: &Caller,
+        source: Option<&str>,
         asked: CompleteRequestParams,
     ) -> Result<CompleteResult, ErrorData>;
 
     /// Tells of changes from now on. None where nothing ever changes.
-    fn changes(&self) -> Option<broadcast::Receiver<Changed>> {
+    fn changes(&self) -> Option<Box<dyn Changes>> {
         None
     }
+
+    /// Whether a change is this caller's to know; where a source is named, as if there were no
+    /// other.
+    fn shows(&self, caller: &Caller, source: Option<&str>, change: &Change) -> bool;
 }
 
 /// A shelf with nothing on it.
@@ -66,17 +94,22 @@ pub(super) struct Empty;
 
 #[async_trait]
 impl Shelf for Empty {
-    async fn resources(&self, _: &Caller) -> Result<Vec<Resource>, ErrorData> {
+    async fn resources(&self, _: &Caller, _: Option<&str>) -> Result<Vec<Resource>, ErrorData> {
         Ok(Vec::new())
     }
 
-    async fn templates(&self, _: &Caller) -> Result<Vec<ResourceTemplate>, ErrorData> {
+    async fn templates(
+        &self,
+        _: &Caller,
+        _: Option<&str>,
+    ) -> Result<Vec<ResourceTemplate>, ErrorData> {
         Ok(Vec::new())
     }
 
     async fn read(
         &self,
         _: &Caller,
+        _: Option<&str>,
         _: ReadResourceRequestParams,
     ) -> Result<Option<ReadResourceResponse>, ErrorData> {
         Ok(None)
@@ -97,8 +130,13 @@ impl Shelf for Empty {
     async fn complete(
         &self,
         _: &Caller,
+        _: Option<&str>,
         _: CompleteRequestParams,
     ) -> Result<CompleteResult, ErrorData> {
         Ok(CompleteResult::default())
+    }
+
+    fn shows(&self, _: &Caller, _: Option<&str>, _: &Change) -> bool {
+        false
     }
 }

@@ -62,19 +62,38 @@ impl List {
     }
 
     /// The tools behind this name, at most so many; and the name to go on behind, when there are
-    /// more.
+    /// more. With a prefix: those that have it, without it, and the door's own behind them.
     pub(super) fn page(
         &self,
         after: Option<&str>,
         size: usize,
         revision: Revision,
+        prefix: Option<&str>,
     ) -> (Vec<Tool>, Option<String>) {
         let begin =
             after.map_or(0, |after| self.tools.partition_point(|listed| listed.name() <= after));
-        let rest = &self.tools[begin..];
+        let rest = match prefix {
+            // They stand together: the list is in the order of the names.
+            Some(prefix) => {
+                let first = self.tools.partition_point(|listed| listed.name() < prefix);
+                let theirs = |listed: &Listed| listed.name().starts_with(prefix);
+                let end = first + self.tools[first..].partition_point(theirs);
+                &self.tools[begin.clamp(first, end)..end]
+            }
+            None => &self.tools[begin..],
+        };
         let page = &rest[..size.min(rest.len())];
         let more = (rest.len() > page.len()).then(|| page.last().map(|l| l.name().to_owned()));
-        (page.iter().map(|listed| revision.shown(&listed.tool)).collect(), more.flatten())
+        let mut tools: Vec<Tool> = page.iter().map(|l| revision.shown(&l.tool)).collect();
+        if let Some(prefix) = prefix {
+            for tool in &mut tools {
+                tool.name = tool.name.strip_prefix(prefix).unwrap_or(&tool.name).to_owned().into();
+            }
+            if more.is_none() && self.len() > 0 {
+                tools.extend(own::tools());
+            }
+        }
+        (tools, more.flatten())
     }
 }
 
@@ -223,11 +242,22 @@ fn annotations(effect: Effect, risk: Risk) -> ToolAnnotations {
         .idempotent(effect != Effect::Irreversible)
 }
 
+/// What is suspicious about the words of a tool, where something is.
+pub(super) fn flags(definition: &Definition) -> Option<Value> {
+    let metadata = definition.metadata.as_ref()?;
+    // Most have none: then nothing is read.
+    let flagged = metadata.text().contains("\"flags\"");
+    flagged.then(|| metadata.value().get("flags").cloned()).flatten()
+}
+
 /// What MCP has no words for.
 fn facts(definition: &Definition) -> MetaObject {
     let mut facts = JsonObject::new();
     facts.insert("toolcrib/effect".to_owned(), definition.effect.as_str().into());
     facts.insert("toolcrib/risk".to_owned(), definition.risk.as_str().into());
+    if let Some(flags) = flags(definition) {
+        facts.insert("toolcrib/flags".to_owned(), flags);
+    }
     if definition.background {
         facts.insert("toolcrib/async".to_owned(), true.into());
     }

@@ -13,9 +13,23 @@ use crate::utp::wire;
 /// A wait over request and reply is shorter than the usual patience of a NATS client.
 const MAX_WAIT_MS: u64 = 30_000;
 
-fn read<T: serde::de::DeserializeOwned>(body: Value) -> Result<T, Error> {
-    serde_json::from_value(body)
-        .map_err(|error| Error::refused(Code::ValidationError, error.to_string()))
+/// Read from the text, so that what is wrong is named with its place.
+fn read<T: serde::de::DeserializeOwned>(request: &Message) -> Result<T, Error> {
+    let text = if request.payload.is_empty() { &b"{}"[..] } else { &request.payload[..] };
+    serde_json::from_slice(text).map_err(|error| {
+        Error::refused(Code::ValidationError, format!("the request cannot be read: {error}"))
+    })
+}
+
+/// A number that may be left out.
+fn number(given: &Value, name: &str) -> Result<Option<u64>, Error> {
+    match &given[name] {
+        Value::Null => Ok(None),
+        value => value.as_u64().map(Some).ok_or_else(|| {
+            let message = format!("{name} must be a whole number from 0");
+            Error::refused(Code::ValidationError, message)
+        }),
+    }
 }
 
 pub(super) async fn answer(
@@ -29,14 +43,14 @@ pub(super) async fn answer(
     let header = |name: &str| headers.get(name).and_then(Value::as_str).map(str::to_owned);
     let turn_id = given["agent_turn_id"].as_str().unwrap_or_default().to_owned();
     let reason = given["reason"].as_str().map(|text| text.chars().take(500).collect::<String>());
-    let wait_ms = given["wait_ms"].as_u64().unwrap_or(0).min(MAX_WAIT_MS);
+    let wait_ms = number(&given, "wait_ms")?.unwrap_or(0).min(MAX_WAIT_MS);
     let epoch = || {
         let missing = || Error::refused(Code::ValidationError, "turn_epoch is missing");
-        given["turn_epoch"].as_u64().ok_or_else(missing)
+        number(&given, "turn_epoch")?.ok_or_else(missing)
     };
     let mut answer = match parts.suffix {
         "lease" => {
-            let mut wanted = read::<LeaseBody>(given.clone())?.lease();
+            let mut wanted = read::<LeaseBody>(request)?.lease();
             wanted.channel.get_or_insert_with(|| parts.channel.to_owned());
             wanted.traceparent = wanted.traceparent.or_else(|| header("traceparent"));
             wanted.tracestate = wanted.tracestate.or_else(|| header("tracestate"));
@@ -44,7 +58,7 @@ pub(super) async fn answer(
             turn_body(&turn, &[])
         }
         "dispatch" => {
-            let asked = read::<DispatchBody>(given.clone())?.dispatch();
+            let asked = read::<DispatchBody>(request)?.dispatch();
             let sent = engine.dispatch(caller, agent, &turn_id, asked).await?;
             turn_body(&sent.turn, &sent.calls)
         }
@@ -63,12 +77,15 @@ pub(super) async fn answer(
         }
         "stop" => turn_body(&engine.stop_turn(caller, agent, &turn_id, reason).await?, &[]),
         "inbox" => {
-            let limit = given["limit"].as_u64().unwrap_or(20).clamp(1, 200) as usize;
+            let limit = number(&given, "limit")?.unwrap_or(20).clamp(1, 200) as usize;
             let items = engine.inbox(caller, agent, limit, wait_ms).await?;
             json!({ "items": items.iter().map(wire::inbox_item).collect::<Vec<_>>() })
         }
         "ack" => {
-            let ids: Vec<String> = read(given["inbox_ids"].clone())?;
+            let ids: Vec<String> =
+                serde_json::from_value(given["inbox_ids"].clone()).map_err(|_| {
+                    Error::refused(Code::ValidationError, "inbox_ids must be a list of texts")
+                })?;
             json!({ "acked": engine.take_from_inbox(caller, agent, &ids).await? })
         }
         _ => return Err(unknown(parts)),

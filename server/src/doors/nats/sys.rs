@@ -1,42 +1,69 @@
-//! `rpc.sys.cards.get|put`, `rpc.sys.l0.report`, `rpc.sys.l0.dead_letter`: for tool services.
+//! `rpc.sys.cards.get|follow|put`, `rpc.sys.l0.report|reports|dead_letter`: for tool services.
 
 use async_nats::Message;
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+use serde_json::{Map, Value, json};
 use toolcrib::engine::Unreadable;
 use toolcrib::fault::{Code, Error};
 use toolcrib::utp::subject::Subject;
 use toolcrib::{Caller, Engine};
 
 use super::{body, unknown};
+use crate::utp::Link;
+use crate::utp::follow::FOLLOWS;
 use crate::utp::report::{self, Incoming};
-use crate::utp::wire;
+use crate::utp::wire::{self, Headers};
 
 /// Most cards in one answer.
 const MAX_CARDS: usize = 100;
+/// Most reports in one request.
+const MAX_REPORTS: usize = 100;
 
 pub(super) async fn answer(
     engine: &Engine,
+    link: &Link,
     caller: &Caller,
     parts: &Subject<'_>,
     request: &Message,
     sender: &str,
-) -> Result<Value, Error> {
-    match (parts.target, parts.suffix) {
-        ("cards", "get") => get(engine, caller, &body(request)?, sender).await,
+) -> Result<Vec<u8>, Error> {
+    let answer = match (parts.target, parts.suffix) {
+        ("cards", "get") => return get(engine, caller, &body(request)?, sender).await,
+        ("cards", "follow") => follow(link, parts, &body(request)?),
         ("cards", "put") => put(engine, caller, &body(request)?).await,
         ("l0", "report") => {
-            let headers = wire::header_map(request.headers.as_ref());
+            let headers = Headers::of(request.headers.as_ref());
             let subject = request.subject.as_str();
             let incoming = Incoming { subject, headers, body: &request.payload };
             let taken = report::take(engine, caller, incoming).await?;
-            Ok(wire::ingested(&taken))
+            return written(&wire::IngestedBody::of(&taken));
         }
+        ("l0", "reports") => return reports(engine, caller, parts, request).await,
         ("l0", "dead_letter") => bury(engine, caller, &body(request)?).await,
         _ => Err(unknown(parts)),
-    }
+    };
+    answer.map(|answer| answer.to_string().into_bytes())
 }
 
-async fn get(engine: &Engine, caller: &Caller, body: &Value, sender: &str) -> Result<Value, Error> {
+fn written(answer: &impl Serialize) -> Result<Vec<u8>, Error> {
+    serde_json::to_vec(answer).map_err(|error| Error::Internal(Box::new(error)))
+}
+
+#[derive(Serialize)]
+struct CardsBody<'a> {
+    ok: bool,
+    cards: Vec<wire::CardBody<'a>>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    ended: Vec<&'a str>,
+}
+
+async fn get(
+    engine: &Engine,
+    caller: &Caller,
+    body: &Value,
+    sender: &str,
+) -> Result<Vec<u8>, Error> {
     let ids: Option<Vec<&str>> = body["card_ids"]
         .as_array()
         .map(|ids| ids.iter().filter_map(Value::as_str).collect::<Vec<_>>());
@@ -45,17 +72,98 @@ async fn get(engine: &Engine, caller: &Caller, body: &Value, sender: &str) -> Re
         Error::refused(Code::BadRequest, message)
     };
     let ids = ids.filter(|ids| (1..=MAX_CARDS).contains(&ids.len())).ok_or_else(invalid)?;
-    let mut cards = Vec::with_capacity(ids.len());
+    let (mut cards, mut ended) = (Vec::with_capacity(ids.len()), Vec::new());
     for id in ids {
-        cards.push(wire::card(&engine.card(caller, id).await?));
-        engine.looked_at(caller, id, sender).await;
+        cards.push(engine.card(caller, id).await?);
+        if !engine.looked_at(caller, id, sender).await {
+            ended.push(id);
+        }
     }
-    Ok(json!({ "ok": true, "cards": cards }))
+    let cards = cards.iter().map(wire::CardBody::of).collect();
+    written(&CardsBody { ok: true, cards, ended })
 }
 
 async fn put(engine: &Engine, caller: &Caller, body: &Value) -> Result<Value, Error> {
     let (card, created) = engine.put_card(caller, &body["card"]).await?;
     Ok(json!({ "ok": true, "card_id": card.card_id, "created": created }))
+}
+
+/// Somebody wants to be sent the cards for a target before the commands.
+fn follow(link: &Link, parts: &Subject<'_>, body: &Value) -> Result<Value, Error> {
+    let text = |name: &str| body[name].as_str().unwrap_or_default();
+    let (target, inbox) = (text("target"), text("inbox"));
+    let refused = |message: &str| Err(Error::refused(Code::BadRequest, message));
+    if !toolcrib::utp::is_token(target) {
+        return refused("target must be that of cmd.tool.<target>");
+    }
+    // Nobody has this server publish where it could be taken for something else.
+    if !inbox.starts_with("_INBOX") || !inbox.split('.').all(toolcrib::utp::is_token) {
+        return refused("inbox must be a subject that begins with _INBOX");
+    }
+    link.followers().follow(parts.project, target, inbox);
+    Ok(json!({ "ok": true, "for_ms": FOLLOWS.as_millis() as u64 }))
+}
+
+/// Several reports in one request.
+#[derive(Deserialize)]
+struct Reports<'a> {
+    #[serde(borrow)]
+    reports: Vec<OneOfMany<'a>>,
+}
+
+#[derive(Deserialize)]
+struct OneOfMany<'a> {
+    /// Where it has other headers than the request.
+    #[serde(default)]
+    headers: Map<String, Value>,
+    #[serde(borrow)]
+    report: &'a RawValue,
+}
+
+#[derive(Serialize)]
+struct AnswersBody<'a> {
+    ok: bool,
+    answers: Vec<AnswerBody<'a>>,
+}
+
+#[derive(Serialize)]
+#[serde(untagged)]
+enum AnswerBody<'a> {
+    Taken(wire::IngestedBody<'a>),
+    Refused(Value),
+}
+
+/// Takes each as if it came alone, and answers each. They are committed together.
+async fn reports(
+    engine: &Engine,
+    caller: &Caller,
+    parts: &Subject<'_>,
+    request: &Message,
+) -> Result<Vec<u8>, Error> {
+    let given: Reports<'_> = serde_json::from_slice(&request.payload).map_err(|error| {
+        let message = format!("a request has a list \"reports\" of {{headers, report}}: {error}");
+        Error::refused(Code::BadRequest, message)
+    })?;
+    if !(1..=MAX_REPORTS).contains(&given.reports.len()) {
+        let message = format!("reports must be a list of 1 to {MAX_REPORTS}");
+        return Err(Error::refused(Code::BadRequest, message));
+    }
+    let Subject { version, project, channel, .. } = parts;
+    // As of one that came alone, so that a dead letter of it can be tried again.
+    let subject = format!("cg.{version}.{project}.{channel}.rpc.sys.l0.report");
+    let common = Headers::of(request.headers.as_ref());
+    let taking = given.reports.iter().map(|one| {
+        let headers = Headers::written(&one.headers).or(&common);
+        let body = one.report.get().as_bytes();
+        let incoming = Incoming { subject: &subject, headers, body };
+        report::take(engine, caller, incoming)
+    });
+    let taken = futures::future::join_all(taking).await;
+    let answers = taken.iter().map(|taken| match taken {
+        Ok(taken) => AnswerBody::Taken(wire::IngestedBody::of(taken)),
+        Err(error) => AnswerBody::Refused(wire::refusal(error)),
+    });
+    written(&AnswersBody { ok: true, answers: answers.collect() })
 }
 
 /// A tool service was sent something that it can neither execute nor answer.

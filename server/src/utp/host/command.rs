@@ -40,6 +40,8 @@ pub(super) struct Command {
     pub(super) traceparent: String,
     pub(super) tracestate: Option<String>,
     pub(super) depth: Option<String>,
+    effect: Option<String>,
+    deadline_ms: Option<u64>,
     fields: Map<String, Value>,
 }
 
@@ -50,8 +52,8 @@ impl Command {
         let payload: Value = serde_json::from_slice(&message.payload)
             .map_err(|error| format!("the command is not JSON: {error}"))?;
         let Value::Object(fields) = payload else { return Err("a command is an object".into()) };
-        let headers = wire::header_map(message.headers.as_ref());
-        let header = |name: &str| headers.get(name).and_then(Value::as_str).map(str::to_owned);
+        let headers = wire::Headers::of(message.headers.as_ref());
+        let header = |name: &str| headers.get(name).map(str::to_owned);
         let text = |name: &str, in_header: &str| {
             let given = fields.get(name).and_then(Value::as_str).map(str::to_owned);
             let given = given.or_else(|| header(in_header));
@@ -65,6 +67,13 @@ impl Command {
             Some(Value::String(text)) => text.trim().parse().ok(),
             _ => header("cg-turn-epoch").and_then(|text| text.trim().parse().ok()),
         };
+        for (name, part) in [("cg-project-id", parts.project), ("cg-channel-id", parts.channel)] {
+            if header(name).is_some_and(|given| given != part) {
+                return Err(format!("the header {name} is not what the subject says"));
+            }
+        }
+        let deadline = fields.get("deadline_at_ms").and_then(Value::as_u64);
+        let in_header = || header(wire::DEADLINE)?.parse().ok();
         let tool_call_id = needed("tool_call_id", "cg-tool-call-id")?;
         // A trace that cannot be read is no reason to leave a command without an answer.
         let traced = header("traceparent").filter(|text| trace::parse(text).is_some());
@@ -82,6 +91,8 @@ impl Command {
             traceparent: traced.unwrap_or_else(|| trace::from_seed(&tool_call_id)),
             tracestate: header("tracestate"),
             depth: header("cg-recursion-depth"),
+            effect: text("effect", wire::EFFECT),
+            deadline_ms: deadline.or_else(in_header),
             tool_call_id,
             fields,
         })
@@ -129,14 +140,14 @@ impl Command {
         (self.project.clone(), self.turn_id.clone(), self.tool_call_id.clone())
     }
 
-    /// Whether it is said to be something that must not happen twice.
+    /// Whether it must not happen twice: unless somebody said that it may.
     pub(super) fn is_irreversible(&self) -> bool {
-        self.fields.get("effect").and_then(Value::as_str) == Some("irreversible")
+        !matches!(self.effect.as_deref(), Some("read" | "idempotent"))
     }
 
     /// When nobody waits for it any more, where that was said.
     pub(super) fn deadline_ms(&self) -> Option<u64> {
-        self.fields.get("deadline_at_ms").and_then(Value::as_u64)
+        self.deadline_ms
     }
 
     pub(super) fn tool_name(&self) -> &str {

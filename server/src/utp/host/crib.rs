@@ -2,7 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use async_nats::Request;
+use async_nats::{HeaderMap, Request};
+use axum::body::Bytes;
+use serde::Serialize;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 use toolcrib::fault::{Code, Fault};
@@ -11,8 +13,9 @@ use toolcrib::utp::card::error_of;
 use toolcrib::utp::trace;
 
 use super::Answer;
+use super::bundle::Bundles;
 use super::command::{Command, Trouble};
-use crate::utp::Link;
+use super::together::{Asker, Cards, Got, Reported, Reports, Said, Wanted};
 use crate::utp::wire;
 
 /// How long a question is asked where nobody says when its command is of no more use.
@@ -36,39 +39,65 @@ pub(super) enum Told {
     Nobody,
 }
 
+/// A report as it is written.
+#[derive(Serialize)]
+struct ReportBody<'a> {
+    tool_call_id: &'a str,
+    agent_turn_id: &'a str,
+    turn_epoch: i64,
+    agent_id: &'a str,
+    after_execution: &'a str,
+    status: &'a str,
+    tool_result_card_id: &'a str,
+    step_id: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    card: Option<Value>,
+}
+
+/// What a card asks for.
+pub(super) struct Asked {
+    pub(super) tool_name: String,
+    pub(super) args: Value,
+    pub(super) meta: Value,
+    /// Nobody waits for it any more.
+    pub(super) ended: bool,
+    /// The crib knows that it is being looked at.
+    pub(super) looked: bool,
+}
+
 pub(super) struct Crib {
-    link: Link,
-    name: String,
+    asker: Asker,
+    cards: Bundles<Cards>,
+    reports: Bundles<Reports>,
 }
 
 impl Crib {
-    pub(super) fn new(link: Link, name: &str) -> Self {
-        Self { link, name: name.to_owned() }
+    pub(super) fn new(asker: Asker) -> Self {
+        let cards = Bundles::new(Cards(asker.clone()));
+        let reports = Bundles::new(Reports::new(asker.clone()));
+        Self { asker, cards, reports }
     }
 
     /// Asks until there is an answer, or it is of no more use: the crib may be being restarted.
-    async fn ask(&self, subject: String, body: &Value, command: Option<&Command>) -> Option<Value> {
-        let until = Instant::now() + command.map_or(OF_A_LETTER, patience);
-        let traceparent = command.map_or(String::new(), |c| trace::child(&c.traceparent, &subject));
-        let mut headers = wire::headers(self.link.version(), "dict", &traceparent);
-        headers.insert("CG-Sender", self.name.as_str());
-        if let Some(depth) = command.and_then(|command| command.depth.as_deref()) {
-            headers.insert("CG-Recursion-Depth", depth);
-        }
-        if let Some(state) = command.and_then(|command| command.tracestate.as_deref()) {
-            headers.insert("tracestate", state);
-        }
-        let bytes = body.to_string().into_bytes();
+    async fn ask(
+        &self,
+        subject: &str,
+        headers: HeaderMap,
+        body: Vec<u8>,
+        patience: Duration,
+    ) -> Option<Bytes> {
+        let (until, bytes) = (Instant::now() + patience, Bytes::from(body));
         let mut wait = Duration::from_millis(50);
         while Instant::now() < until {
-            let request = Request::new().payload(bytes.clone().into()).headers(headers.clone());
-            match self.link.client().send_request(subject.clone(), request).await {
-                Ok(reply) => return serde_json::from_slice(&reply.payload).ok(),
+            let request = Request::new().payload(bytes.clone()).headers(headers.clone());
+            match self.asker.link.client().send_request(subject.to_owned(), request).await {
+                Ok(reply) => return Some(reply.payload),
                 Err(error) if error.kind() == async_nats::RequestErrorKind::MaxPayloadExceeded => {
-                    return Some(json!({ "ok": false, "error": {
+                    let refused = json!({ "ok": false, "error": {
                         "code": "too_large",
                         "message": "the message is over NATS's limit",
-                    }}));
+                    }});
+                    return Some(refused.to_string().into());
                 }
                 Err(error) => tracing::debug!(%error, subject, "no answer; asked again"),
             }
@@ -78,26 +107,44 @@ impl Crib {
         None
     }
 
-    fn subject(command: &Command, what: &str) -> String {
+    /// Before what a request about a command is for.
+    pub(super) fn place(command: &Command) -> String {
         let Command { version, project, channel, .. } = command;
-        format!("cg.{version}.{project}.{channel}.rpc.sys.{what}")
+        format!("cg.{version}.{project}.{channel}")
     }
 
-    /// The tool, the arguments and the metadata of a command's card.
-    pub(super) async fn arguments(
-        &self,
-        command: &Command,
-    ) -> Result<(String, Value, Value), Trouble> {
+    /// A card, asked for by itself.
+    async fn card_alone(&self, command: &Command, card_id: &str) -> Option<Value> {
+        let subject = format!("{}.rpc.sys.cards.get", Self::place(command));
+        let headers = self.asker.headers(&trace::child(&command.traceparent, &subject));
+        let body = json!({ "card_ids": [card_id] }).to_string().into_bytes();
+        let answer = self.ask(&subject, headers, body, patience(command)).await?;
+        serde_json::from_slice(&answer).ok()
+    }
+
+    fn wanted(command: &Command) -> Wanted {
+        let card_id = command.card_id.clone().unwrap_or_default();
+        Wanted { traceparent: trace::child(&command.traceparent, &card_id), card_id }
+    }
+
+    /// What a command's card asks for.
+    pub(super) async fn arguments(&self, command: &Command) -> Result<Asked, Trouble> {
+        let wanted = Self::wanted(command);
+        let Got { card, ended } = match self.cards.ask(Self::place(command), wanted).await {
+            Some(got) => got,
+            None => self.got_alone(command, command.card_id.as_deref().unwrap_or_default()).await?,
+        };
+        Ok(Asked { looked: true, ..Self::asked(command, card, ended)? })
+    }
+
+    /// Looks at a card that is known, so that the crib knows too.
+    pub(super) async fn look(&self, command: &Command) {
+        self.cards.ask(Self::place(command), Self::wanted(command)).await;
+    }
+
+    /// What a card asks for.
+    pub(super) fn asked(command: &Command, mut card: Value, ended: bool) -> Result<Asked, Trouble> {
         let card_id = command.card_id.as_deref().unwrap_or_default();
-        let body = json!({ "card_ids": [card_id] });
-        let subject = Self::subject(command, "cards.get");
-        let answer = self.ask(subject, &body, Some(command)).await.ok_or(Trouble::Away)?;
-        if answer["ok"] != json!(true) {
-            let message = answer["error"]["message"].as_str().unwrap_or("the card was refused");
-            let code = answer["error"]["code"].as_str().and_then(Code::parse);
-            return Err(Trouble::wrong(code.unwrap_or(Code::NotFound), message));
-        }
-        let card = &answer["cards"][0];
         let wrong = |message: String| Err(Trouble::wrong(Code::BadRequest, message));
         if card["type"] != "tool.call" {
             return wrong(format!("card \"{card_id}\" is a {}, not a tool.call", card["type"]));
@@ -109,8 +156,24 @@ impl Crib {
         if !named.is_empty() && named != command.tool_call_id {
             return wrong(format!("card \"{card_id}\" is of the call \"{named}\""));
         }
-        let tool = card["content"]["tool_name"].as_str().unwrap_or_default().to_owned();
-        Ok((tool, card["content"]["arguments"].clone(), card["metadata"].clone()))
+        Ok(Asked {
+            tool_name: card["content"]["tool_name"].as_str().unwrap_or_default().to_owned(),
+            args: card["content"]["arguments"].take(),
+            meta: card["metadata"].take(),
+            ended,
+            looked: false,
+        })
+    }
+
+    async fn got_alone(&self, command: &Command, card_id: &str) -> Result<Got, Trouble> {
+        let mut answer = self.card_alone(command, card_id).await.ok_or(Trouble::Away)?;
+        if answer["ok"] != json!(true) {
+            let message = answer["error"]["message"].as_str().unwrap_or("the card was refused");
+            let code = answer["error"]["code"].as_str().and_then(Code::parse);
+            return Err(Trouble::wrong(code.unwrap_or(Code::NotFound), message));
+        }
+        let ended = answer["ended"].as_array().is_some_and(|ended| !ended.is_empty());
+        Ok(Got { card: answer["cards"][0].take(), ended })
     }
 
     /// The id of the call's own result: a plain success under it need not be stored.
@@ -142,29 +205,50 @@ impl Crib {
     }
 
     async fn send(&self, command: &Command, answer: &Answer, card: Value) -> Told {
-        let body = json!({
-            "tool_call_id": command.tool_call_id,
-            "agent_turn_id": command.turn_id,
-            "turn_epoch": command.epoch,
-            "agent_id": command.agent_id,
-            "after_execution": command.after_execution().as_str(),
-            "status": answer.status.as_str(),
-            "tool_result_card_id": card["card_id"],
-            "step_id": command.step_id,
-            "card": card,
-        });
-        self.told(command, &body).await
+        let card_id = card["card_id"].as_str().unwrap_or_default().to_owned();
+        self.told(command, answer.status.as_str(), &card_id, Some(card)).await
     }
 
-    async fn told(&self, command: &Command, body: &Value) -> Told {
-        let subject = Self::subject(command, "l0.report");
-        match self.ask(subject, body, Some(command)).await {
-            None => Told::Nobody,
-            Some(answer) if answer["ok"] == json!(true) => Told::Taken,
-            Some(answer) if answer["error"]["retryable"] == json!(true) => Told::Nobody,
-            Some(answer) => {
-                Told::Refused(answer["error"]["message"].as_str().unwrap_or_default().to_owned())
+    async fn told(
+        &self,
+        command: &Command,
+        status: &str,
+        card_id: &str,
+        card: Option<Value>,
+    ) -> Told {
+        let report = ReportBody {
+            tool_call_id: &command.tool_call_id,
+            agent_turn_id: &command.turn_id,
+            turn_epoch: command.epoch,
+            agent_id: &command.agent_id,
+            after_execution: command.after_execution().as_str(),
+            status,
+            tool_result_card_id: card_id,
+            step_id: command.step_id.as_deref(),
+            card,
+        };
+        let Ok(report) = serde_json::value::to_raw_value(&report) else { return Told::Nobody };
+        let subject = format!("{}.rpc.sys.l0.report", Self::place(command));
+        let reported = || Reported {
+            report: report.clone(),
+            traceparent: trace::child(&command.traceparent, &subject),
+            tracestate: command.tracestate.clone(),
+            depth: command.depth.clone(),
+        };
+        let said = match self.reports.ask(Self::place(command), reported()).await {
+            Some(said) => said,
+            None => {
+                let (headers, body) = (reported().headers(&self.asker), report.get().as_bytes());
+                let answer = self.ask(&subject, headers, body.to_vec(), patience(command)).await;
+                let said = answer.and_then(|answer| serde_json::from_slice(&answer).ok());
+                let Some(said) = said else { return Told::Nobody };
+                said
             }
+        };
+        match said {
+            Said { ok: true, .. } => Told::Taken,
+            Said { error: Some(error), .. } if error.retryable => Told::Nobody,
+            Said { error, .. } => Told::Refused(error.map(|e| e.message).unwrap_or_default()),
         }
     }
 
@@ -172,24 +256,12 @@ impl Crib {
     pub(super) async fn report_known(&self, command: &Command) -> Option<Told> {
         let mut known = None;
         for card_id in Self::own_card_id(command).into_iter().chain([Self::card_id(command)]) {
-            let subject = Self::subject(command, "cards.get");
-            let body = json!({ "card_ids": [card_id] });
-            let answer = self.ask(subject, &body, Some(command)).await?;
+            let answer = self.card_alone(command, &card_id).await?;
             let status = answer["cards"][0]["content"]["status"].as_str().map(str::to_owned);
             known = known.or(status.map(|status| (card_id, status)));
         }
         let (card_id, status) = known?;
-        let body = json!({
-            "tool_call_id": command.tool_call_id,
-            "agent_turn_id": command.turn_id,
-            "turn_epoch": command.epoch,
-            "agent_id": command.agent_id,
-            "after_execution": command.after_execution().as_str(),
-            "status": status,
-            "tool_result_card_id": card_id,
-            "step_id": command.step_id,
-        });
-        Some(self.told(command, &body).await)
+        Some(self.told(command, &status, &card_id, None).await)
     }
 
     fn card(&self, command: &Command, answer: &Answer, meta: &Value) -> Value {
@@ -218,7 +290,7 @@ impl Crib {
             "card_id": own.unwrap_or_else(|| Self::card_id(command)),
             "project_id": command.project,
             "type": "tool.result",
-            "author_id": self.name,
+            "author_id": self.asker.name,
             "tool_call_id": command.tool_call_id,
             "content": {
                 "__type__": "ToolResultContent",
@@ -236,7 +308,10 @@ impl Crib {
         let parts = toolcrib::utp::subject::parse(subject);
         let Some(parts) = parts else { return true };
         let to = format!("cg.{}.{}.{}", parts.version, parts.project, parts.channel);
-        let answer = self.ask(format!("{to}.rpc.sys.l0.dead_letter"), &letter, None).await;
+        let (subject, headers) = (format!("{to}.rpc.sys.l0.dead_letter"), self.asker.headers(""));
+        let body = letter.to_string().into_bytes();
+        let answer = self.ask(&subject, headers, body, OF_A_LETTER).await;
+        let answer = answer.and_then(|answer| serde_json::from_slice::<Value>(&answer).ok());
         answer.is_some_and(|answer| answer["ok"] == json!(true))
     }
 }

@@ -18,7 +18,7 @@ enum Row {
 
 use Row::{Keyed, Open};
 
-const TABLE: [(&str, &str, Row); 68] = [
+const TABLE: [(&str, &str, Row); 90] = [
     ("get", "/v1/tools", Keyed([200, 200, 200, 200])),
     ("get", "/v1/tools/{name}", Keyed([200, 404, 200, 404])),
     ("post", "/v1/tools/{name}/invoke", Keyed([202, 403, 202, 404])),
@@ -42,7 +42,19 @@ const TABLE: [(&str, &str, Row); 68] = [
     ("post", "/v1/runs/{run_id}/context/tool_calls", Keyed([201, 403, 201, 201])),
     // Only who recorded a call finds it by its id.
     ("post", "/v1/runs/{run_id}/context/tool_results", Keyed([404, 403, 200, 404])),
+    ("get", "/v1/runs", Keyed([200, 200, 200, 200])),
+    ("post", "/v1/runs", Keyed([202, 403, 202, 202])),
+    ("get", "/v1/runs/{run_id}", Keyed([200, 200, 200, 404])),
+    ("post", "/v1/runs/{run_id}/cancel", Keyed([200, 403, 200, 404])),
+    // It acts with the rights of who started it.
+    ("post", "/v1/runs/{run_id}/messages", Keyed([403, 403, 202, 404])),
+    ("post", "/v1/runs/{run_id}/resume", Keyed([403, 403, 202, 404])),
+    ("post", "/v1/runs/{run_id}/replay", Keyed([200, 403, 200, 404])),
     ("get", "/v1/events", Keyed([200, 200, 200, 200])),
+    ("get", "/v1/models", Keyed([200, 200, 200, 200])),
+    ("get", "/v1/models/{model}", Keyed([200, 200, 200, 200])),
+    ("post", "/v1/chat/completions", Keyed([200, 403, 200, 200])),
+    ("post", "/v1/responses", Keyed([200, 403, 200, 200])),
     ("get", "/v1/keys", Keyed([403, 403, 200, 200])),
     ("post", "/v1/keys", Keyed([403, 403, 201, 201])),
     ("delete", "/v1/keys/{id}", Keyed([403, 403, 204, 404])),
@@ -51,6 +63,17 @@ const TABLE: [(&str, &str, Row); 68] = [
     ("delete", "/v1/rules", Keyed([403, 403, 204, 404])),
     ("get", "/v1/audit", Keyed([403, 403, 200, 200])),
     ("get", "/v1/clients", Keyed([403, 403, 200, 200])),
+    ("get", "/v1/sources/mcp", Keyed([403, 403, 200, 200])),
+    ("post", "/v1/sources/mcp", Keyed([403, 403, 201, 201])),
+    ("get", "/v1/sources/mcp/{name}", Keyed([403, 403, 200, 404])),
+    ("delete", "/v1/sources/mcp/{name}", Keyed([403, 403, 204, 404])),
+    ("post", "/v1/sources/mcp/{name}/accept", Keyed([403, 403, 200, 404])),
+    ("post", "/v1/sources/mcp/{name}/refresh", Keyed([403, 403, 200, 404])),
+    // It is a program on pipes, which takes no tokens.
+    ("post", "/v1/sources/mcp/{name}/sign-in", Keyed([403, 403, 409, 404])),
+    ("delete", "/v1/sources/mcp/{name}/sign-in", Keyed([403, 403, 204, 404])),
+    ("get", "/oauth/callback", Open),
+    ("get", "/oauth/client.json", Open),
     ("post", "/internal/tools/register", Keyed([403, 200, 200, 200])),
     ("delete", "/internal/tools/{name}", Keyed([403, 204, 204, 404])),
     ("post", "/internal/tool_calls/{tool_call_id}/submit", Keyed([403, 200, 200, 404])),
@@ -62,6 +85,7 @@ const TABLE: [(&str, &str, Row); 68] = [
     ("post", "/projects", Keyed([403, 403, 403, 403])),
     ("get", "/projects/{project_id}/tools", Keyed([200, 200, 200, 404])),
     ("post", "/projects/{project_id}/tools", Keyed([403, 201, 201, 404])),
+    ("post", "/projects/{project_id}/tools/import", Keyed([403, 201, 201, 404])),
     ("get", "/projects/{project_id}/tools/{tool_name}", Keyed([200, 200, 200, 404])),
     ("delete", "/projects/{project_id}/tools/{tool_name}", Keyed([403, 204, 204, 404])),
     ("get", "/v1/tool_calls/{tool_call_id}/cards", Keyed([200, 200, 200, 404])),
@@ -95,10 +119,16 @@ fn own_call(call_id: &str) -> Value {
     json!({ "tool_calls": [{ "call_id": call_id, "name": "my.tool" }] })
 }
 
+/// An MCP server that is nowhere.
+fn source(name: &str) -> Value {
+    json!({ "name": name, "url": "https://mcp.invalid/mcp" })
+}
+
 struct World {
     server: Server,
     provider: Api,
     admin: Api,
+    _silent: std::net::TcpListener,
 }
 
 impl World {
@@ -126,12 +156,30 @@ impl World {
         filled
     }
 
+    /// The run that a path is about; where it must be one with a model, one that was canceled.
+    async fn run_of(&self, path: &str) -> String {
+        let about = path.strip_prefix("/v1/runs/{run_id}");
+        if about.is_none_or(|rest| rest.starts_with("/context") || rest == "/events") {
+            return "run_1".to_owned();
+        }
+        let run = self.admin.post("/v1/runs", a_run()).await.is(202);
+        let id = run["run_id"].as_str().unwrap().to_owned();
+        self.admin.post(&format!("/v1/runs/{id}/cancel"), json!({})).await.is(200);
+        id
+    }
+
     /// The path and body of one request, with whatever it is about made anew.
     async fn request(&self, method: &str, path: &str) -> (String, Value) {
         let tools = json!([offer("a.tool")]);
         self.provider.register("c1", tools.clone()).await;
-        let mut filled = path.replace("{name}", "a.tool").replace("{run_id}", "run_1");
+        let mut filled = path.replace("{name}", "a.tool");
+        filled = filled.replace("{run_id}", &self.run_of(path).await);
+        filled = filled.replace("{model}", "demo");
         filled = self.utp_path(path, filled).await;
+        if path.starts_with("/v1/sources/mcp/{name}") {
+            self.admin.post("/v1/sources/mcp", source("behind")).await.is(201);
+            filled = path.replace("{name}", "behind");
+        }
         filled = filled.replace("{task_id}", "{tool_call_id}");
         if path.ends_with("/repeat") {
             let url = "https://hooks.example/x";
@@ -170,6 +218,7 @@ impl World {
             "/v1/tools/{name}/invoke" => json!({ "run_id": "run_1", "args": {} }),
             "/projects" => json!({ "project_id": "fresh" }),
             "/projects/{project_id}/tools" => project_tool(),
+            "/projects/{project_id}/tools/import" => openapi(),
             "/v1/cards" => result_card(),
             "/v1/tool_results" => json!({
                 "tool_call_id": "none", "agent_turn_id": "t", "turn_epoch": 1, "agent_id": "a",
@@ -187,11 +236,18 @@ impl World {
                 self.admin.post("/v1/runs/run_1/context/tool_calls", own_call("his")).await.is(201);
                 json!({ "tool_results": [{ "call_id": "his" }] })
             }
+            "/v1/runs" => a_run(),
+            "/v1/runs/{run_id}/messages" => a_run(),
             "/v1/tool_calls/{tool_call_id}/answer" => json!({ "answers": {} }),
             "/v1/tool_calls" => {
                 json!({ "run_id": "run_1", "tool_calls": [{ "name": "a.tool" }], "wait_ms": 0 })
             }
             "/v1/keys" => json!({ "agent": "made" }),
+            "/v1/sources/mcp" => source("fresh"),
+            "/v1/chat/completions" => {
+                json!({ "model": "demo", "messages": [{ "role": "user", "content": "hello" }] })
+            }
+            "/v1/responses" => json!({ "model": "demo", "input": "hello" }),
             "/v1/rules" => json!({ "agent": "eve", "pattern": "y.*", "verdict": "deny" }),
             "/internal/tools/register" => json!({ "client_id": "fresh", "tools": [] }),
             _ => json!({ "status": "SUCCEEDED", "client_id": "c1" }),
@@ -209,10 +265,24 @@ impl World {
         let status = answer.status().as_u16();
         if status >= 400 {
             let kind = answer.headers()["content-type"].to_str().unwrap();
-            assert_eq!(kind, "application/problem+json", "{method} {filled}");
+            // OpenAI's clients read refusals in a form of their own.
+            let openai = ["/v1/models", "/v1/chat", "/v1/responses"];
+            let openai = openai.iter().any(|begin| path.starts_with(begin));
+            let wanted = match openai {
+                true => "application/json",
+                // A person's browser is told in words.
+                false if path == "/oauth/callback" => "text/plain; charset=utf-8",
+                false => "application/problem+json",
+            };
+            assert_eq!(kind, wanted, "{method} {filled}");
         }
         status
     }
+}
+
+/// A run that is not over before it is canceled: it waits for a tool that nobody runs.
+fn a_run() -> Value {
+    json!({ "messages": [{ "role": "user", "content": "a.tool {}" }] })
 }
 
 /// A result of a call that nobody made: a new one each time.
@@ -232,11 +302,22 @@ fn project_tool() -> Value {
     json!({ "tool_name": "an.other", "target_subject": target, "after_execution": "suspend" })
 }
 
+fn openapi() -> Value {
+    json!({
+        "openapi": "3.1.0",
+        "servers": [{ "url": "https://api.example.com" }],
+        "paths": { "/pets": { "get": { "operationId": "listPets" } } },
+    })
+}
+
 async fn world() -> (World, Vec<(&'static str, Api)>) {
+    // A model that takes the request and never answers.
+    let silent = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let server = Server::with(|config| {
         let file = config.data_dir.with_file_name("signing.key");
         std::fs::write(&file, crate::support::receiver::KEY).unwrap();
         config.webhooks.signing_key_file = Some(file);
+        config.llm.base_url = Some(format!("http://{}/v1", silent.local_addr().unwrap()));
     })
     .await;
     let admin = server.keyed("p", "boss", "admin", &[]).await;
@@ -255,7 +336,7 @@ async fn world() -> (World, Vec<(&'static str, Api)>) {
         ("bad key", server.with_key("tck_0000000000000000000000000000000000000000000000000000")),
         ("revoked key", revoked),
     ];
-    (World { server, provider, admin }, callers)
+    (World { server, provider, admin, _silent: silent }, callers)
 }
 
 fn documented(document: &Value) -> BTreeSet<(String, String)> {
@@ -282,6 +363,8 @@ async fn every_route_for_every_caller() {
     for ((method, path), row) in rows {
         for (n, (who, api)) in callers.iter().enumerate() {
             let expected = match row {
+                // Nobody waits for a browser.
+                Open if path == "/oauth/callback" => 400,
                 Open => 200,
                 Keyed(answers) => answers.get(n).copied().unwrap_or(401),
             };

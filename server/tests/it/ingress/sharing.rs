@@ -81,6 +81,8 @@ async fn a_call_can_be_pinned_to_a_client() {
     let mut two = Ws::hello(&api, "two", json!({})).await;
     let request = two.take().await;
     assert_eq!(request["tool_call_id"], json!(id));
+    // Taken, and known to be: it is not given again.
+    api.until_status(&id, "RUNNING").await;
     // Its client goes away without having answered: still nobody else is given it.
     let unacked = json!({ "run_id": "run_1", "args": {}, "client_id": "two" });
     let other = api.invoke_with("a.tool", unacked).await;

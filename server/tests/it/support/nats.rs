@@ -75,14 +75,24 @@ impl Nats {
         Server::with(|config| config.nats.url = Some(url)).await
     }
 
-    pub async fn link(&self) -> Link {
-        let (url, version) = (self.url(), "v1r3".to_owned());
+    pub async fn link(&self, version: &str) -> Link {
+        let (url, version) = (self.url(), version.to_owned());
         Link::connect(&Address { url, credentials: None, version }, "test").await.unwrap()
     }
 
     /// A tool service in Rust that is being served; it ends with the test.
     pub async fn host(&self, target: &str, make: impl FnOnce(Host) -> Host) -> Hosted {
-        let host = make(Host::over(self.link().await));
+        self.host_of("v1r3", target, make).await
+    }
+
+    /// The same, of a version of the protocol.
+    pub async fn host_of(
+        &self,
+        version: &str,
+        target: &str,
+        make: impl FnOnce(Host) -> Host,
+    ) -> Hosted {
+        let host = make(Host::over(self.link(version).await));
         let target = target.to_owned();
         let serving = tokio::spawn(async move {
             host.serve(&target, std::future::pending()).await.unwrap();

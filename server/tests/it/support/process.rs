@@ -382,8 +382,10 @@ fn nothing_is(database: &Connection, query: &str) {
 
 fn implied(list: &str) -> Vec<(i64, String)> {
     let told = list.split(',').filter_map(|entry| {
-        let number = entry.strip_suffix('r').map(|number| (number, "tool.call.requested"));
-        number.or_else(|| entry.strip_suffix('s').map(|number| (number, "tool.call.started")))
+        let kinds =
+            [('r', "tool.call.requested"), ('s', "tool.call.started"), ('f', "tool.call.finished")];
+        let of = |(letter, kind): (char, _)| Some((entry.strip_suffix(letter)?, kind));
+        kinds.into_iter().find_map(of)
     });
     told.map(|(number, kind)| (number.parse().unwrap(), kind.to_owned())).collect()
 }
@@ -413,7 +415,7 @@ fn check_events(database: &Connection) -> Stored {
         story.extend(implied);
         story.sort();
         let numbers: String = story.iter().map(|(number, _)| format!("{number},")).collect();
-        assert_eq!(list.replace(['r', 's'], ""), numbers, "{id} names other events");
+        assert_eq!(list.replace(['r', 's', 'f'], ""), numbers, "{id} names other events");
         let kinds: Vec<&str> =
             story.iter().filter_map(|(_, kind)| kind.strip_prefix("tool.call.")).collect();
         assert_eq!(kinds.first(), Some(&"requested"), "{id}: {kinds:?}");

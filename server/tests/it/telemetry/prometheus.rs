@@ -5,7 +5,7 @@ use serde_json::json;
 use crate::support::process;
 
 /// Every name, its type, and labels that it must have.
-const PROMISED: [(&str, &str, &[&str]); 18] = [
+const PROMISED: [(&str, &str, &[&str]); 22] = [
     ("toolcrib_tool_calls_accepted_total", "counter", &["source"]),
     ("toolcrib_tool_calls_total", "counter", &["source", "status", "error_code"]),
     ("toolcrib_tool_call_duration_seconds", "histogram", &["source", "tool", "le"]),
@@ -24,6 +24,10 @@ const PROMISED: [(&str, &str, &[&str]); 18] = [
     ("toolcrib_reconciled_calls_total", "counter", &[]),
     ("toolcrib_otlp_spans_total", "counter", &["outcome"]),
     ("toolcrib_build_info", "gauge", &["version"]),
+    ("toolcrib_runs_open", "gauge", &[]),
+    ("toolcrib_runs_total", "counter", &["status"]),
+    ("toolcrib_model_requests_total", "counter", &["outcome"]),
+    ("toolcrib_model_tokens_total", "counter", &["kind"]),
 ];
 
 struct Scrape(String);

@@ -52,7 +52,8 @@ async fn a_call_goes_to_the_tool_service_and_comes_back() {
         let id = card["card_id"].as_str().unwrap();
         assert_eq!(&api.get(&format!("/v1/cards/{id}")).await.is(200), card);
         let over_nats = nats.hand().await.ask("sys.cards.get", json!({ "card_ids": [id] })).await;
-        assert_eq!(over_nats, json!({ "ok": true, "cards": [card] }));
+        assert_eq!(over_nats["cards"], json!([card]), "{over_nats}");
+        assert_eq!(over_nats["ok"], true);
     }
 }
 
@@ -239,4 +240,43 @@ async fn a_tool_that_lasts_is_not_given_to_another_and_a_dead_one_is_replaced() 
     assert_eq!(call["status"], "FAILED", "{call}");
     assert!(call["error"]["message"].as_str().unwrap().contains("may have happened"), "{call}");
     assert_eq!(count.load(std::sync::atomic::Ordering::SeqCst), 1, "it was begun once");
+}
+
+#[tokio::test]
+async fn what_nobody_waits_for_any_more_is_not_begun() {
+    let Some(nats) = Nats::start().await else { return };
+    let server = nats.server().await;
+    let api = server.api();
+    api.post("/projects/default/tools", tool("late.work", "late", json!({}))).await.is(201);
+    let hand = nats.hand().await;
+    let canceled = api.invoke("late.work", json!({ "n": 1 })).await;
+    // A command that is not out when its call ends never goes out: wait until it is.
+    hand.next("late").await;
+    api.post(&format!("/v1/tool_calls/{canceled}/cancel"), json!({})).await.is(200);
+    let body = json!({ "run_id": "r", "args": { "n": 2 }, "timeout_ms": 2_000 });
+    let timed_out = api.invoke_with("late.work", body).await;
+    hand.next("late").await;
+    assert_eq!(api.finished(&timed_out).await["status"], "TIMEOUT");
+    let wanted = api.invoke("late.work", json!({ "n": 3 })).await;
+    // The tool service comes when two of the three are over; their commands are there still.
+    let begun = std::sync::Arc::new(parking_lot::Mutex::new(Vec::new()));
+    let noted = begun.clone();
+    let _host = nats
+        .host("late", move |host| {
+            host.tool("late.work", move |job| {
+                noted.lock().push(job.args["n"].clone());
+                async move { Ok(job.args) }
+            })
+        })
+        .await;
+    assert_eq!(api.finished(&wanted).await["status"], "SUCCEEDED");
+    for id in [&canceled, &timed_out] {
+        until("the tool service to say so", || async {
+            api.history(id).await.contains(&"tool.call.late".to_owned()).then_some(())
+        })
+        .await;
+    }
+    assert_eq!(*begun.lock(), [json!(3)]);
+    assert_eq!(api.call(&canceled).await["status"], "CANCELED");
+    assert_eq!(api.get("/v1/dead_letters").await.is(200)["dead_letters"], json!([]));
 }

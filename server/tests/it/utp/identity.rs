@@ -1,9 +1,14 @@
 //! Who is who over NATS: keys and rules, the later version of the protocol, agents of the roster.
 
-use serde_json::json;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
-use crate::support::Server;
+use serde_json::json;
+use toolcrib_server::utp::Host;
+
 use crate::support::nats::{Nats, report, result_card, tool};
+use crate::support::{Server, until};
 
 #[tokio::test]
 async fn where_keys_were_made_an_agents_rules_hold_over_nats_too() {
@@ -79,6 +84,100 @@ async fn the_later_version_has_its_identity_in_headers() {
     let taken: serde_json::Value = serde_json::from_slice(&reply.payload).unwrap();
     assert_eq!(taken["ok"], true, "{taken}");
     assert_eq!(api.finished(&id).await["result"], json!({ "later": true }));
+}
+
+#[tokio::test]
+async fn a_tool_service_of_the_later_version_takes_identity_from_headers() {
+    let Some(nats) = Nats::start().await else { return };
+    let url = nats.url();
+    let server = Server::with(|config| {
+        config.nats.url = Some(url);
+        config.nats.version = "v1r4".to_owned();
+    })
+    .await;
+    let api = server.api();
+    let target = json!({ "target_subject": "cmd.tool.later.run" });
+    api.post("/projects/default/tools", tool("later.work", "later", target)).await.is(201);
+    let begun = Arc::new(AtomicUsize::new(0));
+    let make = |host: Host| {
+        let begun = begun.clone();
+        host.ack_wait(Duration::from_secs(1)).tool("later.work", move |job| {
+            begun.fetch_add(1, Ordering::SeqCst);
+            async move {
+                if job.args["hangs"] == true {
+                    std::future::pending::<()>().await;
+                }
+                Ok(json!({ "agent": job.agent_id, "has_deadline": job.deadline_ms.is_some() }))
+            }
+        })
+    };
+    let host = nats.host_of("v1r4", "later", make).await;
+    let id = api.invoke("later.work", json!({})).await;
+    let result = api.finished(&id).await["result"].clone();
+    assert_eq!(result, json!({ "agent": "default", "has_deadline": true }));
+    // It dies in mid-call: what must not happen twice is not begun by the next.
+    begun.store(0, Ordering::SeqCst);
+    let id = api.invoke("later.work", json!({ "hangs": true })).await;
+    until("it to begin", || async { (begun.load(Ordering::SeqCst) == 1).then_some(()) }).await;
+    drop(host);
+    let _host = nats.host_of("v1r4", "later", make).await;
+    let call = api.finished(&id).await;
+    assert!(call["error"]["message"].as_str().unwrap().contains("may have happened"), "{call}");
+    assert_eq!(begun.load(Ordering::SeqCst), 1);
+    // A turn's wakeups and events have their identity in headers, too.
+    api.put("/v1/agents/ada", json!({ "worker_target": "w1" })).await.is(200);
+    let turn = json!({ "agent_turn_id": "t1", "channel_id": "u_1" });
+    api.post("/v1/agents/ada/turns", turn).await.is(201);
+    api.post("/v1/agents/ada/turns/t1/stop", json!({})).await.is(200);
+    let hand = nats.hand().await;
+    let wakeup = "cg.v1r4.default.u_1.cmd.agent.w1.wakeup";
+    let state = "cg.v1r4.default.u_1.evt.agent.ada.state";
+    for (stream, subject) in [("cg_cmd_v1r4", wakeup), ("cg_evt_v1r4", state)] {
+        let told = hand.next_in(stream, subject, "told").await;
+        assert_eq!(told.header("CG-Agent-Id"), "ada");
+        assert!(told.payload.get("agent_id").is_none(), "{}", told.payload);
+    }
+}
+
+#[tokio::test]
+async fn headers_that_contradict_the_subject_are_refused() {
+    let Some(nats) = Nats::start().await else { return };
+    let server = nats.server().await;
+    let (api, hand) = (server.api(), nats.hand().await);
+    api.post("/projects/default/tools", tool("hand.work", "hand", json!({}))).await.is(201);
+    let _host =
+        nats.host("served", |host| host.tool("hand.work", |job| async move { Ok(job.args) })).await;
+    let id = api.invoke("hand.work", json!({ "x": 1 })).await;
+    let command = hand.next("hand").await;
+    command.ack().await;
+    let mut said = report(&command.payload, "r1", "success");
+    said["card"] = result_card(&command.payload, "r1", "success", json!(1));
+    let other = [("CG-Project-Id", "other")];
+    let answer = hand.ask_in("default", "sys.l0.report", said.clone(), &other).await;
+    assert_eq!((&answer["ok"], &answer["error"]["code"]), (&json!(false), &json!("bad_request")));
+    for name in ["CG-Project-Id", "CG-Channel-Id"] {
+        let mut headers = async_nats::HeaderMap::new();
+        headers.insert(name, "other");
+        let subject = "cg.v1r3.default.public.cmd.tool.served.run";
+        let bytes = command.payload.to_string().into_bytes();
+        let jetstream = async_nats::jetstream::new(hand.client.clone());
+        jetstream
+            .publish_with_headers(subject, headers, bytes.into())
+            .await
+            .unwrap()
+            .await
+            .unwrap();
+        until("a dead letter", || async {
+            let letters = api.get("/v1/dead_letters").await.is(200);
+            let letters = letters["dead_letters"].as_array().unwrap().clone();
+            let word = name.to_lowercase();
+            letters.iter().find(|l| l["message"].as_str().unwrap().contains(&word)).map(|_| ())
+        })
+        .await;
+    }
+    assert_eq!(api.call(&id).await["status"], "PENDING", "nothing of it was applied");
+    let same = [("CG-Project-Id", "default")];
+    assert_eq!(hand.ask_in("default", "sys.l0.report", said, &same).await["ok"], true);
 }
 
 #[tokio::test]

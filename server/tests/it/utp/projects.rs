@@ -129,6 +129,19 @@ async fn every_wrong_definition_is_refused_with_400_and_says_why() {
         ),
         (with(&[("timeout_ms", json!(0))]), "timeout_ms"),
         (with(&[("effect", json!("harmless"))]), "effect"),
+        (with(&[("options", json!({ "timeout_seconds": 0 }))]), "options.timeout_seconds"),
+        (with(&[("options", json!({ "timeout_seconds": "soon" }))]), "options.timeout_seconds"),
+        (with(&[("options", Value::Null)]), "options"),
+        (with(&[("description", json!(7))]), "description"),
+        (with(&[("target_subject", Value::Null)]), "target_subject"),
+        (with(&[("after_execution", Value::Null)]), "after_execution"),
+        (array(json!({ "oneOf": [{ "type": "array" }] })), "oneOf/0"),
+        (array(json!({ "allOf": [{ "type": "array" }] })), "allOf/0"),
+        (with(&[("parameters", json!({ "$defs": { "x": { "type": "array" } } }))]), "$defs/x"),
+        (
+            with(&[("parameters", json!({ "definitions": { "x": { "type": "array" } } }))]),
+            "definitions/x",
+        ),
     ];
     for (text, word) in wrong {
         let error = yaml(&server.api(), "default", &text).await.refused(400, "BAD_REQUEST");

@@ -6,7 +6,10 @@ use std::process::{Child, Command, Stdio};
 
 use serde_json::json;
 
+use crate::openapi::upstream::Upstream;
 use crate::support::nats::{Nats, tool};
+use crate::support::otlp::Endpoint;
+use crate::support::until;
 
 struct Running(Child);
 
@@ -42,7 +45,7 @@ fn python() -> Command {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_python_example_serves_calls() {
-    let Some(nats) = Nats::start().await else { return };
+    let Some(mut nats) = Nats::start().await else { return };
     let file = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../examples/python/utp_service.py");
     let lines = std::fs::read_to_string(&file).unwrap().lines().count();
     assert!(lines < 60, "a tool service in under 60 lines, not {lines}");
@@ -62,6 +65,13 @@ async fn the_python_example_serves_calls() {
     let call = api.finished(&id).await;
     assert_eq!(call["status"], "FAILED");
     assert!(call["error"]["message"].as_str().unwrap().contains("KeyError"), "{call}");
+    // Neither nonsense nor a broker that goes away and comes back is its end.
+    let hand = nats.hand().await;
+    hand.command("cg.v1r3.default.public.cmd.tool.count.run", b"{\"tool".to_vec()).await;
+    nats.down();
+    let id = api.invoke("text.count", json!({ "text": "while it was away" })).await;
+    nats.up().await;
+    assert_eq!(api.finished(&id).await["result"], json!({ "words": 4 }));
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -90,4 +100,153 @@ async fn the_cribs_own_tools_are_served_to_others() {
     assert_eq!((&call["status"], &call["taken_by"]), (&json!("FAILED"), &json!("tool.toolcrib")));
     let id = api.invoke("calculation.eval", json!({ "wrong": 1 })).await;
     assert_eq!(api.finished(&id).await["error"]["code"], "VALIDATION_ERROR");
+}
+
+/// `toolcrib utp serve` on this data directory, with a secret that only it has.
+fn serving(nats: &Nats, upstream: &Upstream, data: &std::path::Path, more: &[&str]) -> Command {
+    let settings = format!(
+        "[http]\nhosts = [\"http://{0}\"]\nallow_private = true\n\
+         [http.jina]\nsearch_url = \"http://{0}\"\n",
+        upstream.address
+    );
+    let here = data.parent().unwrap();
+    std::fs::write(here.join("toolcrib.toml"), settings).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_toolcrib"));
+    command.args(more).args(["utp", "serve", "--target", "crib", "--nats", &nats.url()]);
+    command.arg("--data-dir").arg(data).current_dir(here).env("PETS_TOKEN", "t0ken-of-the-service");
+    command
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn tools_that_are_http_apis_are_served_to_others_too() {
+    let Some(nats) = Nats::start().await else { return };
+    let upstream = Upstream::start().await;
+    let server = nats.server().await;
+    let api = server.api();
+    let pets = json!({
+        "parameters": { "type": "object", "properties": {
+            "id": { "type": "integer" }, "site": { "type": "string" },
+        }},
+        "options": {
+            "http": {
+                "url": upstream.url("/pets/{id}"),
+                "auth": [{ "type": "bearer", "env": "PETS_TOKEN" }],
+            },
+            "args": { "fixed": { "site": "{project_id}.{agent_turn_id}" } },
+        },
+    });
+    api.post("/projects/default/tools", tool("pets.get", "crib", pets.clone())).await.is(201);
+    let search = json!({ "options": { "jina": { "mode": "search" } }, "effect": "read" });
+    api.post("/projects/default/tools", tool("web.search", "crib", search)).await.is(201);
+    let data = server.config.data_dir.clone();
+    let _service = start(serving(&nats, &upstream, &data, &[]), "serving").await;
+    let id = api.invoke("pets.get", json!({ "id": 7, "site": "mine" })).await;
+    let call = api.finished(&id).await;
+    assert_eq!(
+        (&call["status"], &call["executor"]),
+        (&json!("SUCCEEDED"), &json!("utp")),
+        "{call}"
+    );
+    assert_eq!(call["result"]["path"], "/pets/7?site=default.run_1", "{call}");
+    let asked = upstream.last();
+    assert_eq!(asked.header("authorization"), Some("Bearer t0ken-of-the-service"));
+    assert!(!call.to_string().contains("t0ken"), "{call}");
+    let cards = api.get(&format!("/v1/tool_calls/{id}/cards")).await.text;
+    assert!(!cards.contains("t0ken") && cards.contains("tool_args_fixed_applied"), "{cards}");
+    let id = api.invoke("web.search", json!({ "q": "crib" })).await;
+    let call = api.finished(&id).await;
+    assert_eq!(call["result"]["path"], "/search?q=crib", "{call}");
+    let id = api.invoke("web.search", json!({})).await;
+    let call = api.finished(&id).await;
+    assert_eq!(call["error"]["code"], "VALIDATION_ERROR", "UTP's bad_request: {call}");
+    // A definition that changed meanwhile is used as it is now, one that is gone is not.
+    let mut moved = pets;
+    moved["options"]["http"]["url"] = json!(upstream.url("/animals/{id}"));
+    api.post("/projects/default/tools", tool("pets.get", "crib", moved)).await.is(201);
+    let id = api.invoke("pets.get", json!({ "id": 8 })).await;
+    let path = api.finished(&id).await["result"]["path"].clone();
+    assert!(path.as_str().unwrap().starts_with("/animals/8"), "{path}");
+    // Another project has its own tools: it does not reach this one's.
+    let other = api.clone().project("other");
+    api.post("/projects", json!({ "project_id": "other" })).await.is(201);
+    other.post("/projects/other/tools", tool("pets.get", "crib", json!({}))).await.is(201);
+    let id = other.invoke("pets.get", json!({ "id": 9 })).await;
+    assert_eq!(other.finished(&id).await["error"]["code"], "TOOL_NOT_FOUND");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn one_projects_tools_can_be_served_to_everybody() {
+    let Some(nats) = Nats::start().await else { return };
+    let upstream = Upstream::start().await;
+    let shop = upstream.server().await;
+    let api = shop.api();
+    api.post("/projects", json!({ "project_id": "shop" })).await.is(201);
+    let url = upstream.url("/pets/{id}");
+    let pets = json!({ "tool_name": "pets.get", "options": { "http": { "url": url } } });
+    api.clone().project("shop").post("/projects/shop/tools", pets).await.is(201);
+    let data = shop.config.data_dir.clone();
+    let _service = start(serving(&nats, &upstream, &data, &["--project", "shop"]), "serving").await;
+    // Another crib, with nothing but a subject to send commands to.
+    let server = nats.server().await;
+    let api = server.api();
+    api.post("/projects/default/tools", tool("pets.get", "crib", json!({}))).await.is(201);
+    let id = api.invoke("pets.get", json!({ "id": 7 })).await;
+    let call = api.finished(&id).await;
+    assert_eq!(call["result"]["path"], "/pets/7", "{call}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn one_trace_goes_from_the_agent_through_the_tool_service() {
+    let Some(nats) = Nats::start().await else { return };
+    let endpoint = Endpoint::start().await;
+    let data = tempfile::tempdir().unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_toolcrib"));
+    command.args(["utp", "serve", "--target", "crib", "--nats", &nats.url()]);
+    command.arg("--data-dir").arg(data.path()).current_dir(data.path());
+    command.env("TOOLCRIB_TELEMETRY__OTLP_ENDPOINT", &endpoint.url);
+    command.env("TOOLCRIB_TELEMETRY__SERVICE_NAME", "the-tool-service");
+    let mut service = start(command, "serving").await;
+    let (url, otlp) = (nats.url(), endpoint.url.clone());
+    let server = crate::support::Server::with(|config| {
+        config.nats.url = Some(url);
+        config.builtin.enabled = false;
+        config.telemetry.otlp_endpoint = Some(otlp);
+        config.telemetry.export_interval_ms = 20;
+    })
+    .await;
+    let api = server.api();
+    let sum = tool("calculation.eval", "crib", json!({}));
+    api.post("/projects/default/tools", sum).await.is(201);
+    let body = json!({ "run_id": "r", "args": { "expression": "6*7" } });
+    let request = api
+        .request(reqwest::Method::POST, "/v1/tools/calculation.eval/invoke?wait_ms=20000")
+        .header("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01");
+    let call = api.send(request.json(&body)).await.is(202);
+    assert_eq!(call["status"], "SUCCEEDED", "{call}");
+    // Told to stop, it finishes, sends what it has, and ends well.
+    let id = service.0.id().to_string();
+    assert!(Command::new("kill").args(["-TERM", &id]).status().unwrap().success());
+    let ended = until("the service to end", || {
+        let ended = service.0.try_wait().unwrap();
+        async move { ended }
+    })
+    .await;
+    assert!(ended.success(), "{ended}");
+    let spans = until("spans of both", || async {
+        let spans = endpoint.spans();
+        let both = ["the-tool-service", "toolcrib"];
+        both.iter().all(|name| spans.iter().any(|s| s.service == *name)).then_some(spans)
+    })
+    .await;
+    for span in &spans {
+        assert_eq!(span.trace_id, "0af7651916cd43dd8448eb211c80319c", "{span:?}");
+    }
+    let outer: Vec<&str> = spans
+        .iter()
+        .filter(|span| span.service == "toolcrib")
+        .map(|span| span.span_id.as_str())
+        .collect();
+    let inner = spans.iter().filter(|span| span.service == "the-tool-service");
+    let below = inner.filter(|span| outer.contains(&span.parent_id.as_str())).count();
+    assert_eq!(below, 1, "what the tool service does is below the attempt: {spans:?}");
 }

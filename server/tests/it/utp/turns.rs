@@ -166,6 +166,20 @@ async fn a_turn_over_nats_alone() {
     assert_eq!((&refused["ok"], &refused["error"]["code"]), (&json!(false), &json!("not_found")));
     let unknown = world.hand.ask("agent.ada.dance", json!({})).await;
     assert_eq!(unknown["error"]["code"], "not_found");
+    for (what, body, word) in [
+        ("lease", json!({ "lease_ms": "x" }), "column"),
+        ("lease", json!({ "agent_turn_id": "a b" }), "agent_turn_id"),
+        ("dispatch", json!({ "agent_turn_id": "t1" }), "turn_epoch"),
+        ("dispatch", json!({ "agent_turn_id": "t1", "turn_epoch": 1, "calls": [] }), "calls"),
+        ("resume", json!({ "agent_turn_id": "t1" }), "turn_epoch"),
+        ("resume", json!({ "agent_turn_id": "t1", "turn_epoch": 1, "wait_ms": -5 }), "wait_ms"),
+        ("inbox", json!({ "limit": "x" }), "limit"),
+        ("ack", json!({ "inbox_ids": "x" }), "inbox_ids"),
+    ] {
+        let refused = world.hand.ask(&format!("agent.ada.{what}"), body).await;
+        assert_eq!(refused["error"]["code"], "bad_request", "{refused}");
+        assert!(refused["error"]["message"].as_str().unwrap().contains(word), "{refused}");
+    }
 }
 
 #[tokio::test]

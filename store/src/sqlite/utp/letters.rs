@@ -1,7 +1,7 @@
 //! Inboxes, the outbox, and getting rid of what is old.
 
 use rusqlite::{Connection, OptionalExtension, params};
-use toolcrib::store::utp::Delivered;
+use toolcrib::store::utp::{Delivered, REPLACED_FOR_MS};
 use toolcrib::utp::{InboxItem, Letter, Waiting};
 
 use super::{body, of_body};
@@ -103,8 +103,9 @@ pub(super) fn purge(
     for sql in [
         "DELETE FROM cards WHERE number IN (SELECT number FROM cards ORDER BY number LIMIT ?2) \
          AND created_ms < ?1",
+        // Also what nobody took: the call and its cards are gone by now.
         "DELETE FROM inbox WHERE number IN (SELECT number FROM inbox ORDER BY number LIMIT ?2) \
-         AND created_ms < ?1 AND taken_ms IS NOT NULL",
+         AND created_ms < ?1",
         "DELETE FROM dead_letters WHERE id IN (SELECT id FROM dead_letters ORDER BY id LIMIT ?2) \
          AND created_ms < ?1",
         "DELETE FROM turn_calls WHERE number IN (SELECT number FROM turn_calls \
@@ -117,5 +118,24 @@ pub(super) fn purge(
     ] {
         count += connection.prepare_cached(sql)?.execute(bound)?;
     }
-    Ok(count)
+    Ok(count + purge_versions(connection, before_ms, limit)?)
+}
+
+/// Definitions that were replaced before the oldest call that is kept was made.
+fn purge_versions(
+    connection: &Connection,
+    before_ms: u64,
+    limit: usize,
+) -> rusqlite::Result<usize> {
+    connection
+        .prepare_cached(
+            "DELETE FROM tool_versions WHERE (project, name, version) IN \
+             (SELECT project, name, version FROM tool_versions WHERE replaced_ms + ?3 < \
+             min(?1, coalesce((SELECT created_ms FROM calls ORDER BY place LIMIT 1), ?1)) LIMIT ?2)",
+        )?
+        .execute(params![
+            i64::try_from(before_ms).unwrap_or(i64::MAX),
+            limit as i64,
+            REPLACED_FOR_MS as i64
+        ])
 }

@@ -90,7 +90,7 @@ async fn event_numbers_never_come_again_after_a_purge_and_reopening() {
         let told = history(&store, of_call(&done)).await;
         assert!(told[0].number > newest, "round {round}: {} after {newest}", told[0].number);
         newest = told[told.len() - 1].number;
-        assert_eq!(store.purge(NOW + 1_000, 100).await.unwrap(), 1);
+        assert_eq!(store.purge(NOW + 1_000, 100).await.unwrap().calls, 1);
         store = reopened(&path, store);
     }
     let next = call();
@@ -191,7 +191,7 @@ async fn a_call_that_came_after_everything_was_purged_is_found_again() {
     put(&store, &last).await;
     make_and_end(&store, 1_500).await;
     save(&store, &ended(&last, Status::Canceled, NOW + 9)).await;
-    assert_eq!(store.purge(NOW + 10, 100_000).await.unwrap(), 6_001);
+    assert_eq!(store.purge(NOW + 10, 100_000).await.unwrap().calls, 6_001);
     let open = call();
     put(&store, &open).await;
     drop(store);

@@ -212,3 +212,17 @@ async fn two_that_open_a_new_file_at_once_both_get_it() {
     put(&stores[0], &call()).await;
     assert_eq!(ids_of(&stores[1], "p").await.len(), 1);
 }
+
+#[cfg(unix)]
+#[tokio::test]
+async fn what_is_stored_is_its_owners_alone_to_read() {
+    use std::os::unix::fs::PermissionsExt;
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("data").join("toolcrib.db");
+    let store = SqliteStore::open_briefly(&path).unwrap();
+    put(&store, &call()).await;
+    let mode = |path: &std::path::Path| path.metadata().unwrap().permissions().mode() & 0o777;
+    assert_eq!(mode(path.parent().unwrap()), 0o700);
+    assert_eq!(mode(&path), 0o600);
+    assert_eq!(mode(&path.with_extension("db-wal")), 0o600);
+}

@@ -1,10 +1,12 @@
 //! The one writer: many changes share a commit, and a lock that somebody else holds is survived.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use toolcrib::call::{Call, Status};
 use toolcrib::event::Kind;
 use toolcrib::store::{Created, Saved, Store};
+use toolcrib::{Caller, Effect, Engine, Fault, FnTool, Invocation};
 use toolcrib_store::SqliteStore;
 
 use super::{fresh, is_unavailable, raw};
@@ -162,4 +164,27 @@ async fn a_locked_database_refuses_writes_and_nothing_else() {
     let numbers: Vec<u64> =
         history(&store, of_project("p")).await.iter().map(|event| event.number).collect();
     assert_eq!(numbers, [1, 2], "what was refused took no number");
+}
+
+/// The engine's own records, not ones made to fit: a fact more in any of them would cost every
+/// call a row.
+#[tokio::test]
+async fn a_call_that_is_over_at_once_is_one_row() {
+    #[derive(serde::Deserialize, schemars::JsonSchema)]
+    struct Nothing {}
+    let directory = tempfile::tempdir().unwrap();
+    let path = database_in(&directory);
+    let store = Arc::new(SqliteStore::open(&path).unwrap());
+    let noop = FnTool::new("t.noop", "Nothing", |_: Nothing| async { Ok::<u8, Fault>(1) });
+    let builder = Engine::builder().store(store).tool(noop.effect(Effect::Read));
+    let engine = builder.start().await.unwrap();
+    let caller = Caller::local("default");
+    for _ in 0..3 {
+        engine.invoke(&caller, Invocation::new("t.noop", "{}").unwrap()).await.unwrap();
+    }
+    let rows = |table: &str| -> i64 {
+        let sql = format!("SELECT count(*) FROM {table}");
+        raw(&path).query_row(&sql, [], |row| row.get(0)).unwrap()
+    };
+    assert_eq!((rows("calls"), rows("events")), (3, 0));
 }

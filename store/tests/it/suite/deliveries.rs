@@ -152,7 +152,7 @@ pub async fn deliveries_and_tasks_go_with_their_call(store: &dyn Store) {
     let task = background(call_at(NOW - 1));
     put(store, &task).await;
     save(store, &ended(&task, Status::Succeeded, NOW)).await;
-    assert_eq!(store.purge(NOW + 1, 100).await.unwrap(), 2);
+    assert_eq!(store.purge(NOW + 1, 100).await.unwrap().calls, 2);
     assert_eq!(store.delivery("p", &due.call_id).await.unwrap(), None);
     assert_eq!(pending(store).await, []);
     assert_eq!(ids(store, tasks()).await, []);

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde_json::json as value;
 use toolcrib::args;
 use toolcrib::caller::Role;
-use toolcrib::directory::{AuditEntry, Change, Client, Directory, Key, Offer, Others};
+use toolcrib::directory::{AuditEntry, Change, Client, Directory, Key, Offer, Others, Upstream};
 use toolcrib::policy::{Rule, Verdict};
 use toolcrib::retry::{Backoff, PolicyPatch};
 use toolcrib::store::{Saved, Store};
@@ -325,4 +325,66 @@ pub async fn the_audit_log_of_a_project_has_only_its_own(store: &dyn Store) {
     assert_eq!(store.audit_log(None, 10).await.unwrap().len(), 4);
     let newest = store.audit_log(Some("p".into()), 1).await.unwrap();
     assert_eq!(newest, [entry("p", "three")]);
+}
+
+/// What upstreams are there, and what they offer.
+pub async fn upstreams_and_their_tools_are_kept(store: &dyn Store) {
+    let upstream = |name: &str, settings: &str| Upstream {
+        project: "p".into(),
+        name: name.into(),
+        kind: "mcp".into(),
+        settings: json(settings),
+        added_ms: NOW,
+    };
+    let set = |upstream: &str, tools: &[&str]| Change::SetUpstreamTools {
+        project: "p".into(),
+        upstream: upstream.into(),
+        tools: tools.iter().map(|name| tool("p", name, "does it")).collect(),
+    };
+    let drop = |name: &str| Change::DropUpstream { project: "p".into(), name: name.into() };
+    let changes = [
+        Change::PutUpstream(Box::new(upstream("a", r#"{"url":"x"}"#))),
+        Change::PutUpstream(Box::new(upstream("b", "{}"))),
+        Change::PutUpstream(Box::new(upstream("a", r#"{"url":"y"}"#))),
+        set("a", &["a.one", "a.two"]),
+        set("b", &["b.one"]),
+        set("a", &["a.two", "a.three"]),
+    ];
+    let mut version = store.directory_version().await.unwrap();
+    for change in changes {
+        assert_eq!(store.change(change, version, None).await.unwrap(), Saved::Yes);
+        version += 1;
+    }
+    let names = |directory: &Directory| {
+        let mut names: Vec<String> = directory.tools.iter().map(|t| t.name.clone()).collect();
+        names.sort();
+        names
+    };
+    let mut directory = store.directory().await.unwrap();
+    directory.upstreams.sort_by(|a, b| a.name.cmp(&b.name));
+    assert_eq!(directory.upstreams, [upstream("a", r#"{"url":"y"}"#), upstream("b", "{}")]);
+    assert_eq!(names(&directory), ["a.three", "a.two", "b.one"]);
+    assert_eq!(store.change(drop("a"), version, None).await.unwrap(), Saved::Yes);
+    let directory = store.directory().await.unwrap();
+    assert_eq!(names(&directory), ["b.one"]);
+    assert_eq!(directory.upstreams.len(), 1);
+}
+
+/// Tokens of an upstream.
+pub async fn what_was_granted_for_an_upstream_goes_with_it(store: &dyn Store) {
+    let grants = store.grants();
+    assert_eq!(grants.grant("default", "a").await.unwrap(), None);
+    for (project, text) in [("default", "one"), ("other", "theirs"), ("default", "two")] {
+        grants.keep_grant(project, "a", Some(text.to_owned())).await.unwrap();
+    }
+    assert_eq!(grants.grant("default", "a").await.unwrap().as_deref(), Some("two"));
+    let places = [("default", "a"), ("other", "a")].map(|(p, n)| (p.to_owned(), n.to_owned()));
+    assert_eq!(grants.grants().await.unwrap(), places);
+    let version = store.directory_version().await.unwrap();
+    let gone = Change::DropUpstream { project: "default".into(), name: "a".into() };
+    assert_eq!(store.change(gone, version, None).await.unwrap(), Saved::Yes);
+    assert_eq!(grants.grant("default", "a").await.unwrap(), None);
+    assert_eq!(grants.grant("other", "a").await.unwrap().as_deref(), Some("theirs"));
+    grants.keep_grant("other", "a", None).await.unwrap();
+    assert!(grants.grants().await.unwrap().is_empty());
 }

@@ -223,6 +223,7 @@ pub async fn the_usual_beginning_is_told_like_everything_else(store: &dyn Store)
             let result = over.outcome.as_ref().unwrap().data.as_ref().unwrap().text().len();
             let finished = Record::new(Kind::Finished, begun.created_ms + 4, 1)
                 .with("latency_ms", 4)
+                .with("queue_ms", begun.started_ms.unwrap() - begun.created_ms)
                 .with("tool", "weather.query")
                 .with("result_bytes", result);
             records.push(finished);

@@ -35,9 +35,9 @@ pub async fn only_calls_that_ended_before_are_deleted(store: &dyn Store) {
     stay.push(put_ended(store, NOW).await.id);
     stay.push(put_ended(store, NOW + 1).await.id);
     stay.reverse();
-    assert_eq!(store.purge(NOW, 100).await.unwrap(), 5);
+    assert_eq!(store.purge(NOW, 100).await.unwrap().calls, 5);
     assert_eq!(ids_of(store, "p").await, stay);
-    assert_eq!(store.purge(NOW, 100).await.unwrap(), 0);
+    assert_eq!(store.purge(NOW, 100).await.unwrap().calls, 0);
 }
 
 /// A call that was committed a moment after a younger one may have to wait for it, not longer.
@@ -55,7 +55,7 @@ pub async fn events_and_keys_go_with_their_call(store: &dyn Store) {
     put_keyed(store, &young, &key("ada", "young", "f")).await;
     append(store, &old, record(Kind::Progress)).await;
     save(store, &ended(&old, Status::Timeout, NOW + 5)).await;
-    assert_eq!(store.purge(NOW + 6, 100).await.unwrap(), 1);
+    assert_eq!(store.purge(NOW + 6, 100).await.unwrap().calls, 1);
     assert_eq!(found(store, &old).await, None);
     assert_eq!(history(store, of_call(&old)).await, []);
     assert_eq!(history(store, of_project("p")).await.len(), 1);
@@ -75,7 +75,7 @@ pub async fn a_purge_goes_in_steps(store: &dyn Store) {
     }
     let mut steps = vec![];
     for _ in 0..4 {
-        steps.push(store.purge(NOW + 100, 3).await.unwrap());
+        steps.push(store.purge(NOW + 100, 3).await.unwrap().calls);
     }
     assert_eq!(steps, [3, 3, 1, 0]);
     assert_eq!(ids_of(store, "p").await, []);
@@ -86,7 +86,7 @@ pub async fn event_numbers_never_come_again(store: &dyn Store) {
     let done = put_ended(store, NOW + 1).await;
     append(store, &done, record(Kind::Late)).await;
     let newest = store.newest_event(of_call(&done)).await.unwrap();
-    assert_eq!(store.purge(NOW + 2, 100).await.unwrap(), 1);
+    assert_eq!(store.purge(NOW + 2, 100).await.unwrap().calls, 1);
     let next = call();
     put(store, &next).await;
     let first = history(store, of_call(&next)).await[0].number;
@@ -114,7 +114,7 @@ pub async fn old_audit_entries_go_too(store: &dyn Store) {
 pub async fn a_purge_of_all_times_takes_every_ended_call(store: &dyn Store) {
     put(store, &call()).await;
     put_ended(store, NOW + 1).await;
-    assert_eq!(store.purge(0, usize::MAX).await.unwrap(), 0);
-    assert_eq!(store.purge(u64::MAX, usize::MAX).await.unwrap(), 1);
+    assert_eq!(store.purge(0, usize::MAX).await.unwrap().calls, 0);
+    assert_eq!(store.purge(u64::MAX, usize::MAX).await.unwrap().calls, 1);
     assert_eq!(ids_of(store, "p").await.len(), 1);
 }

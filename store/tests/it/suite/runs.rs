@@ -74,14 +74,14 @@ pub async fn runs_go_in_steps(store: &dyn Store) {
     for n in 0..5 {
         store.put_run(run("p", &format!("run_{n}"), "[]")).await.unwrap();
     }
-    let mut left = vec![];
+    let (mut left, mut more) = (vec![], vec![]);
     for _ in 0..3 {
-        store.purge(NOW + 1, 2).await.unwrap();
+        more.push(store.purge(NOW + 1, 2).await.unwrap().more);
         let mut count = 0;
         for n in 0..5 {
             count += usize::from(kept(store, "p", &format!("run_{n}")).await.is_some());
         }
         left.push(count);
     }
-    assert_eq!(left, [3, 1, 0]);
+    assert_eq!((left, more), (vec![3, 1, 0], vec![true, true, false]));
 }

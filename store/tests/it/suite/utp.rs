@@ -1,7 +1,8 @@
 //! Cards, turns, inboxes, the outbox and dead letters.
 
 use serde_json::{Map, json};
-use toolcrib::directory::{Change, Project};
+use toolcrib::call::Status;
+use toolcrib::directory::{AuditEntry, Change, Project};
 use toolcrib::store::utp::{CardPut, Delivered, TurnChange};
 use toolcrib::store::{Saved, Store};
 use toolcrib::tool::{Definition, Executor};
@@ -11,7 +12,7 @@ use toolcrib::utp::{
 };
 
 use super::directory::tool;
-use crate::support::{NOW, json as text};
+use crate::support::{NOW, call_at, ended, json as text, put, save};
 
 fn card(card_id: &str, kind: &str, turn_id: &str, call: &str) -> Card {
     Card {
@@ -229,7 +230,7 @@ pub async fn dead_letters_are_listed_newest_first(store: &dyn Store) {
     assert_eq!(utp.dead_letter("p", "dl_1").await.unwrap(), Some(tried));
 }
 
-pub async fn what_is_old_and_used_goes(store: &dyn Store) {
+pub async fn what_is_old_goes(store: &dyn Store) {
     let utp = store.utp();
     utp.put_card(card("c1", "tool.call", "t1", "a")).await.unwrap();
     let change = TurnChange { waiting: vec![waiting("a")], ..TurnChange::default() };
@@ -237,27 +238,30 @@ pub async fn what_is_old_and_used_goes(store: &dyn Store) {
     utp.deliver(item("ada", "a"), "r1", None).await.unwrap();
     utp.purge_utp(NOW, 100).await.unwrap();
     assert!(utp.card("p", "c1").await.unwrap().is_some(), "not older than that");
-    utp.purge_utp(NOW + 1, 100).await.unwrap();
     assert_eq!(utp.inbox("p", "ada", 9).await.unwrap().len(), 1, "nobody has taken it yet");
-    utp.take_from_inbox("p", "ada", &["inbox_ada_a".into()], NOW).await.unwrap();
     for _ in 0..2 {
         utp.purge_utp(NOW + 1, 100).await.unwrap();
     }
     assert_eq!(utp.card("p", "c1").await.unwrap(), None);
     assert_eq!(utp.turn("p", "t1").await.unwrap(), None);
     assert!(utp.waiting("p", "t1", "s1").await.unwrap().is_empty());
+    assert!(utp.inbox("p", "ada", 9).await.unwrap().is_empty(), "what it is about is gone, too");
+}
+
+fn bound(target: &str) -> Definition {
+    Definition {
+        executor: Executor::Utp,
+        utp: Some(Binding {
+            target_subject: Some(target.into()),
+            after_execution: AfterExecution::Terminate,
+            options: text(r#"{"args":{"fixed":{"a":1.10}}}"#),
+            parameters: Some(text(r#"{"type":"object"}"#)),
+        }),
+        ..tool("p", "a.b", "")
+    }
 }
 
 pub async fn a_projects_tool_is_kept_by_version(store: &dyn Store) {
-    let bound = |target: &str| Definition {
-        executor: Executor::Utp,
-        utp: Some(Binding {
-            target_subject: target.into(),
-            after_execution: AfterExecution::Terminate,
-            options: text(r#"{"args":{"fixed":{"a":1.10}}}"#),
-        }),
-        ..tool("p", "a.b", "")
-    };
     let (old, new) = (bound("x.old"), bound("x.new"));
     assert_ne!(old.version(), new.version());
     let project = Project { id: "p".into(), title: "P".into(), created_ms: NOW };
@@ -271,8 +275,8 @@ pub async fn a_projects_tool_is_kept_by_version(store: &dyn Store) {
     };
     let changes = [
         Change::AddProject(project.clone()),
-        Change::PutTool(Box::new(old.clone())),
-        Change::PutTool(Box::new(new.clone())),
+        Change::PutTools(vec![old.clone()]),
+        Change::PutTools(vec![new.clone()]),
         Change::PutMember(Member { worker_target: "old".into(), ..member.clone() }),
         Change::PutMember(member.clone()),
     ];
@@ -293,4 +297,51 @@ pub async fn a_projects_tool_is_kept_by_version(store: &dyn Store) {
     let directory = store.directory().await.unwrap();
     assert!(directory.tools.is_empty() && directory.roster.is_empty());
     assert!(utp.tool_version("p", "a.b", &old.version()).await.unwrap().is_some());
+}
+
+pub async fn an_old_definition_goes_with_the_last_call_that_can_refer_to_it(store: &dyn Store) {
+    const HOUR: u64 = 3_600_000;
+    let (old, new) = (bound("x.old"), bound("x.new"));
+    let changed = async |change: Change, at_ms: u64| {
+        let version = store.directory_version().await.unwrap();
+        let entry = AuditEntry {
+            at_ms,
+            project: "p".into(),
+            agent: "ada".into(),
+            action: "tool.set".into(),
+            subject: "a.b".into(),
+            reason: String::new(),
+        };
+        assert_eq!(store.change(change, version, Some(entry)).await.unwrap(), Saved::Yes);
+    };
+    let kept = async |tool: &Definition| {
+        store.utp().tool_version("p", "a.b", &tool.version()).await.unwrap().is_some()
+    };
+    let purged = async |before_ms: u64| {
+        store.purge(before_ms, 100).await.unwrap();
+        store.utp().purge_utp(before_ms, 100).await.unwrap();
+    };
+    changed(Change::PutTools(vec![old.clone()]), NOW).await;
+    let first = call_at(NOW + HOUR);
+    put(store, &first).await;
+    changed(Change::PutTools(vec![new.clone()]), NOW + 2 * HOUR).await;
+    purged(NOW + 9 * HOUR).await;
+    assert!(kept(&old).await, "a call that is open was made with it");
+    save(store, &ended(&first, Status::Succeeded, NOW + 3 * HOUR)).await;
+    purged(NOW + 2 * HOUR).await;
+    assert!(kept(&old).await, "its call is kept");
+    purged(NOW + 9 * HOUR).await;
+    assert!(!kept(&old).await && kept(&new).await, "nobody can ask for it any more");
+    // Put in again, it is the one that is used, however long ago it was replaced before.
+    changed(Change::PutTools(vec![old.clone()]), NOW + 3 * HOUR).await;
+    changed(Change::PutTools(vec![new.clone()]), NOW + 4 * HOUR).await;
+    changed(Change::PutTools(vec![old.clone()]), NOW + 5 * HOUR).await;
+    purged(NOW + 9 * HOUR).await;
+    assert!(kept(&old).await && !kept(&new).await);
+    let (project, name) = ("p".to_owned(), "a.b".to_owned());
+    changed(Change::DropTool { project, name }, NOW + 6 * HOUR).await;
+    purged(NOW + 6 * HOUR).await;
+    assert!(kept(&old).await, "it was used a moment ago");
+    purged(NOW + 9 * HOUR).await;
+    assert!(!kept(&old).await);
 }

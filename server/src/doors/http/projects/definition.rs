@@ -4,6 +4,7 @@ use axum::body::Body;
 use axum::extract::{FromRequest, Multipart, Request};
 use axum::http::header;
 use serde_json::{Map, Value};
+use toolcrib::args::Rules;
 use toolcrib::engine::{CatalogEntry, check_arrays};
 use toolcrib::fault::{Code, Error, Fault};
 use toolcrib::json::Json;
@@ -13,20 +14,25 @@ use toolcrib::utp::{AfterExecution, Binding, RESERVED_NAMES, subject};
 
 use super::super::answer::Refused;
 use super::super::question;
+use crate::operation::Plan;
 
 fn bad(message: impl Into<String>) -> Error {
     Fault::new(Code::BadRequest, message).not_happened().into()
 }
 
 /// The document: out of the form's field `file`, or the body itself.
-pub(super) async fn read(request: Request, limit: usize) -> Result<Value, Refused> {
+pub(super) async fn read(
+    request: Request,
+    limit: usize,
+    parse: fn(&str) -> Result<Value, String>,
+) -> Result<Value, Refused> {
     let kind = request.headers().get(header::CONTENT_TYPE).cloned();
     let kind = kind.as_ref().and_then(|kind| kind.to_str().ok()).unwrap_or_default().to_owned();
     let (parts, body) = request.into_parts();
     let bytes = question::read(Request::from_parts(parts.clone(), body), limit).await?;
     if kind.starts_with("multipart/form-data") {
         let form = Request::from_parts(parts, Body::from(bytes));
-        return yaml(&file_of(form).await?);
+        return yaml(&file_of(form).await?, parse);
     }
     if bytes.is_empty() {
         let message = "there is no definition: send a form with the field file, or YAML or JSON";
@@ -34,7 +40,7 @@ pub(super) async fn read(request: Request, limit: usize) -> Result<Value, Refuse
     }
     match kind.starts_with("application/json") {
         true => question::parse(&bytes),
-        false => yaml(&bytes),
+        false => yaml(&bytes, parse),
     }
 }
 
@@ -53,9 +59,9 @@ async fn file_of(form: Request) -> Result<Vec<u8>, Refused> {
     Err(Error::refused(Code::ValidationError, "the form has no field file").into())
 }
 
-fn yaml(bytes: &[u8]) -> Result<Value, Refused> {
+fn yaml(bytes: &[u8], parse: fn(&str) -> Result<Value, String>) -> Result<Value, Refused> {
     let text = std::str::from_utf8(bytes).map_err(|_| bad("the definition is not UTF-8"))?;
-    crate::yaml::parse(text).map_err(|why| bad(format!("the YAML cannot be read: {why}")).into())
+    parse(text).map_err(|why| bad(format!("the YAML cannot be read: {why}")).into())
 }
 
 /// A definition that is right in itself; whether it fits its project is not known yet.
@@ -64,7 +70,8 @@ pub(super) struct Checked {
     description: String,
     parameters: Json,
     output_schema: Option<Json>,
-    target_subject: String,
+    /// None when the crib asks an HTTP API itself.
+    target_subject: Option<String>,
     after_execution: String,
     options: Json,
     effect: Effect,
@@ -98,10 +105,26 @@ pub(super) fn check(given: &Value) -> Result<Checked, Error> {
             })?)
         }
     };
+    let plan = match Plan::is_in(&options) {
+        true => Some(Plan::of(&options).map_err(bad)?),
+        false => None,
+    };
+    // What the crib can do itself needs nobody to send a command to.
+    let here = plan.as_ref().filter(|_| fields.get("target_subject").is_none_or(Value::is_null));
+    let usual = match here {
+        Some(plan) if plan.is_get(&options) => Effect::Read,
+        _ => Effect::default(),
+    };
     let checked = Checked {
-        target_subject: text(fields, "target_subject")?,
-        after_execution: text(fields, "after_execution")?,
-        effect: word(fields, "effect")?.unwrap_or_default(),
+        target_subject: match here {
+            Some(_) => None,
+            None => Some(text(fields, "target_subject")?),
+        },
+        after_execution: match (here, fields.get("after_execution")) {
+            (Some(_), None | Some(Value::Null)) => AfterExecution::Suspend.as_str().to_owned(),
+            _ => text(fields, "after_execution")?,
+        },
+        effect: word(fields, "effect")?.unwrap_or(usual),
         risk: word(fields, "risk")?.unwrap_or_default(),
         background: fields.get("async").and_then(Value::as_bool).unwrap_or(false),
         output_schema: fields.get("output_schema").filter(|s| !s.is_null()).map(Json::of_value),
@@ -111,6 +134,15 @@ pub(super) fn check(given: &Value) -> Result<Checked, Error> {
         description,
         timeout_ms,
     };
+    for name in ["suspend_timeout_seconds", "timeout_seconds"] {
+        let given = options.get(name).filter(|given| !given.is_null());
+        if given.is_some_and(|given| given.as_f64().is_none_or(|seconds| seconds <= 0.0)) {
+            return Err(bad(format!("options.{name} must be a number of seconds over 0")));
+        }
+    }
+    if let Some(problem) = Rules::problem(&options) {
+        return Err(bad(problem));
+    }
     check_arrays(&parameters, "").map_err(bad)?;
     let draft = checked.draft("", 1, None);
     CatalogEntry::compile(draft).map_err(|fault| bad(fault.message))?;
@@ -149,7 +181,10 @@ impl Checked {
             project: Some(project.to_owned()),
             name: self.name.clone(),
             description: self.description.clone(),
-            executor: Executor::Utp,
+            executor: match self.target_subject {
+                Some(_) => Executor::Utp,
+                None => Executor::Http,
+            },
             input_schema: self.parameters.clone(),
             output_schema: self.output_schema.clone(),
             timeout_ms: self.timeout_ms.or(own_ms).unwrap_or(default_timeout_ms),
@@ -169,14 +204,19 @@ impl Checked {
             let message = format!("\"{}\" is the reserved name of an internal tool", self.name);
             return Err(bad(message));
         }
+        if self.name == super::import::NAME {
+            return Err(bad("import cannot be a tool's name: it is the way to import"));
+        }
         let after_execution: AfterExecution = self
             .after_execution
             .parse()
             .map_err(|()| bad("after_execution must be suspend or terminate"))?;
-        let target_subject = subject::check_target(&self.target_subject, project).map_err(bad)?;
-        let options = self.options.clone();
-        let binding = Binding { target_subject, after_execution, options };
-        let definition = self.draft(project, default_ms, Some(binding));
+        let checked = |given| subject::check_target(given, project).map_err(bad);
+        let target_subject = self.target_subject.as_deref().map(checked).transpose()?;
+        let (options, parameters) = (self.options.clone(), None);
+        let binding = Binding { target_subject, after_execution, options, parameters };
+        let mut definition = self.draft(project, default_ms, Some(binding));
+        definition.hide();
         if !TIMEOUT_MS_RANGE.contains(&definition.timeout_ms) {
             return Err(bad("options.timeout_seconds must be from 0.001 to 86400 (24 h)"));
         }

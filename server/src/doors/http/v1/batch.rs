@@ -155,19 +155,15 @@ pub(super) async fn run(
     asked.wait_ms = wait.wait_ms.or(asked.wait_ms);
     asked.idempotency_key = carried.idempotency_key(asked.idempotency_key)?;
     asked.traceparent = carried.traceparent;
-    let answer = Box::pin(door.engine.batch(&caller, asked)).await?;
+    let answering = door.engine.batch_written(&caller, asked, Some(result_text));
+    let answer = Box::pin(answering).await?;
     Ok(written(&answer))
 }
 
 fn written(answer: &BatchAnswer) -> Response {
-    let results = answer.results.iter().map(ResultBody::from).collect();
-    let body = BatchAnswerBody { results, messages: &answer.messages };
     let status = if answer.is_open() { StatusCode::ACCEPTED } else { StatusCode::OK };
-    let Some(text) = text_of(&body, answer.messages.len()) else {
-        return Refused::from(Fault::new(Code::Internal, "internal error")).into_response();
-    };
     let kind = (header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
-    let mut response = (status, [kind], text).into_response();
+    let mut response = (status, [kind], text_of(answer)).into_response();
     if answer.is_replayed() {
         let headers = response.headers_mut();
         headers.insert("idempotent-replayed", HeaderValue::from_static("true"));
@@ -175,19 +171,43 @@ fn written(answer: &BatchAnswer) -> Response {
     response
 }
 
-/// The answer's text, in room that most answers fit in: they are long, and a text that grows is
-/// copied again and again.
-fn text_of(body: &BatchAnswerBody<'_>, entries: usize) -> Option<Vec<u8>> {
-    let mut text = Vec::with_capacity(512 * entries);
-    serde_json::to_writer(&mut text, body).ok()?;
-    Some(text)
+/// A [`ResultBody`].
+fn result_text(settled: &Settled) -> String {
+    // In room that most fit in: a text that grows is copied again and again.
+    let mut text = Vec::with_capacity(384);
+    let written = serde_json::to_writer(&mut text, &ResultBody::from(settled));
+    written.ok().and_then(|()| String::from_utf8(text).ok()).unwrap_or_else(|| "null".to_owned())
+}
+
+/// A [`BatchAnswerBody`], put together from its parts.
+fn text_of(answer: &BatchAnswer) -> String {
+    let results = || answer.texts.iter().map(String::as_str);
+    let messages = || answer.messages.iter().map(toolcrib::Json::text);
+    let length: usize = results().chain(messages()).map(|part| part.len() + 1).sum();
+    let mut text = String::with_capacity(length + 32);
+    text.push_str("{\"results\":[");
+    joined(&mut text, results());
+    text.push_str("],\"messages\":[");
+    joined(&mut text, messages());
+    text.push_str("]}");
+    text
+}
+
+fn joined<'a>(text: &mut String, parts: impl Iterator<Item = &'a str>) {
+    for (n, part) in parts.enumerate() {
+        if n > 0 {
+            text.push(',');
+        }
+        text.push_str(part);
+    }
 }
 
 fn read(body: BatchBody) -> Result<Batch, Error> {
     let run_id = text("run_id", body.run_id.as_ref())?;
     let run_id = run_id.ok_or_else(|| invalid("run_id", "run_id is missing"))?;
-    let entries = field("tool_calls", body.tool_calls.as_ref(), "an array of calls")?;
-    let entries = entries.ok_or_else(|| invalid("tool_calls", "tool_calls is missing"))?;
+    let given = body.tool_calls.as_ref();
+    let given = given.ok_or_else(|| invalid("tool_calls", "tool_calls is missing"))?;
+    let entries = given.items().ok_or_else(|| not_a("tool_calls", "an array of calls", given))?;
     Ok(Batch {
         mode: mode(body.mode.as_ref(), body.order.as_ref())?,
         max_parallel: number("max_parallel", 1, body.max_parallel.as_ref())?.map(as_usize),
@@ -223,11 +243,12 @@ fn field<T: DeserializeOwned>(
     what: &str,
 ) -> Result<Option<T>, Error> {
     let Some(given) = given else { return Ok(None) };
-    let refused = |_| {
-        let shown: String = given.text().chars().take(40).collect();
-        invalid(name, &format!("{name} must be {what}, not {shown}"))
-    };
-    serde_json::from_str(given.text()).map(Some).map_err(refused)
+    serde_json::from_str(given.text()).map(Some).map_err(|_| not_a(name, what, given))
+}
+
+fn not_a(name: &str, what: &str, given: &toolcrib::Json) -> Error {
+    let shown: String = given.text().chars().take(40).collect();
+    invalid(name, &format!("{name} must be {what}, not {shown}"))
 }
 
 fn text(name: &str, given: Option<&toolcrib::Json>) -> Result<Option<String>, Error> {

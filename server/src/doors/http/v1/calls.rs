@@ -93,12 +93,7 @@ fn query(listing: Listing) -> Result<CallQuery, Error> {
             invalid(format!("status must be one of {}", known.join(", ")))
         })?),
     };
-    let since_ms = match listing.since.as_deref() {
-        None | Some("") => None,
-        Some(text) => Some(time(text).ok_or_else(|| {
-            invalid("since must be Unix seconds or milliseconds, or an RFC 3339 time".into())
-        })?),
-    };
+    let since_ms = since(listing.since.as_deref())?;
     let (before, limit) = page_of(listing.cursor.as_deref(), listing.limit)?;
     Ok(CallQuery {
         run_id: listing.run_id,
@@ -109,6 +104,22 @@ fn query(listing: Listing) -> Result<CallQuery, Error> {
         before,
         limit,
     })
+}
+
+/// Since when, in Unix milliseconds.
+pub(super) fn since(text: Option<&str>) -> Result<Option<u64>, Error> {
+    let Some(text) = text.filter(|text| !text.is_empty()) else { return Ok(None) };
+    let message = "since must be Unix seconds or milliseconds, or an RFC 3339 time";
+    time(text).map(Some).ok_or_else(|| Error::refused(Code::ValidationError, message))
+}
+
+/// How long a page is.
+pub(super) fn page_limit(limit: Option<u64>) -> Result<usize, Error> {
+    let limit = limit.unwrap_or(50);
+    if !(1..=200).contains(&limit) {
+        return Err(Error::refused(Code::ValidationError, "limit must be from 1 to 200"));
+    }
+    Ok(limit as usize)
 }
 
 /// Where a page begins, and how long it is.
@@ -124,11 +135,7 @@ pub(super) fn page_of(
             Some(text.parse().map_err(unknown)?)
         }
     };
-    let limit = limit.unwrap_or(50);
-    if !(1..=200).contains(&limit) {
-        return Err(invalid("limit must be from 1 to 200"));
-    }
-    Ok((before, limit as usize))
+    Ok((before, page_limit(limit)?))
 }
 
 /// Unix milliseconds of a time as people and programs write it.

@@ -6,7 +6,7 @@ use axum::extract::{Request, State};
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
 use serde::Deserialize;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 use toolcrib::fault::{Code, Error};
 use toolcrib::utp::{DeadLetter, Letter};
 use utoipa::{IntoParams, ToSchema};
@@ -122,11 +122,10 @@ pub(super) async fn report(
 }
 
 /// The headers that mean something here; a key is none of a dead letter's business.
-fn utp_headers(headers: &HeaderMap) -> Map<String, Value> {
+fn utp_headers(headers: &HeaderMap) -> wire::Headers<'_> {
     let ours = |name: &str| name.starts_with("cg-") || name.starts_with("trace");
     let texts = headers.iter().filter(|(name, _)| ours(name.as_str()));
-    let texts = texts.filter_map(|(name, value)| Some((name.to_string(), value.to_str().ok()?)));
-    texts.map(|(name, value)| (name, value.into())).collect()
+    texts.filter_map(|(name, value)| Some((name.as_str(), value.to_str().ok()?))).collect()
 }
 
 /// Which part of the list.
@@ -216,7 +215,7 @@ pub(super) async fn redrive(
     }
     let incoming = Incoming {
         subject: &letter.subject,
-        headers: letter.headers.clone(),
+        headers: wire::Headers::written(&letter.headers),
         body: letter.payload.as_bytes(),
     };
     match report::take_again(engine, &caller, &incoming).await {

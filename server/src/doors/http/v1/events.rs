@@ -58,7 +58,8 @@ pub(super) async fn of_call(
     Ok(follow(door.engine, caller, &headers, EventQuery::Call(id), after))
 }
 
-/// Follows all calls of a run, from its first event on.
+/// Follows a run and all its calls, from its first event on; a run that is a conversation with a
+/// model, until it is over, with what the model says while it says it.
 #[utoipa::path(get, path = "/v1/runs/{run_id}/events", tag = "agents",
     params(("run_id" = String, Path, description = "The run"), From,
         ("Last-Event-ID" = Option<u64>, Header, description = "Go on after this event")),
@@ -71,7 +72,8 @@ pub(super) async fn of_run(
     headers: HeaderMap,
 ) -> Result<Messages, Refused> {
     let after = after(&headers, &from)?.unwrap_or(0);
-    Ok(follow(door.engine, caller, &headers, EventQuery::Run(run_id), after))
+    let news = door.engine.listen_to_run(&caller, &run_id);
+    Ok(super::runs::follow(door.engine, caller, &headers, run_id, after, news))
 }
 
 /// Follows all calls of the project, from now on unless told otherwise.
@@ -148,7 +150,9 @@ fn message(event: &Event, name: &str, text: String) -> Message {
     Message::default().id(event.number.to_string()).event(name).data(text)
 }
 
-fn sent(messages: impl Stream<Item = Result<Message, Infallible>> + Send + 'static) -> Messages {
+pub(super) fn sent(
+    messages: impl Stream<Item = Result<Message, Infallible>> + Send + 'static,
+) -> Messages {
     let messages: std::pin::Pin<Box<dyn Stream<Item = _> + Send>> = Box::pin(messages);
     Sse::new(messages).keep_alive(KeepAlive::new().interval(Duration::from_secs(15)))
 }

@@ -1,0 +1,156 @@
+//! An answer on the wire of each API: as one document, and as the events of a stream.
+
+use serde_json::{Value, json};
+
+use super::{Answer, Asked};
+
+fn is_anthropic(asked: &Asked) -> bool {
+    asked.path.ends_with("/messages")
+}
+
+/// The whole answer as one document.
+pub(super) fn whole(asked: &Asked, answer: &Answer) -> Value {
+    if is_anthropic(asked) {
+        return message(asked, answer);
+    }
+    let calls: Vec<Value> = answer.calls.iter().map(call).collect();
+    let content = (!answer.text.is_empty()).then_some(&answer.text);
+    let mut message = json!({ "role": "assistant", "content": content, "refusal": null });
+    if !calls.is_empty() {
+        message["tool_calls"] = calls.into();
+    }
+    json!({
+        "id": "chatcmpl-scripted", "object": "chat.completion", "created": 1_700_000_000,
+        "model": asked.body["model"],
+        "choices": [{ "index": 0, "message": message, "logprobs": null,
+            "finish_reason": finish(answer) }],
+        "usage": usage(answer),
+    })
+}
+
+/// The events of a stream, each as it stands on the wire.
+pub(super) fn events(asked: &Asked, answer: &Answer) -> Vec<String> {
+    if is_anthropic(asked) {
+        return blocks(asked, answer);
+    }
+    let chunk = |choices: Value, usage: Value| {
+        let chunk = json!({
+            "id": "chatcmpl-scripted", "object": "chat.completion.chunk",
+            "created": 1_700_000_000, "model": asked.body["model"],
+            "choices": choices, "usage": usage,
+        });
+        format!("data: {chunk}\n\n")
+    };
+    let delta = |delta: Value, finish: Value| {
+        let choice = json!({ "index": 0, "delta": delta, "logprobs": null,
+            "finish_reason": finish });
+        chunk(json!([choice]), Value::Null)
+    };
+    let first = json!({ "role": "assistant", "content": "", "refusal": null });
+    let mut events = vec![delta(first, Value::Null)];
+    for piece in pieces(&answer.text, answer.piece) {
+        events.push(delta(json!({ "content": piece }), Value::Null));
+    }
+    for (n, (id, name, arguments)) in answer.calls.iter().enumerate() {
+        let head = json!({ "index": n, "id": id, "type": "function",
+            "function": { "name": name, "arguments": "" } });
+        events.push(delta(json!({ "tool_calls": [head] }), Value::Null));
+        for piece in pieces(arguments, answer.piece) {
+            let more = json!({ "index": n, "function": { "arguments": piece } });
+            events.push(delta(json!({ "tool_calls": [more] }), Value::Null));
+        }
+    }
+    events.push(delta(json!({}), finish(answer)));
+    if asked.body["stream_options"]["include_usage"] == true {
+        events.push(chunk(json!([]), usage(answer)));
+    }
+    events.push("data: [DONE]\n\n".to_owned());
+    events
+}
+
+fn call((id, name, arguments): &(String, String, String)) -> Value {
+    json!({ "id": id, "type": "function", "function": { "name": name, "arguments": arguments } })
+}
+
+fn finish(answer: &Answer) -> Value {
+    let usual = if answer.calls.is_empty() { "stop" } else { "tool_calls" };
+    answer.finish.unwrap_or(usual).into()
+}
+
+fn usage(answer: &Answer) -> Value {
+    let (prompt, completion) = answer.usage;
+    json!({ "prompt_tokens": prompt, "completion_tokens": completion,
+        "total_tokens": prompt + completion })
+}
+
+/// The text in pieces of so many characters.
+fn pieces(text: &str, size: usize) -> Vec<String> {
+    let all: Vec<char> = text.chars().collect();
+    all.chunks(size.max(1)).map(|piece| piece.iter().collect()).collect()
+}
+
+fn stop_reason(answer: &Answer) -> Value {
+    let usual = if answer.calls.is_empty() { "end_turn" } else { "tool_use" };
+    answer.finish.unwrap_or(usual).into()
+}
+
+fn message(asked: &Asked, answer: &Answer) -> Value {
+    let mut content = Vec::new();
+    if !answer.text.is_empty() {
+        content.push(json!({ "type": "text", "text": answer.text }));
+    }
+    for (id, name, arguments) in &answer.calls {
+        let input: Value = serde_json::from_str(arguments).unwrap_or_default();
+        content.push(json!({ "type": "tool_use", "id": id, "name": name, "input": input }));
+    }
+    json!({
+        "id": "msg_scripted", "type": "message", "role": "assistant",
+        "model": asked.body["model"], "content": content,
+        "stop_reason": stop_reason(answer), "stop_sequence": null,
+        "usage": { "input_tokens": answer.usage.0, "output_tokens": answer.usage.1 },
+    })
+}
+
+fn blocks(asked: &Asked, answer: &Answer) -> Vec<String> {
+    let event = |event: Value| {
+        let kind = event["type"].as_str().unwrap_or_default().to_owned();
+        format!("event: {kind}\ndata: {event}\n\n")
+    };
+    let begun = json!({
+        "id": "msg_scripted", "type": "message", "role": "assistant", "content": [],
+        "model": asked.body["model"], "stop_reason": null, "stop_sequence": null,
+        "usage": { "input_tokens": answer.usage.0, "output_tokens": 1 },
+    });
+    let mut events = vec![
+        event(json!({ "type": "message_start", "message": begun })),
+        event(json!({ "type": "ping" })),
+    ];
+    let mut index = 0;
+    let mut block = |begin: Value, deltas: Vec<Value>| {
+        let start = json!({ "type": "content_block_start", "index": index,
+            "content_block": begin });
+        events.push(event(start));
+        for delta in deltas {
+            let delta = json!({ "type": "content_block_delta", "index": index, "delta": delta });
+            events.push(event(delta));
+        }
+        events.push(event(json!({ "type": "content_block_stop", "index": index })));
+        index += 1;
+    };
+    if !answer.text.is_empty() {
+        let delta = |text: String| json!({ "type": "text_delta", "text": text });
+        let deltas = pieces(&answer.text, answer.piece).into_iter().map(delta);
+        block(json!({ "type": "text", "text": "" }), deltas.collect());
+    }
+    for (id, name, arguments) in &answer.calls {
+        let delta = |json: String| json!({ "type": "input_json_delta", "partial_json": json });
+        let deltas = pieces(arguments, answer.piece).into_iter().map(delta);
+        let begin = json!({ "type": "tool_use", "id": id, "name": name, "input": {} });
+        block(begin, deltas.collect());
+    }
+    events.push(event(json!({ "type": "message_delta",
+        "delta": { "stop_reason": stop_reason(answer), "stop_sequence": null },
+        "usage": { "output_tokens": answer.usage.1 } })));
+    events.push(event(json!({ "type": "message_stop" })));
+    events
+}

@@ -1,0 +1,101 @@
+//! The loop without a server: a model is asked, what it calls is executed, the results go back to
+//! it, until it answers; and a run that is kept and goes on in another process.
+//!
+//! The model here is scripted. A real one asks an endpoint in `Model::reply`; the crate
+//! `toolcrib-server` has such for OpenAI-compatible endpoints and for Anthropic's.
+//!
+//! `cargo run -p toolcrib --example run`
+
+use std::fmt::Write;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use toolcrib::engine::NewRun;
+use toolcrib::model::{Chosen, Listener, Model, Models, Prompt, Reply, Silence, Wanted};
+use toolcrib::turn::{Next, Talk, Terms};
+use toolcrib::{Caller, Effect, Engine, FnTool};
+
+#[derive(serde::Deserialize, schemars::JsonSchema)]
+struct City {
+    /// Where.
+    city: String,
+}
+
+/// Asks for the weather in two cities at once, and then compares.
+struct Traveller;
+
+#[async_trait]
+impl Model for Traveller {
+    async fn reply(&self, prompt: &Prompt, _: Listener<'_>) -> Result<Reply, Silence> {
+        let told: Vec<&str> = prompt
+            .messages
+            .iter()
+            .filter(|message| message["role"] == "tool")
+            .filter_map(|message| message["content"].as_str())
+            .collect();
+        if told.is_empty() {
+            let ask = |(n, city): (usize, &str)| Wanted {
+                id: format!("call_{n}"),
+                name: "weather__now".to_owned(),
+                arguments: format!("{{\"city\":\"{city}\"}}"),
+            };
+            let calls = ["Oslo", "Rome"].into_iter().enumerate().map(ask).collect();
+            return Ok(Reply { calls, ..Reply::default() });
+        }
+        let text = format!("Go south: {}.", told.join(", "));
+        Ok(Reply { text, ..Reply::default() })
+    }
+}
+
+/// The only model there is.
+struct Only;
+
+impl Models for Only {
+    fn find(&self, name: &str) -> Option<Chosen> {
+        let chosen = || Chosen { model: Arc::new(Traveller), name: name.to_owned() };
+        (name == "traveller").then(chosen)
+    }
+
+    fn names(&self) -> Vec<String> {
+        vec!["traveller".to_owned()]
+    }
+}
+
+/// Both kinds of run; answers with what there is to show.
+pub async fn show() -> Result<String, Box<dyn std::error::Error>> {
+    let weather = FnTool::new("weather.now", "The weather in a city", |args: City| async move {
+        let degrees = if args.city == "Oslo" { 4 } else { 17 };
+        Ok::<_, String>(format!("{degrees} °C in {}", args.city))
+    });
+    let tool = weather.effect(Effect::Read);
+    let engine = Engine::builder().tool(tool).models(Arc::new(Only)).start().await?;
+    let caller = Caller::local("default");
+    let mut shown = String::new();
+
+    // In this process: the conversation is yours, between any two turns.
+    let mut talk = Talk::question("Where is it warmer?");
+    let terms = Terms::new("traveller", "run_1");
+    while let Next::GoesOn = engine.run_turn(&caller, &Traveller, &terms, &mut talk).await? {
+        writeln!(shown, "turn {}: {} calls", talk.progress.steps, talk.progress.calls)?;
+    }
+    let last = talk.messages.last().map(|message| message["content"].clone());
+    writeln!(shown, "answer: {}", last.unwrap_or_default())?;
+
+    // Kept: with a store on a disk it goes on after a crash.
+    let new = NewRun {
+        model: "traveller".to_owned(),
+        messages: Talk::question("Where is it warmer?").messages,
+        ..NewRun::default()
+    };
+    let started = engine.start_run(&caller, new).await?;
+    let run = engine.wait_run(&caller, &started.run.id, 10_000).await?;
+    let answer = run.answer.map(|answer| answer.text).unwrap_or_default();
+    writeln!(shown, "{} after {} steps: {answer}", run.status.as_str(), run.progress.steps)?;
+    Ok(shown)
+}
+
+#[tokio::main(flavor = "current_thread")]
+async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    print!("{}", show().await?);
+    Ok(())
+}

@@ -1,0 +1,216 @@
+//! The arguments a tool's definition has a say in: defaults, fixed values, environment variables,
+//! templates, and the schema that a model is shown. Pure.
+//!
+//! Precedence: environment > fixed > caller > default. The values of environment variables are not
+//! known here: whoever executes the tool puts them in at the last moment, so they are in nothing
+//! that is stored.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde_json::{Map, Value, json};
+
+use crate::call::Call;
+use crate::utp::{Route, trace};
+
+/// What a definition says about arguments: `options.args` and `options.envs`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Rules {
+    defaults: Map<String, Value>,
+    fixed: Map<String, Value>,
+    envs: BTreeMap<String, String>,
+    hidden: BTreeSet<String>,
+}
+
+/// Arguments as they are executed and stored, and what was done to them.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Applied {
+    pub args: Value,
+    /// The defaults that were put in, in order.
+    pub defaults: Vec<String>,
+    /// The fixed values that were put in, in order.
+    pub fixed: Vec<String>,
+    /// What the caller gave in the place of an environment variable, and was taken out.
+    pub dropped: Vec<String>,
+}
+
+impl Rules {
+    /// The rules in a definition's options; none when it has none.
+    pub fn of(options: &Value) -> Option<Self> {
+        let map = |of: &Value, name: &str| of[name].as_object().cloned().unwrap_or_default();
+        let args = &options["args"];
+        let (defaults, fixed) = (map(args, "defaults"), map(args, "fixed"));
+        let envs = envs(options);
+        let given = map(options, "envs");
+        let hidden: BTreeSet<String> = fixed.keys().chain(given.keys()).cloned().collect();
+        if defaults.is_empty() && hidden.is_empty() {
+            return None;
+        }
+        Some(Self { defaults, fixed, envs, hidden })
+    }
+
+    /// What is wrong with the part of the options that is about arguments.
+    pub fn problem(options: &Value) -> Option<String> {
+        let parts = [
+            ("options.args", options.get("args")),
+            ("options.args.defaults", options["args"].get("defaults")),
+            ("options.args.fixed", options["args"].get("fixed")),
+            ("options.envs", options.get("envs")),
+        ];
+        let wrong = parts
+            .into_iter()
+            .find(|(_, part)| part.is_some_and(|part| !part.is_object() && !part.is_null()));
+        wrong.map(|(name, _)| format!("{name} must be a mapping"))
+    }
+
+    /// For each argument that comes from the environment, the variable.
+    pub fn envs(&self) -> &BTreeMap<String, String> {
+        &self.envs
+    }
+
+    /// The arguments that are executed. What is not an object is left as it is, for the schema to
+    /// refuse.
+    pub fn applied(&self, args: &Value, vars: &Vars) -> Applied {
+        let (mut defaults, mut fixed, mut dropped) = (Vec::new(), Vec::new(), Vec::new());
+        let Value::Object(given) = args else {
+            return Applied { args: args.clone(), defaults, fixed, dropped };
+        };
+        let mut made = given.clone();
+        for name in self.envs.keys() {
+            if made.remove(name).is_some() {
+                dropped.push(name.clone());
+            }
+        }
+        for (name, value) in &self.defaults {
+            // A null that was given is a value that was given.
+            if !made.contains_key(name) && !self.envs.contains_key(name) {
+                made.insert(name.clone(), vars.rendered(value));
+                defaults.push(name.clone());
+            }
+        }
+        for (name, value) in self.fixed.iter().filter(|(name, _)| !self.envs.contains_key(*name)) {
+            made.insert(name.clone(), vars.rendered(value));
+            fixed.push(name.clone());
+        }
+        defaults.sort();
+        fixed.sort();
+        Applied { args: Value::Object(made), defaults, fixed, dropped }
+    }
+
+    /// The schema that a model is shown: without what it cannot decide.
+    pub fn visible(&self, parameters: &Value) -> Value {
+        let mut schema = without(parameters, |name| self.hidden.contains(name));
+        let properties = schema.get_mut("properties").and_then(Value::as_object_mut);
+        for (name, property) in properties.into_iter().flatten() {
+            let Some(default) = self.defaults.get(name) else { continue };
+            if let Value::Object(property) = property
+                && !property.contains_key("default")
+            {
+                property.insert("default".into(), default.clone());
+            }
+        }
+        schema
+    }
+
+    /// The schema that the executed arguments must fit: what comes from the environment is not
+    /// among them.
+    pub fn executed(&self, parameters: &Value) -> Value {
+        without(parameters, |name| self.envs.contains_key(name))
+    }
+
+    /// What the `tool.call` card says of how its arguments came to be.
+    pub fn audit(&self, asked: &Value) -> Map<String, Value> {
+        let applied = self.applied(asked, &Vars::default());
+        let audit = json!({
+            "tool_args_defaults_applied": applied.defaults,
+            "tool_args_fixed_applied": applied.fixed,
+            "tool_args_envs": self.envs,
+        });
+        match audit {
+            Value::Object(audit) => audit,
+            _ => Map::new(),
+        }
+    }
+}
+
+/// `options.envs`: for each argument, the variable. What is no text, or blank, is left out.
+pub fn envs(options: &Value) -> BTreeMap<String, String> {
+    let given = options["envs"].as_object().into_iter().flatten();
+    let named = given.filter_map(|(name, value)| Some((name, value.as_str()?.trim())));
+    named.filter(|(_, env)| !env.is_empty()).map(|(n, env)| (n.clone(), env.to_owned())).collect()
+}
+
+fn without(parameters: &Value, hidden: impl Fn(&str) -> bool) -> Value {
+    if parameters.as_object().is_none_or(Map::is_empty) {
+        return json!({ "type": "object", "properties": {} });
+    }
+    let mut schema = parameters.clone();
+    if let Some(properties) = schema.get_mut("properties").and_then(Value::as_object_mut) {
+        properties.retain(|name, _| !hidden(name));
+    }
+    if let Some(required) = schema.get_mut("required").and_then(Value::as_array_mut) {
+        required.retain(|name| !name.as_str().is_some_and(&hidden));
+    }
+    schema
+}
+
+/// What stands for `{name}` in a template.
+#[derive(Debug, Clone, Default)]
+pub struct Vars(BTreeMap<&'static str, String>);
+
+impl Vars {
+    /// Of a call.
+    pub fn of(call: &Call) -> Self {
+        let route = Route::of(call);
+        let optional = [
+            ("parent_step_id", route.parent_step_id),
+            ("trace_id", Some(trace::trace_id_of(call))),
+            ("context_box_id", route.context_box_id),
+        ];
+        let mut vars = BTreeMap::from([
+            ("project_id", call.project.clone()),
+            ("channel_id", route.channel),
+            ("agent_id", route.agent_id),
+            ("agent_turn_id", route.turn_id),
+            ("step_id", route.step_id),
+            ("tool_call_id", route.tool_call_id),
+            ("turn_epoch", route.epoch.to_string()),
+            ("recursion_depth", route.depth.to_string()),
+        ]);
+        vars.extend(optional.into_iter().filter_map(|(name, value)| Some((name, value?))));
+        Self(vars)
+    }
+
+    /// A text with its templates filled in; everything else as it is.
+    fn rendered(&self, value: &Value) -> Value {
+        match value {
+            Value::String(text) if text.contains('{') => Value::String(self.render(text)),
+            other => other.clone(),
+        }
+    }
+
+    /// One pass: what a variable brings in is not looked at again.
+    fn render(&self, template: &str) -> String {
+        let mut text = String::with_capacity(template.len());
+        let mut rest = template;
+        while let Some(open) = rest.find('{') {
+            text.push_str(&rest[..open]);
+            let inside = &rest[open + 1..];
+            let known = inside.find('}').and_then(|end| Some((end, self.0.get(&inside[..end])?)));
+            rest = match known {
+                Some((end, value)) => {
+                    text.push_str(value);
+                    &inside[end + 1..]
+                }
+                None => {
+                    text.push('{');
+                    inside
+                }
+            };
+        }
+        text.push_str(rest);
+        text
+    }
+}
+
+#[cfg(test)]
+mod tests;

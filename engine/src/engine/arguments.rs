@@ -1,0 +1,48 @@
+//! The arguments of a call, before it is stored: what its tool's definition says about them, and
+//! whether they fit.
+
+use serde_json::Value;
+
+use super::catalog::Entry as Compiled;
+use super::envelope::misfit;
+use crate::args::{Rules, Vars};
+use crate::call::Call;
+use crate::fault::Error;
+use crate::json::Json;
+
+/// What the definition says about arguments: what is executed, which must fit in their place. Of
+/// what the caller gave, the place of an environment variable is not kept.
+pub(super) fn ruled(
+    tool: &Compiled,
+    rules: &Rules,
+    given: &Value,
+    call: &mut Call,
+) -> Result<Json, Error> {
+    let applied = rules.applied(given, &Vars::of(call));
+    fits(tool, &applied.args)?;
+    if !applied.dropped.is_empty() {
+        let names = applied.dropped.join(", ");
+        tracing::warn!(tool = call.tool_name, args = names, "come from the environment; left out");
+        let mut kept = given.clone();
+        if let Value::Object(kept) = &mut kept {
+            kept.retain(|name, _| !applied.dropped.contains(name));
+        }
+        call.args = Json::of_value(&kept);
+    }
+    Ok(Json::of_value(&applied.args))
+}
+
+/// The arguments must fit before anything is stored or run. Where the definition has a say in
+/// them, that comes first.
+pub(super) fn check_args(tool: &Compiled, args: &Value) -> Result<(), Error> {
+    if tool.rules.is_some() { Ok(()) } else { fits(tool, args) }
+}
+
+fn fits(tool: &Compiled, args: &Value) -> Result<(), Error> {
+    let problems = tool.input.problems(args);
+    if problems.is_empty() {
+        return Ok(());
+    }
+    let what = format!("the arguments of {} do not fit its schema", tool.definition.name);
+    Err(misfit(&what, &problems).not_happened().into())
+}

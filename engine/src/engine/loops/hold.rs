@@ -1,0 +1,212 @@
+//! The runs in hand: each with the one lock under which it is changed, and the task that drives it.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+
+use parking_lot::Mutex;
+use serde_json::{Value, json};
+use tokio::sync::{Mutex as Held, Notify, OwnedMutexGuard, broadcast};
+
+use super::{LiveNote, RunNews, StartedRun, conduct, no_run};
+use crate::bus::Topic;
+use crate::engine::{Engine, Inner, measure, unavailable};
+use crate::fault::{Code, Error, Fault};
+use crate::run::{Entry, Run, RunStatus};
+use crate::store::loops::RunCreated;
+use crate::store::{IdempotencyKey, Saved};
+
+/// How many pieces of an answer who follows a run may be behind.
+const PIECES: usize = 512;
+
+/// The runs that are in hand of this process.
+#[derive(Default)]
+pub(crate) struct Loops {
+    pub(super) live: Mutex<HashMap<(String, String), Arc<LiveRun>>>,
+    /// How many recorded ones are played again.
+    pub(super) replays: AtomicUsize,
+}
+
+/// A run in hand.
+pub(super) struct LiveRun {
+    /// As it was last committed.
+    pub(super) state: Arc<Held<State>>,
+    /// Whoever drives it looks at it anew.
+    pub(super) stop: Notify,
+    /// Held while it is driven.
+    pub(super) driving: Held<()>,
+    /// The user has spoken.
+    pub(super) said: Notify,
+    /// Made for the first who listens.
+    notes: Mutex<Option<broadcast::Sender<LiveNote>>>,
+    /// Its status, for who only looks.
+    pub(super) shown: Mutex<RunStatus>,
+}
+
+pub(super) struct State {
+    pub(super) run: Run,
+    /// The conversation of a run that has just begun: it need not be read again.
+    pub(super) beginning: Option<Vec<Value>>,
+    /// Nobody drives it any more: who wants to change it takes it in hand anew.
+    pub(super) gone: bool,
+}
+
+impl LiveRun {
+    pub(super) fn new(run: Run) -> Arc<Self> {
+        let shown = Mutex::new(run.status);
+        Arc::new(Self {
+            state: Arc::new(Held::new(State { run, beginning: None, gone: false })),
+            stop: Notify::new(),
+            driving: Held::new(()),
+            said: Notify::new(),
+            notes: Mutex::default(),
+            shown,
+        })
+    }
+
+    /// Hears what is said from now on.
+    pub(super) fn listen(&self) -> broadcast::Receiver<LiveNote> {
+        let mut notes = self.notes.lock();
+        notes.get_or_insert_with(|| broadcast::channel(PIECES).0).subscribe()
+    }
+
+    /// Tells who listens.
+    pub(super) fn tell(&self, note: LiveNote) {
+        if let Some(notes) = self.notes.lock().as_ref() {
+            // Nobody listening any more is nobody's loss.
+            let _ = notes.send(note);
+        }
+    }
+}
+
+/// The right to change a run.
+pub(super) struct InHand {
+    pub(super) live: Arc<LiveRun>,
+    pub(super) state: OwnedMutexGuard<State>,
+}
+
+impl Loops {
+    pub(crate) fn len(&self) -> usize {
+        self.live.lock().len()
+    }
+
+    pub(super) fn get(&self, project: &str, run_id: &str) -> Option<Arc<LiveRun>> {
+        self.live.lock().get(&(project.to_owned(), run_id.to_owned())).cloned()
+    }
+}
+
+impl Inner {
+    pub(super) async fn take_run(
+        self: Arc<Self>,
+        run: Run,
+        key: Option<IdempotencyKey>,
+        entry: Entry,
+        listens: bool,
+    ) -> Result<StartedRun, Error> {
+        // In hand before it is stored: who looks for runs that nobody drives must not find it.
+        let live = LiveRun::new(run.clone());
+        let mut state = live.state.clone().lock_owned().await;
+        state.beginning = Some(entry.messages.clone());
+        let place = (run.project.clone(), run.id.clone());
+        self.loops.live.lock().insert(place.clone(), live.clone());
+        let created = self.store.loops().create_loop(run.clone(), key, vec![entry]).await;
+        if !matches!(created, Ok(RunCreated::New)) {
+            state.gone = true;
+            self.loops.live.lock().remove(&place);
+        }
+        match created.map_err(unavailable)? {
+            RunCreated::New => {
+                let news = RunNews::of(Some(&live).filter(|_| listens));
+                let engine = Engine { inner: self.clone() };
+                self.tasks.spawn(conduct::conduct(engine, live));
+                Ok(StartedRun { run, replayed: false, news })
+            }
+            RunCreated::Replayed(run) => {
+                let live = self.loops.get(&run.project, &run.id);
+                Ok(StartedRun {
+                    run: *run,
+                    replayed: true,
+                    news: RunNews::of(live.as_ref().filter(|_| listens)),
+                })
+            }
+            RunCreated::Mismatch(run_id) => {
+                let message = "this idempotency key was used for another request";
+                let fault = Fault::new(Code::IdempotencyMismatch, message).not_happened();
+                Err(fault.with_detail(json!({ "run_id": run_id })).into())
+            }
+        }
+    }
+
+    /// The right to change a run, which is driven from then on.
+    pub(super) async fn in_hand(
+        self: &Arc<Self>,
+        project: &str,
+        run_id: &str,
+    ) -> Result<InHand, Error> {
+        let place = (project.to_owned(), run_id.to_owned());
+        loop {
+            if let Some(live) = self.loops.get(project, run_id) {
+                let state = live.state.clone().lock_owned().await;
+                if !state.gone {
+                    return Ok(InHand { live, state });
+                }
+                continue;
+            }
+            let look = || self.store.loops().loop_run(project, run_id);
+            let found = look().await.map_err(unavailable)?;
+            let live = LiveRun::new(found.ok_or_else(|| no_run(run_id))?);
+            // Before anybody else knows of it, so that it is driven only after the change.
+            let mut state = live.state.clone().lock_owned().await;
+            {
+                let mut all = self.loops.live.lock();
+                if all.contains_key(&place) {
+                    continue;
+                }
+                all.insert(place.clone(), live.clone());
+            }
+            let engine = Engine { inner: self.clone() };
+            self.tasks.spawn(conduct::conduct(engine, live.clone()));
+            // Somebody may have had it in hand since it was looked up.
+            match look().await {
+                Ok(Some(run)) => (state.run, *live.shown.lock()) = (run.clone(), run.status),
+                other => {
+                    state.gone = true;
+                    self.loops.live.lock().remove(&place);
+                    return Err(other.map_or_else(unavailable, |_| no_run(run_id)));
+                }
+            }
+            return Ok(InHand { live, state });
+        }
+    }
+
+    /// Commits a change of a run with its journal, and tells who follows it.
+    pub(super) async fn commit(
+        self: Arc<Self>,
+        live: Arc<LiveRun>,
+        mut state: OwnedMutexGuard<State>,
+        change: impl FnOnce(&mut Run, u64) -> Vec<Entry> + Send,
+    ) -> Result<Run, Error> {
+        let now_ms = self.clock.now_ms();
+        let mut next = state.run.clone();
+        let entries = change(&mut next, now_ms);
+        (next.version, next.updated_ms) = (next.version + 1, now_ms);
+        let saved = self.store.loops().save_loop(next.clone(), entries).await;
+        if saved.map_err(unavailable)? == Saved::Stale {
+            // Another process has it in hand. What is known here is of no more use.
+            state.gone = true;
+            let place = (next.project.clone(), next.id.clone());
+            self.loops.live.lock().remove(&place);
+            let message = "the run was changed by another process meanwhile; try again";
+            return Err(Error::refused(Code::Conflict, message));
+        }
+        if next.status.is_over() && !state.run.status.is_over() {
+            measure::run_over(next.status.as_str());
+        }
+        *live.shown.lock() = next.status;
+        state.run = next.clone();
+        drop(state);
+        let (project, run_id) = (next.project.clone(), next.id.clone());
+        self.bus.wake(&Topic::Run { project, run_id });
+        Ok(next)
+    }
+}

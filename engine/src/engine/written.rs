@@ -1,0 +1,52 @@
+//! Stores that tool services read and write themselves: what they find there before a command is
+//! sent, and the reports that they leave there.
+
+use tokio::sync::watch;
+
+use super::{Engine, Inner, unavailable};
+use crate::call::Call;
+use crate::fault::{Code, Error, Fault};
+use crate::source::Command;
+use crate::store::utp::{Judged, WrittenReport};
+use crate::tool::Executor;
+use crate::utp::card;
+
+impl Engine {
+    /// Changes when a report may have been written into the store; none for a store that only this
+    /// program writes to.
+    pub fn written_news(&self) -> Option<watch::Receiver<u64>> {
+        Some(self.inner.store.utp().shared()?.news())
+    }
+
+    /// Reports in the store that nobody has judged, in order, after this one.
+    pub async fn written_reports(
+        &self,
+        after: u64,
+        limit: usize,
+    ) -> Result<Vec<WrittenReport>, Error> {
+        let Some(shared) = self.inner.store.utp().shared() else { return Ok(Vec::new()) };
+        shared.written_reports(after, limit).await.map_err(unavailable)
+    }
+
+    /// Writes down what became of one of them.
+    pub async fn judged(&self, number: u64, judged: Judged) -> Result<(), Error> {
+        let Some(shared) = self.inner.store.utp().shared() else { return Ok(()) };
+        shared.judged(number, judged).await.map_err(unavailable)
+    }
+}
+
+impl Inner {
+    /// A command whose card is where its tool service may look for it.
+    pub(super) async fn shown(&self, call: &Call, command: Command) -> Result<Command, Fault> {
+        let shared = self.store.utp().shared().filter(|_| call.target.executor == Executor::Utp);
+        let Some(shared) = shared else { return Ok(command) };
+        let card = card::of_call(call, Some(&command.binding));
+        match shared.show_command(card, &command.route, &command.traceparent).await {
+            Ok(()) => Ok(command),
+            Err(error) => {
+                let message = format!("the command's card is not stored: {error}");
+                Err(Fault::new(Code::UpstreamUnavailable, message).not_happened())
+            }
+        }
+    }
+}

@@ -1,0 +1,90 @@
+//! Changes of the directory, in memory.
+
+use crate::directory::{Change, Directory, Offer, Others};
+
+/// A change of what is neither a project's own nor brought in from an upstream.
+pub(super) fn apply(directory: &mut Directory, change: Change) {
+    match change {
+        Change::PutTools(_)
+        | Change::DropTool { .. }
+        | Change::PutUpstream(_)
+        | Change::DropUpstream { .. }
+        | Change::SetUpstreamTools { .. } => {}
+        Change::AddProject(project) => directory.projects.push(project),
+        Change::PutMember(member) => {
+            drop_member(directory, &member.project, &member.agent_id);
+            directory.roster.push(member);
+        }
+        Change::DropMember { project, agent_id } => drop_member(directory, &project, &agent_id),
+        Change::Register { client, tools, others } => {
+            let (project, id) = (client.project.clone(), client.client_id.clone());
+            let mine = |offer: &Offer| offer.project == project && offer.client_id == id;
+            if others == Others::Withdraw {
+                directory.offers.retain(|offer| !mine(offer));
+            }
+            for tool in tools {
+                let offer = Offer {
+                    project: project.clone(),
+                    tool: tool.name.clone(),
+                    client_id: id.clone(),
+                };
+                let same = |known: &crate::tool::Definition| {
+                    known.project == tool.project && known.name == tool.name
+                };
+                directory.tools.retain(|known| !same(known));
+                directory.tools.push(tool);
+                if !directory.offers.contains(&offer) {
+                    directory.offers.push(offer);
+                }
+            }
+            drop_orphans(directory);
+            let known = |c: &crate::directory::Client| c.project == project && c.client_id == id;
+            if !directory.clients.iter().any(known) {
+                directory.clients.push(client);
+            }
+        }
+        Change::Withdraw { project, client_id, tool } => {
+            directory.offers.retain(|o| {
+                *o != Offer {
+                    project: project.clone(),
+                    tool: tool.clone(),
+                    client_id: client_id.clone(),
+                }
+            });
+            drop_orphans(directory);
+        }
+        Change::AddKey(key) => directory.keys.push(key),
+        Change::RevokeKey { id, at_ms } => {
+            for key in directory.keys.iter_mut().filter(|key| key.id == id) {
+                key.revoked_ms.get_or_insert(at_ms.max(key.created_ms));
+            }
+        }
+        Change::PutRule(rule) => {
+            drop_rule(directory, &rule.project, &rule.agent, &rule.pattern);
+            directory.rules.push(rule);
+        }
+        Change::DropRule { project, agent, pattern } => {
+            drop_rule(directory, &project, &agent, &pattern);
+        }
+    }
+}
+
+fn drop_member(directory: &mut Directory, project: &str, agent_id: &str) {
+    directory.roster.retain(|m| m.project != project || m.agent_id != agent_id);
+}
+
+fn drop_rule(directory: &mut Directory, project: &str, agent: &str, pattern: &str) {
+    directory.rules.retain(|rule| {
+        (rule.project.as_str(), rule.agent.as_str(), rule.pattern.as_str())
+            != (project, agent, pattern)
+    });
+}
+
+/// A tool that no client offers any more is gone.
+fn drop_orphans(directory: &mut Directory) {
+    let offers = std::mem::take(&mut directory.offers);
+    directory.tools.retain(|tool| {
+        offers.iter().any(|o| Some(&o.project) == tool.project.as_ref() && o.tool == tool.name)
+    });
+    directory.offers = offers;
+}

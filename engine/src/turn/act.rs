@@ -1,0 +1,233 @@
+//! Executing what an answer calls, and telling the model what came of it.
+
+use serde_json::{Value, json};
+
+use super::before::Before;
+use super::offer::Offer;
+use super::{Awaited, Happening, Progress, RESULT_TOKENS, Terms, Watch, rules, summary};
+use crate::batch::{Batch, Settled, State};
+use crate::caller::Caller;
+use crate::dialect::{data_content, fault_content};
+use crate::digest::{self, Source};
+use crate::engine::Engine;
+use crate::fault::Error;
+use crate::json::Json;
+use crate::model::{Reply, Usage, Wanted};
+use crate::tokens;
+
+/// What becomes of one call.
+enum Fate {
+    /// It is made: its place in the batch.
+    Made(usize),
+    /// The asker makes it.
+    Own,
+    /// It is not made; the model is told this.
+    Told { content: String, repeated: bool },
+}
+
+/// The calls of one answer, sorted by what becomes of them.
+pub(super) struct Plan<'a> {
+    reply: &'a Reply,
+    fates: Vec<Fate>,
+    fingerprints: Vec<String>,
+    entries: Vec<Json>,
+    /// Where each of them stands in the answer.
+    places: Vec<usize>,
+}
+
+impl<'a> Plan<'a> {
+    pub(super) fn of(
+        reply: &'a Reply,
+        offer: &Offer,
+        terms: &Terms,
+        (progress, before): (&Progress, &Before),
+        max_entries: usize,
+    ) -> Self {
+        let (limits, mut entries, mut places) = (&terms.limits, Vec::new(), Vec::new());
+        let left = rules::left_calls(limits, progress);
+        let most = (limits.calls_per_step.min(left) as usize).min(max_entries);
+        let fingerprints: Vec<String> = reply.calls.iter().map(rules::same_call).collect();
+        let mut fates = Vec::with_capacity(reply.calls.len());
+        for (place, (call, fingerprint)) in reply.calls.iter().zip(&fingerprints).enumerate() {
+            let told = |content| Fate::Told { content, repeated: false };
+            let mut made = |tool: &str| {
+                entries.push(entry(call, tool));
+                places.push(place);
+                Fate::Made(entries.len() - 1)
+            };
+            let fate = if offer.own.contains(&call.name) {
+                Fate::Own
+            } else if let Some(came_to) = before.made.get(&place) {
+                // Its key leads to the call that was made; where its tool is gone, its outcome
+                // is told all the same.
+                offer.tool(&call.name).map_or_else(|| told(came_to.clone()), &mut made)
+            } else if progress.canceled {
+                told(rules::canceled())
+            } else if let Some(content) = rules::cut_off(reply, call) {
+                told(content)
+            } else if rules::is_repeated(progress, limits, fingerprint) {
+                Fate::Told { content: rules::repeated(call, limits), repeated: true }
+            } else if let Some(tool) = offer.tool(&call.name) {
+                match fates.iter().filter(|fate| matches!(fate, Fate::Made(_))).count() < most {
+                    true => made(tool),
+                    false => told(rules::too_many(limits, left)),
+                }
+            } else {
+                told(rules::unknown(&call.name, &offer.names()))
+            };
+            fates.push(fate);
+        }
+        Self { reply, fates, fingerprints, entries, places }
+    }
+
+    /// The calls that the asker makes itself.
+    pub(super) fn own(&self) -> Vec<Wanted> {
+        let calls = self.reply.calls.iter().zip(&self.fates);
+        let own = calls.filter(|(_, fate)| matches!(fate, Fate::Own));
+        own.map(|(call, _)| call.clone()).collect()
+    }
+
+    /// Makes the calls, and answers with the messages for the model.
+    pub(super) async fn carried_out(
+        self,
+        engine: &Engine,
+        caller: &Caller,
+        terms: &Terms,
+        progress: &mut Progress,
+        watch: Watch<'_>,
+    ) -> Result<Vec<Value>, Error> {
+        let step = progress.steps;
+        let (mut results, mut answers) = (Vec::new(), Vec::new());
+        if !self.entries.is_empty() {
+            let keys = self.places.iter().filter_map(|place| key(terms, progress, *place));
+            let batch = Batch { keys: keys.collect(), ..batch(terms, progress, self.entries) };
+            let answer = engine.batch(caller, batch).await?;
+            (results, answers) = (answer.results, answer.messages);
+        }
+        let (mut summaries, cost) = summary::of_messages(engine, &results, &answers).await;
+        progress.usage += cost;
+        let mut messages = Vec::with_capacity(self.fates.len());
+        let (mut failed, mut repeated) = (0, 0);
+        let told = self.reply.calls.iter().zip(self.fates).zip(self.fingerprints);
+        for ((call, fate), fingerprint) in told {
+            let message = match fate {
+                Fate::Own => continue,
+                Fate::Told { content, repeated: again } => {
+                    failed += 1;
+                    repeated += usize::from(again);
+                    if !again {
+                        rules::note(progress, fingerprint, rules::told_hash(&content));
+                    }
+                    rules::tool_message(&call.id, &content)
+                }
+                Fate::Made(place) => {
+                    let (settled, message) = (&results[place], answers[place].value());
+                    failed += usize::from(settled.ok() == Some(false));
+                    take_in(progress, call, fingerprint, settled, &message);
+                    let message = summaries.remove(&place).unwrap_or(message);
+                    watch(Happening::Settled { step, settled, message: &message });
+                    message
+                }
+            };
+            messages.push(message);
+        }
+        let all = messages.len();
+        progress.failures = if all > 0 && failed == all { progress.failures + 1 } else { 0 };
+        progress.stubborn = if all > 0 && repeated == all { progress.stubborn + 1 } else { 0 };
+        Ok(messages)
+    }
+}
+
+/// What a call of this answer is known by, however often it is made.
+pub(super) fn key(terms: &Terms, progress: &Progress, place: usize) -> Option<String> {
+    terms.key.as_ref().map(|key| format!("{key}/{}/{place}", progress.steps))
+}
+
+/// A call as the batch reads it, under the tool's own name.
+fn entry(call: &Wanted, tool: &str) -> Json {
+    // Some models write nothing where there are no arguments.
+    let arguments = if call.arguments.trim().is_empty() { "{}" } else { &call.arguments };
+    let function = json!({ "name": tool, "arguments": arguments });
+    Json::of_value(&json!({ "id": call.id, "type": "function", "function": function }))
+}
+
+fn batch(terms: &Terms, progress: &Progress, entries: Vec<Json>) -> Batch {
+    let acting = &terms.acting;
+    let left_ms = rules::left_ms(&terms.limits, progress);
+    Batch {
+        mode: acting.mode.into(),
+        max_parallel: acting.max_parallel,
+        budget_tokens: Some(acting.result_tokens.unwrap_or(RESULT_TOKENS)),
+        wait_ms: Some(acting.wait_ms.map_or(left_ms, |wait_ms| wait_ms.min(left_ms))),
+        timeout_ms: acting.timeout_ms,
+        retry: acting.max_retries,
+        user_id: terms.user_id.clone(),
+        traceparent: terms.traceparent.clone(),
+        ..Batch::new(terms.run_id.clone(), entries)
+    }
+}
+
+/// Counts a call that was made.
+fn take_in(
+    progress: &mut Progress,
+    call: &Wanted,
+    fingerprint: String,
+    settled: &Settled,
+    message: &Value,
+) {
+    progress.calls += 1;
+    progress.failed_calls += u32::from(settled.ok() == Some(false));
+    let told = match &settled.state {
+        // Its ticket is another one each time, and says nothing new.
+        State::Open(open) => {
+            progress.awaited.push(Awaited {
+                tool_call_id: open.id.clone(),
+                call_id: call.id.clone(),
+                name: call.name.clone(),
+            });
+            rules::told_hash("")
+        }
+        _ => rules::told_hash(message["content"].as_str().unwrap_or_default()),
+    };
+    rules::note(progress, fingerprint, told);
+}
+
+impl Engine {
+    /// What the model is told of a call that ended late, and what a summary of it cost; none while
+    /// it goes on.
+    pub(super) async fn late_content(
+        &self,
+        caller: &Caller,
+        awaited: &Awaited,
+        budget: usize,
+    ) -> Result<Option<(String, Usage)>, Error> {
+        let call = self.call(caller, &awaited.tool_call_id).await?;
+        let Some(outcome) = &call.outcome else { return Ok(None) };
+        let content = match (&outcome.error, &outcome.data) {
+            (Some(fault), _) => fault_content(fault),
+            (None, Some(data)) => data_content(data),
+            (None, None) => "null".to_owned(),
+        };
+        if content.len() <= budget {
+            return Ok(Some((content, Usage::default())));
+        }
+        let ended = call.clone();
+        // Counting tokens of large results is work, and others want this thread.
+        let shortened = tokio::task::spawn_blocking(move || {
+            if !tokens::exceeds(&content, budget) {
+                return (content, false);
+            }
+            let hint = Some(call.args.text());
+            let source = Source { call_id: &call.id, tool: &call.tool_name, hint };
+            let data = call.outcome.as_ref().and_then(|outcome| outcome.data.as_ref());
+            let digest = data.and_then(|data| digest::digest(data, budget, &source));
+            let first = || tokens::first(&content, budget).to_owned();
+            (digest.map_or_else(first, |made| made.text), true)
+        });
+        let (text, digested) = shortened.await.map_err(|error| Error::Internal(Box::new(error)))?;
+        if digested && let Some(summary) = summary::of_call(self, &ended, budget).await {
+            return Ok(Some(summary));
+        }
+        Ok(Some((text, Usage::default())))
+    }
+}

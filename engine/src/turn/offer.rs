@@ -1,0 +1,98 @@
+//! Which tools a model is told of, and what its names for them mean.
+
+use std::collections::{HashMap, HashSet};
+
+use serde_json::{Value, json};
+
+use super::Terms;
+use crate::caller::Caller;
+use crate::dialect::{Format, definition};
+use crate::engine::{Engine, RESULT_READ};
+use crate::fault::{Code, Error, Fault};
+use crate::names;
+use crate::policy;
+
+/// The tools of one conversation.
+pub(super) struct Offer {
+    /// In the chat form.
+    pub(super) tools: Vec<Value>,
+    /// The crib's, by the names that the model knows.
+    pub(super) crib: HashMap<String, String>,
+    /// Those that the asker runs itself.
+    pub(super) own: HashSet<String>,
+    /// Of the directory they were read from.
+    pub(super) version: u64,
+}
+
+impl Offer {
+    /// Refused where the terms name a tool that is not there.
+    pub(super) fn checked(engine: &Engine, caller: &Caller, terms: &Terms) -> Result<Self, Error> {
+        check_tools(engine, caller, terms.tools.as_deref().unwrap_or_default())?;
+        Ok(Self::of(engine, caller, terms))
+    }
+
+    /// Those of the terms that are there.
+    pub(super) fn of(engine: &Engine, caller: &Caller, terms: &Terms) -> Self {
+        let version = engine.directory_version();
+        let own: HashSet<String> =
+            terms.own_tools.iter().filter_map(own_name).map(str::to_owned).collect();
+        let mut tools = engine.tools_for_model(caller);
+        if let Some(patterns) = &terms.tools {
+            let fits = |name: &str| {
+                let told = names::for_model(name);
+                patterns.iter().any(|p| policy::matches(p, name) || policy::matches(p, &told))
+            };
+            tools.retain(|entry| fits(&entry.definition.name));
+        }
+        let has_reader = tools.iter().any(|entry| entry.definition.name == RESULT_READ);
+        if !tools.is_empty() && !has_reader {
+            // What a digest left out is read with it.
+            tools.extend(engine.tool(caller, RESULT_READ));
+        }
+        let told = names::for_models(tools.iter().map(|entry| entry.definition.name.as_str()));
+        let mut offer = Self { tools: terms.own_tools.clone(), crib: HashMap::new(), own, version };
+        for (entry, told) in tools.iter().zip(told) {
+            if offer.own.contains(&told) {
+                continue;
+            }
+            offer.tools.push(definition(Format::OpenAi, &told, &entry.definition).value());
+            offer.crib.insert(told, entry.definition.name.clone());
+        }
+        offer
+    }
+
+    /// The crib's tool that the model means.
+    pub(super) fn tool(&self, name: &str) -> Option<&str> {
+        let by_own_name = || self.crib.values().find(|real| *real == name);
+        self.crib.get(name).or_else(by_own_name).map(String::as_str)
+    }
+
+    /// Every name the model was told.
+    pub(super) fn names(&self) -> Vec<&str> {
+        self.crib.keys().chain(&self.own).map(String::as_str).collect()
+    }
+}
+
+/// The name of a tool in the chat form.
+fn own_name(tool: &Value) -> Option<&str> {
+    tool.get("function")?.get("name")?.as_str()
+}
+
+/// Whether these can be the tools of a run. A pattern may fit nothing yet; a name must be one.
+pub fn check_tools(engine: &Engine, caller: &Caller, patterns: &[String]) -> Result<(), Error> {
+    for (n, pattern) in patterns.iter().enumerate() {
+        let problem = match policy::check_pattern(pattern) {
+            Err(problem) => problem,
+            Ok(()) if pattern.contains('*') => continue,
+            Ok(()) => match engine.tool(caller, pattern) {
+                Ok(_) => continue,
+                Err(Error::Refused { fault, .. }) => fault.message,
+                Err(other) => return Err(other),
+            },
+        };
+        let message = format!("tools/{n}: {problem}");
+        let fault = Fault::new(Code::ValidationError, message).not_happened();
+        return Err(fault.with_detail(json!({ "pointer": format!("/tools/{n}") })).into());
+    }
+    Ok(())
+}

@@ -1,0 +1,153 @@
+//! What a turn tells whoever listens: `evt.agent.<agent_id>.state`, `.step` and `.task`. Pure.
+
+use serde_json::{Map, Value, json};
+
+use super::{Letter, Turn, TurnStatus, trace};
+
+/// How long news are worth publishing: the stream of events keeps them for a week.
+const NEWS_MS: u64 = 86_400_000;
+
+/// What there is to tell of a turn's new state.
+#[derive(Debug, Clone, Default)]
+pub struct News {
+    /// The calls that are out, by the model's ids.
+    pub waiting: Vec<String>,
+    pub step: Option<Step>,
+    pub task: Option<Task>,
+}
+
+/// How far a step is.
+#[derive(Debug, Clone)]
+pub struct Step {
+    /// `executing` or `completed`.
+    pub phase: &'static str,
+    pub new_card_ids: Vec<String>,
+}
+
+/// How a turn ended: told once.
+#[derive(Debug, Clone)]
+pub struct Task {
+    /// One of the five.
+    pub status: String,
+    pub tool_result_card_id: Option<String>,
+    pub error_code: Option<&'static str>,
+    pub error: Option<String>,
+}
+
+impl News {
+    /// The letters that tell it.
+    pub fn letters(self, turn: &Turn) -> Vec<Letter> {
+        let mut letters = vec![letter(turn, "state", state(turn, &self.waiting))];
+        if let (Some(step), Some(step_id)) = (self.step, &turn.step_id) {
+            let payload = json!({
+                "agent_turn_id": turn.turn_id,
+                "step_id": step_id,
+                "phase": step.phase,
+                "metadata": { "turn_epoch": turn.epoch },
+                "new_card_ids": step.new_card_ids,
+            });
+            letters.push(letter(turn, "step", payload));
+        }
+        if let Some(task) = self.task {
+            let mut payload = json!({
+                "agent_turn_id": turn.turn_id,
+                "status": task.status,
+                "stats": { "turn_epoch": turn.epoch },
+            });
+            let words = [
+                ("tool_result_card_id", task.tool_result_card_id),
+                ("error_code", task.error_code.map(str::to_owned)),
+                ("error", task.error),
+            ];
+            for (name, word) in words {
+                if let Some(word) = word {
+                    payload[name] = word.into();
+                }
+            }
+            letters.push(letter(turn, "task", payload));
+        }
+        letters
+    }
+}
+
+fn state(turn: &Turn, waiting: &[String]) -> Value {
+    let status = match turn.status {
+        TurnStatus::Running => "running",
+        TurnStatus::Suspended => "suspended",
+        TurnStatus::Finished | TurnStatus::Stopped | TurnStatus::Expired => "idle",
+    };
+    let mut metadata = Map::new();
+    metadata.insert("activity".into(), turn.status.as_str().into());
+    if turn.status == TurnStatus::Suspended {
+        metadata.insert("waiting_tool_count".into(), waiting.len().into());
+        metadata.insert("waiting_tool_call_ids".into(), json!(waiting));
+        metadata.insert("resume_deadline".into(), turn.resume_deadline_ms.map(iso).into());
+    }
+    if let Some(reason) = &turn.reason {
+        metadata.insert("error".into(), reason.as_str().into());
+    }
+    json!({
+        "agent_id": turn.agent_id,
+        "agent_turn_id": turn.turn_id,
+        "status": status,
+        "turn_epoch": turn.epoch,
+        "updated_at": iso(turn.updated_ms),
+        "metadata": metadata,
+    })
+}
+
+fn letter(turn: &Turn, kind: &str, payload: Value) -> Letter {
+    let id = format!("evt-{kind}-{}-{}-{}", turn.project, turn.turn_id, turn.version);
+    let parent = turn.traceparent.clone().unwrap_or_default();
+    let mut headers = vec![
+        ("traceparent".to_owned(), trace::child(&parent, &id)),
+        ("CG-Msg-Type".to_owned(), format!("agent.{kind}")),
+        ("CG-Recursion-Depth".to_owned(), turn.depth.to_string()),
+    ];
+    headers.extend(turn.tracestate.clone().map(|state| ("tracestate".to_owned(), state)));
+    Letter {
+        id,
+        subject: format!("{}.{}.evt.agent.{}.{kind}", turn.project, turn.channel, turn.agent_id),
+        headers,
+        payload,
+        expires_ms: turn.updated_ms + NEWS_MS,
+    }
+}
+
+/// Unix milliseconds as ISO 8601 in UTC.
+pub fn iso(unix_ms: u64) -> String {
+    let (seconds, ms) = (unix_ms / 1_000, unix_ms % 1_000);
+    let (days, second) = (seconds / 86_400, seconds % 86_400);
+    // Years that begin in March have their leap day at the end, and so have eras of 400 of them.
+    let shifted = days + 719_468;
+    let (era, day) = (shifted / 146_097, shifted % 146_097);
+    let year = (day - day / 1_460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let date = day - (153 * month + 2) / 5 + 1;
+    let (year, month) = match month {
+        0..=9 => (400 * era + year, month + 3),
+        _ => (400 * era + year + 1, month - 9),
+    };
+    let (hour, minute, second) = (second / 3_600, second / 60 % 60, second % 60);
+    format!("{year:04}-{month:02}-{date:02}T{hour:02}:{minute:02}:{second:02}.{ms:03}Z")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_written_as_everybody_writes_them() {
+        for (unix_ms, text) in [
+            (0, "1970-01-01T00:00:00.000Z"),
+            (951_782_400_000, "2000-02-29T00:00:00.000Z"),
+            (1_709_251_199_999, "2024-02-29T23:59:59.999Z"),
+            (1_709_251_200_000, "2024-03-01T00:00:00.000Z"),
+            (1_735_689_599_001, "2024-12-31T23:59:59.001Z"),
+            (4_107_542_400_000, "2100-03-01T00:00:00.000Z"),
+        ] {
+            assert_eq!(iso(unix_ms), text);
+        }
+    }
+}

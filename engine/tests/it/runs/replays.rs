@@ -1,0 +1,133 @@
+//! Recorded runs played again: the model hears what it heard then, in that order.
+
+use super::*;
+use toolcrib::engine::Replayed;
+
+async fn played(engine: &Engine, id: &str) -> Replayed {
+    engine.replay_run(&me(), id, None, &toolcrib::turn::unwatched).await.unwrap()
+}
+
+fn steps(replayed: &Replayed) -> Vec<u32> {
+    replayed.differences.iter().map(|one| one.step).collect()
+}
+
+#[tokio::test]
+async fn a_replay_touches_nothing_and_says_where_the_model_went_another_way() {
+    let site = Site::new();
+    let script = Script::default()
+        .calls(&[("c1", "calc__add", SUM)])
+        .says("It is 42.")
+        // The same again.
+        .calls(&[("x", "calc__add", SUM)])
+        .says("It is 42.")
+        // And once otherwise.
+        .calls(&[("y", "calc__add", r#"{"a":1,"b":1}"#)])
+        .says("I do not know.");
+    let script = Arc::new(script);
+    let engine = site.engine(script.clone()).await;
+    let id = engine.start_run(&me(), new_run("How much?")).await.unwrap().run.id;
+    ended(&engine, &id).await;
+    let quiet = toolcrib::turn::unwatched;
+    let same = engine.replay_run(&me(), &id, None, &quiet).await.unwrap();
+    assert_eq!((same.answer.as_str(), same.differences.len()), ("It is 42.", 0));
+    assert_eq!(script.asked(3).messages[2]["content"], "42", "the recorded result");
+    let other = engine.replay_run(&me(), &id, None, &quiet).await.unwrap();
+    assert_eq!(other.differences.iter().map(|one| one.step).collect::<Vec<_>>(), [1, 2]);
+    assert_eq!((other.unrecorded, other.recorded_answer), (1, Some("It is 42.".into())));
+    assert_eq!(site.made.load(Ordering::SeqCst), 1, "the world was touched once");
+}
+
+#[tokio::test]
+async fn what_the_user_said_later_is_said_again() {
+    let site = Site::new();
+    let script = Script::default()
+        .calls(&[("c1", "calc__add", SUM)])
+        .says("It is 42.")
+        .says("You are welcome.")
+        // Again.
+        .calls(&[("x1", "calc__add", SUM)])
+        .says("It is 42.")
+        .says("You are welcome.")
+        // Once more, with an answer at once and a detour at the end.
+        .says("No idea.")
+        .calls(&[("y1", "calc__add", SUM)])
+        .says("You are welcome.");
+    let script = Arc::new(script);
+    let engine = site.engine(script.clone()).await;
+    let id = engine.start_run(&me(), new_run("How much?")).await.unwrap().run.id;
+    ended(&engine, &id).await;
+    let thanks = vec![json!({ "role": "user", "content": "Thanks!" })];
+    engine.say_to_run(&me(), &id, thanks).await.unwrap();
+    ended(&engine, &id).await;
+    let same = played(&engine, &id).await;
+    assert_eq!((same.differences.as_slice(), same.steps), (&[][..], 3));
+    assert_eq!(same.answer, "You are welcome.");
+    assert_eq!(script.asked(5).messages.last().unwrap()["content"], "Thanks!");
+
+    let other = played(&engine, &id).await;
+    assert_eq!(steps(&other), [1, 2, 3, 3], "{:?}", other.differences);
+    assert_eq!(other.differences[1].now, None, "there was no second answer");
+    assert_eq!(other.differences[3].recorded, None, "there was no such step");
+    assert_eq!(other.answer, "You are welcome.");
+    assert_eq!(site.made.load(Ordering::SeqCst), 1);
+}
+
+#[tokio::test]
+async fn what_came_late_comes_late_again() {
+    let (go, gone) = oneshot::channel::<()>();
+    let gone = Mutex::new(Some(gone));
+    let job = FnTool::new("job.start", "Takes long", move |_: Add| {
+        let gone = gone.lock().take();
+        async move {
+            gone.unwrap().await.map_err(|error| error.to_string())?;
+            Ok::<&str, String>("the report")
+        }
+    });
+    let go = Mutex::new(Some(go));
+    let script = Script::default()
+        .calls(&[("c1", "job__start", SUM)])
+        .line(move |_| {
+            go.lock().take().unwrap().send(()).unwrap();
+            Ok(Reply { text: "I wait.".into(), ..Reply::default() })
+        })
+        .says("Here it is.")
+        .calls(&[("x1", "job__start", SUM)])
+        .says("I wait.")
+        .says("Here it is.");
+    let script = Arc::new(script);
+    let builder = Engine::builder().models(Arc::new(Only(script.clone())));
+    let job = job.effect(Effect::Idempotent).background();
+    let engine = builder.tool(job).start().await.unwrap();
+    let id = engine.start_run(&me(), new_run("A report, please")).await.unwrap().run.id;
+    assert_eq!(ended(&engine, &id).await.answer.unwrap().text, "Here it is.");
+    let same = played(&engine, &id).await;
+    assert_eq!((same.differences.as_slice(), same.unrecorded), (&[][..], 0));
+    let told = script.asked(5).messages;
+    let late = told.last().unwrap()["content"].as_str().unwrap();
+    assert!(late.contains("called as x1, has come:\nthe report"), "{late}");
+}
+
+#[tokio::test]
+async fn what_was_closed_is_closed_again() {
+    let site = Site::new();
+    let failing = FnTool::new("calc.fail", "Fails", |_: Add| async {
+        Err::<i64, _>(toolcrib::Fault::new(Code::RuntimeError, "no"))
+    });
+    let script = Script::default()
+        .calls(&[("c1", "calc__fail", SUM)])
+        .says("It could not be done.")
+        .calls(&[("x1", "calc__fail", SUM)])
+        .says("It could not be done.");
+    let script = Arc::new(script);
+    let builder = Engine::builder().store(site.store.clone());
+    let builder = builder.models(Arc::new(Only(script.clone()))).tool(failing);
+    let engine = builder.start().await.unwrap();
+    let mut new = new_run("?");
+    new.limits.failures = 1;
+    let id = engine.start_run(&me(), new).await.unwrap().run.id;
+    assert_eq!(ended(&engine, &id).await.answer.unwrap().closing, Some(Closing::Failures));
+    let same = played(&engine, &id).await;
+    assert_eq!(same.differences, []);
+    assert_eq!(script.asked(3).messages[3], script.asked(1).messages[3]);
+    assert!(script.asked(3).tools.is_empty(), "it is asked for its last word");
+}

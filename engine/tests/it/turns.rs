@@ -1,0 +1,90 @@
+//! Agents that are rung for, and what is published of their turns.
+
+use std::sync::Arc;
+
+use toolcrib::clock::ManualClock;
+use toolcrib::dialect::Format;
+use toolcrib::engine::Lease;
+use toolcrib::task::watchdog::{self, Rung};
+use toolcrib::utp::Member;
+use toolcrib::{Caller, Engine, Fault, FnTool, Json};
+
+/// The subjects of what is in the outbox, which is emptied.
+async fn published(engine: &Engine) -> Vec<String> {
+    let letters = engine.outbox(100).await.unwrap();
+    let ids: Vec<String> = letters.iter().map(|letter| letter.id.clone()).collect();
+    engine.posted(&ids).await.unwrap();
+    letters.into_iter().map(|letter| letter.subject).collect()
+}
+
+#[tokio::test]
+async fn who_does_not_come_is_rung_for_again_on_the_turns_own_channel() {
+    let clock = Arc::new(ManualClock::at(1_700_000_000_000));
+    let engine = Engine::builder().clock(clock.clone()).publishes(true).idle().await.unwrap();
+    let caller = Caller::local("p");
+    let member = Member {
+        project: "p".into(),
+        agent_id: "ada".into(),
+        worker_target: "w1".into(),
+        profile: None,
+        allowed_tools: None,
+        updated_ms: 0,
+    };
+    engine.put_member(&caller, member).await.unwrap();
+    let wanted = Lease { channel: Some("u_1".into()), ..Lease::default() };
+    let turn = engine.lease(&caller, "ada", wanted).await.unwrap();
+    engine.stop_turn(&caller, "ada", &turn.turn_id, None).await.unwrap();
+    let wakeup = "p.u_1.cmd.agent.w1.wakeup";
+    let news = ["p.u_1.evt.agent.ada.state", "p.u_1.evt.agent.ada.task"];
+    let said = published(&engine).await;
+    assert!(said.iter().any(|subject| subject == wakeup), "{said:?}");
+    assert!(news.iter().all(|news| said.iter().any(|subject| subject == news)), "{said:?}");
+    let rung = Rung::default();
+    watchdog::run_once(&engine, &rung).await.unwrap();
+    assert_eq!(published(&engine).await, [""; 0], "there was time enough to come");
+    clock.advance(6_000);
+    watchdog::run_once(&engine, &rung).await.unwrap();
+    assert_eq!(published(&engine).await, [wakeup]);
+    watchdog::run_once(&engine, &rung).await.unwrap();
+    assert_eq!(published(&engine).await, [""; 0], "not without end");
+    clock.advance(31_000);
+    watchdog::run_once(&engine, &rung).await.unwrap();
+    assert_eq!(published(&engine).await, [wakeup]);
+    let inbox = engine.inbox(&caller, "ada", 10, 0).await.unwrap();
+    let ids = [inbox[0].inbox_id.clone()];
+    assert_eq!(engine.take_from_inbox(&caller, "ada", &ids).await.unwrap(), 1);
+    clock.advance(31_000);
+    watchdog::run_once(&engine, &rung).await.unwrap();
+    assert_eq!(published(&engine).await, [""; 0], "it came");
+}
+
+#[tokio::test]
+async fn a_model_is_shown_what_the_roster_allows_its_agent() {
+    let tool = |name: &str| FnTool::new(name, "Does it", async |()| Ok::<_, Fault>(1));
+    let engine = Engine::builder().tool(tool("a.one")).tool(tool("a.two")).tool(tool("b.one"));
+    let engine = engine.idle().await.unwrap();
+    let shown = |caller: &Caller| -> Vec<String> {
+        let all = engine.definitions(caller, Format::OpenAi);
+        let name = |json: &Json| json.value()["function"]["name"].as_str().unwrap().to_owned();
+        all.iter().map(name).collect()
+    };
+    let caller = Caller { agent: "ada".into(), ..Caller::local("p") };
+    assert_eq!(shown(&caller), ["a__one", "a__two", "b__one"], "not on the roster: everything");
+    let expected: [(Option<Vec<String>>, &[&str]); 3] = [
+        (None, &["a__one", "a__two", "b__one"]),
+        (Some(vec!["a.*".into()]), &["a__one", "a__two"]),
+        (Some(Vec::new()), &[]),
+    ];
+    for (allowed_tools, names) in expected {
+        let member = Member {
+            project: "p".into(),
+            agent_id: "ada".into(),
+            worker_target: "w1".into(),
+            profile: None,
+            allowed_tools,
+            updated_ms: 0,
+        };
+        engine.put_member(&caller, member).await.unwrap();
+        assert_eq!(shown(&caller), names);
+    }
+}

@@ -1,0 +1,264 @@
+//! The crib as a client, for the public MCP conformance suite: the real engine, store and source,
+//! with the suite's server as an upstream whose every tool is called.
+//!
+//! ```console
+//! $ npx -y @modelcontextprotocol/conformance@0.2.0-alpha.12 client \
+//!       --command target/debug/examples/conformance_client --requirements 2026-07-28
+//! ```
+//!
+//! What a tool asks is answered as its schema wants it; what lies beside the tools is read. Where
+//! somebody must sign in, the address that the crib shows is opened, as a person's browser would.
+
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use serde_json::{Map, Value, json};
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+use toolcrib::call::Hold;
+use toolcrib::{Call, Caller, Engine, Invocation, Json};
+use toolcrib_server::assemble::{self, Served};
+use toolcrib_server::config::Config;
+use toolcrib_server::serve;
+use toolcrib_server::sources::mcp::{McpOauth, McpSettings};
+
+const NAME: &str = "suite";
+
+/// Where the suite believes that our client describes itself.
+const CLIENT: &str = "https://conformance-test.local/client-metadata.json";
+
+/// How often somebody signs in.
+const ENOUGH: usize = 5;
+
+/// How long the suite's server may take to be there, and how long it may be away for good.
+const PATIENCE: Duration = Duration::from_secs(60);
+const AWAY: Duration = Duration::from_secs(8);
+
+#[tokio::main]
+async fn main() -> anyhow::Result<()> {
+    let url = std::env::args().next_back().context("the address of the suite's server")?;
+    let directory = tempfile::tempdir()?;
+    let revision = std::env::var("MCP_CONFORMANCE_PROTOCOL_VERSION").unwrap_or_default();
+    let upstream = McpSettings {
+        name: NAME.to_owned(),
+        url: Some(url),
+        oauth: Some(oauth(&context())?),
+        older: !revision.is_empty() && revision.as_str() < "2026",
+        ..McpSettings::default()
+    };
+    let listener = TcpListener::bind("127.0.0.1:0").await?;
+    let address = listener.local_addr()?;
+    let config = Config {
+        listen: address.to_string(),
+        data_dir: directory.path().to_owned(),
+        mcp: vec![upstream],
+        ..Config::default()
+    };
+    let served = assemble::engine(&config).await?;
+    let (router, stop) = (served.router(&config), CancellationToken::new());
+    let serving = serve::on(listener, router, &config, stop.clone());
+    let crib = format!("http://{address}/v1/sources/mcp/{NAME}");
+    let running = async {
+        tokio::select! {
+            done = run(&served, &crib) => done,
+            error = person(&crib) => Err(error),
+        }
+    };
+    let working = async {
+        let done = tokio::time::timeout(Duration::from_secs(80), running).await;
+        stop.cancel();
+        done
+    };
+    let (done, ()) = tokio::join!(working, serving);
+    served.engine.shut_down(Duration::ZERO).await;
+    served.close().await;
+    done.context("it took too long")?
+}
+
+/// What the suite says about this run.
+fn context() -> Value {
+    let context = std::env::var("MCP_CONFORMANCE_CONTEXT").unwrap_or_default();
+    serde_json::from_str(&context).unwrap_or_default()
+}
+
+/// Who we are at the suite's issuer, where it has been told beforehand.
+fn oauth(context: &Value) -> anyhow::Result<McpOauth> {
+    let mut settings = json!({ "client_metadata_url": CLIENT });
+    for (ours, theirs) in [
+        ("client_id", "client_id"),
+        ("client_secret", "client_secret"),
+        ("private_key", "private_key_pem"),
+        ("algorithm", "signing_algorithm"),
+    ] {
+        if let Some(value) = context[theirs].as_str() {
+            settings[ours] = value.into();
+        }
+    }
+    let scenario = std::env::var("MCP_CONFORMANCE_SCENARIO").unwrap_or_default();
+    if scenario.starts_with("auth/client-credentials") {
+        settings["grant"] = "client_credentials".into();
+    }
+    Ok(serde_json::from_value(settings)?)
+}
+
+/// Somebody who opens every address that the crib shows, once, until it has been enough.
+async fn person(crib: &str) -> anyhow::Error {
+    let browser = reqwest::Client::new();
+    let mut opened = std::collections::HashSet::new();
+    loop {
+        let shown = source(&browser, crib).await.unwrap_or_default();
+        let address = shown["oauth"]["sign_in_url"].as_str().unwrap_or_default().to_owned();
+        if !address.is_empty() && opened.len() < ENOUGH && opened.insert(address.clone()) {
+            match browser.get(&address).send().await {
+                Ok(page) => println!("signed in: {}", page.text().await.unwrap_or_default()),
+                Err(error) => return error.into(),
+            }
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
+
+/// The suite's server as the crib shows it.
+async fn source(browser: &reqwest::Client, crib: &str) -> anyhow::Result<Value> {
+    Ok(browser.get(crib).send().await?.json().await?)
+}
+
+/// Waits until the suite's server is there, or is away for good.
+async fn there(crib: &str) -> anyhow::Result<()> {
+    let (browser, began) = (reqwest::Client::new(), std::time::Instant::now());
+    let mut seen = std::time::Instant::now();
+    loop {
+        let shown = source(&browser, crib).await?;
+        if shown["state"] == "ready" {
+            return Ok(());
+        }
+        if shown["state"] == "starting" {
+            seen = std::time::Instant::now();
+        }
+        if seen.elapsed() > AWAY || began.elapsed() > PATIENCE {
+            bail!("the suite's server is not there: {}", shown["problem"]);
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+async fn run(served: &Served, crib: &str) -> anyhow::Result<()> {
+    let (engine, caller) = (&served.engine, Caller::local("default"));
+    there(crib).await?;
+    for (tool, args) in calls(engine, &caller) {
+        let invocation = || Invocation::of(format!("{NAME}.{tool}"), Json::of_value(&args));
+        let mut called = call(engine, &caller, invocation()).await;
+        if more_rights(crib).await? {
+            called = call(engine, &caller, invocation()).await;
+        }
+        match called {
+            Ok(call) => println!("{tool} {args}: {}", call.status.as_str()),
+            Err(error) => println!("{tool} {args}: {error}"),
+        }
+    }
+    let shelf = served.shelf();
+    use toolcrib_server::doors::mcp::Shelf;
+    for resource in shelf.resources(&caller, None).await.unwrap_or_default() {
+        let asked = rmcp::model::ReadResourceRequestParams::new(resource.uri);
+        let _ = shelf.read(&caller, None, asked).await;
+    }
+    for prompt in shelf.prompts(&caller).await.unwrap_or_default() {
+        let asked = rmcp::model::GetPromptRequestParams::new(prompt.name);
+        let _ = shelf.prompt(&caller, asked).await;
+    }
+    Ok(())
+}
+
+/// Whether a call wanted more rights than there were, and somebody has given them.
+async fn more_rights(crib: &str) -> anyhow::Result<bool> {
+    let (browser, began) = (reqwest::Client::new(), std::time::Instant::now());
+    let mut asked = false;
+    while began.elapsed() < AWAY {
+        if source(&browser, crib).await?["oauth"]["sign_in_url"].is_null() {
+            return Ok(asked);
+        }
+        asked = true;
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    Ok(false)
+}
+
+/// What to call: what the suite names, and every other tool with what its schema demands.
+fn calls(engine: &Engine, caller: &Caller) -> Vec<(String, Value)> {
+    let context = context();
+    let named = context["toolCalls"].as_array().into_iter().flatten();
+    let mut calls: Vec<(String, Value)> = named
+        .filter_map(|call| Some((call["name"].as_str()?.to_owned(), given(&call["arguments"]))))
+        .collect();
+    let tools = engine.upstream_tools(&caller.project, NAME);
+    let schema_of = |name: &str| {
+        let named = |tool: &&std::sync::Arc<toolcrib::engine::CatalogEntry>| {
+            tool.definition.name.strip_prefix("suite.") == Some(name)
+        };
+        tools.iter().find(named).map(|tool| tool.definition.input_schema.value())
+    };
+    for tool in &tools {
+        let Some(theirs) = tool.definition.name.strip_prefix("suite.") else { continue };
+        if calls.iter().any(|(known, _)| known == theirs) {
+            continue;
+        }
+        let args = match theirs {
+            // It wants to see what we know of another tool.
+            "json_schema_echo" => json!({ "schema": schema_of("json_schema_2020_12_tool") }),
+            _ => fitting(&tool.definition.input_schema.value()),
+        };
+        calls.push((theirs.to_owned(), args));
+    }
+    calls
+}
+
+/// Without what is null: it does not fit the schema, and means that nothing is given.
+fn given(args: &Value) -> Value {
+    let each = args.as_object().into_iter().flatten().filter(|(_, value)| !value.is_null());
+    Value::Object(each.map(|(name, value)| (name.clone(), value.clone())).collect())
+}
+
+/// A value that fits a simple schema.
+fn fitting(schema: &Value) -> Value {
+    if let Some(first) = schema["enum"].as_array().and_then(|words| words.first()) {
+        return first.clone();
+    }
+    match schema["type"].as_str() {
+        Some("integer" | "number") => json!(5),
+        Some("boolean") => json!(true),
+        Some("string") => json!("test"),
+        Some("array") => json!([]),
+        _ => {
+            let required = schema["required"].as_array().into_iter().flatten();
+            let names = required.filter_map(Value::as_str);
+            let made = names.map(|name| (name.to_owned(), fitting(&schema["properties"][name])));
+            Value::Object(made.collect())
+        }
+    }
+}
+
+/// A call to its end; what is asked on the way is answered.
+async fn call(engine: &Engine, caller: &Caller, asked: Invocation) -> anyhow::Result<Call> {
+    let ticket = engine.invoke(caller, asked).await?;
+    let mut call = ticket.call.clone();
+    while !call.status.is_terminal() {
+        if call.hold == Some(Hold::Input) {
+            let open = call.dialogue.as_ref().map(|dialogue| dialogue.open.clone());
+            let answers = open.unwrap_or_default().into_iter().map(answered).collect();
+            call = engine.answer(caller, &call.id, answers).await?;
+            continue;
+        }
+        call = engine.news(caller, &ticket, call.version, 10_000).await?;
+    }
+    Ok((*call).clone())
+}
+
+/// Fields with a default are left to it.
+fn answered((key, question): (String, Value)) -> (String, Value) {
+    let schema = &question["params"]["requestedSchema"]["properties"];
+    let fields = schema.as_object().into_iter().flatten();
+    let open = fields.filter(|(_, schema)| schema.get("default").is_none());
+    let content: Map<String, Value> =
+        open.map(|(name, schema)| (name.clone(), fitting(schema))).collect();
+    (key, json!({ "action": "accept", "content": content }))
+}

@@ -1,0 +1,163 @@
+//! What the loop costs beside its model and its tools, with a model that says what it is told to.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+use futures::StreamExt;
+use futures::future::try_join_all;
+use serde_json::{Value, json};
+use toolcrib_bench::model::{Answer, Asked, Scripted, Turn};
+use toolcrib_bench::report::{Limit, Measure};
+
+use super::super::child::{Kind, Server};
+use super::{Bench, median};
+
+/// Steps of a run whose overhead is measured, each with one call.
+const STEPS: usize = 20;
+/// Runs at once, and how long their model thinks.
+const AT_ONCE: usize = 200;
+const THINKS: Duration = Duration::from_millis(200);
+/// Runs whose first word is waited for.
+const FIRST_WORDS: usize = 40;
+/// What the model calls, as it knows it.
+const TOOL: &str = "bench__noop";
+
+impl Bench<'_> {
+    /// The loop: its overhead, many at once, and the way of a first word.
+    pub(super) async fn runs(&mut self) -> anyhow::Result<()> {
+        self.step("runs: start");
+        let model = Scripted::deciding(decide).await?;
+        let settings =
+            [("TOOLCRIB_LLM__BASE_URL", model.url.as_str()), ("TOOLCRIB_LLM__MODEL", "steps")];
+        let dir = self.scratch.dir("runs")?;
+        let (product, _) = Server::start_with(Kind::Product, &dir, &settings).await?;
+        let client = Asker::new(&product.addr)?;
+        client.run("steps").await?;
+        self.overhead(&client, &model).await?;
+        self.at_once(&client).await?;
+        self.first_words(&client, &model).await
+    }
+
+    /// A run of many steps against the same requests made of the model directly.
+    async fn overhead(&mut self, client: &Asker, model: &Scripted) -> anyhow::Result<()> {
+        let mut each = Vec::new();
+        for _ in 0..self.plan.rounds * 3 {
+            self.step("runs: overhead of a step");
+            let before = model.asked().len();
+            let began = Instant::now();
+            client.run("steps").await?;
+            let whole = began.elapsed();
+            let asked = model.asked().split_off(before);
+            let began = Instant::now();
+            for request in &asked {
+                client.ask(&model.url, &request.body).await?;
+            }
+            let alone = began.elapsed();
+            let over = whole.saturating_sub(alone).as_secs_f64() * 1e3;
+            each.push(over / asked.len() as f64);
+        }
+        let name = "run: overhead per step, p50";
+        self.push(Measure::alone(name, "ms", median(each), Limit::AtMost(5.0)));
+        Ok(())
+    }
+
+    async fn at_once(&mut self, client: &Asker) -> anyhow::Result<()> {
+        let (mut many, mut one) = (Vec::new(), Vec::new());
+        for _ in 0..self.plan.rounds {
+            self.step(&format!("runs: one, and {AT_ONCE} at once"));
+            let began = Instant::now();
+            client.run("thinks").await?;
+            one.push(began.elapsed().as_secs_f64() * 1e3);
+            let began = Instant::now();
+            try_join_all((0..AT_ONCE).map(|_| client.run("thinks"))).await?;
+            many.push(began.elapsed().as_secs_f64() * 1e3);
+        }
+        let name = format!("{AT_ONCE} runs at once, model of 200 ms, against one");
+        let (many, one) = (median(many), median(one));
+        self.push(Measure::against_floor(name, "ms", many, one, Limit::AtMost(1.5)));
+        Ok(())
+    }
+
+    /// From the model's first word leaving it to its reaching the client.
+    async fn first_words(&mut self, client: &Asker, model: &Scripted) -> anyhow::Result<()> {
+        self.step("runs: first words");
+        let mut ways = Vec::new();
+        for _ in 0..FIRST_WORDS {
+            let heard = client.first_word().await?;
+            let asked = model.asked();
+            let said = asked.last().and_then(Asked::first_said);
+            let said = said.context("the model said nothing")?;
+            ways.push(heard.saturating_duration_since(said).as_secs_f64() * 1e3);
+        }
+        let name = "run: first word from the model to the client, p50";
+        self.push(Measure::alone(name, "ms", median(ways), Limit::AtMost(5.0)));
+        Ok(())
+    }
+}
+
+/// What the model does, by its name.
+fn decide(asked: &Asked) -> Turn {
+    let results = asked.messages().iter().filter(|message| message["role"] == "tool").count();
+    let call = || {
+        let id = format!("c{results}");
+        Answer::text("").call(&id, TOOL, json!({ "n": results }).to_string())
+    };
+    match asked.body["model"].as_str() {
+        Some("steps") if results < STEPS => Turn::Say(call()),
+        Some("thinks") if results < 1 => Turn::Say(call().after(THINKS)),
+        Some("thinks") => Turn::Say(Answer::text("done").after(THINKS)),
+        _ => Turn::Say(Answer::text("That is all there is to say about it.")),
+    }
+}
+
+/// Someone who starts runs.
+struct Asker {
+    http: reqwest::Client,
+    url: String,
+}
+
+impl Asker {
+    fn new(addr: &str) -> anyhow::Result<Self> {
+        let http = reqwest::Client::builder().no_proxy().tcp_nodelay(true).build()?;
+        Ok(Self { http, url: format!("http://{addr}/v1/runs") })
+    }
+
+    fn body(model: &str) -> Value {
+        json!({
+            "model": model, "tools": ["bench.noop"], "wait_ms": 60_000,
+            "messages": [{ "role": "user", "content": "Do what there is to do." }],
+        })
+    }
+
+    /// A run to its end.
+    async fn run(&self, model: &str) -> anyhow::Result<()> {
+        let request = self.http.post(&self.url).json(&Self::body(model));
+        let run: Value = request.send().await?.json().await?;
+        ensure!(run["status"] == "SUCCEEDED", "a run ended otherwise: {run}");
+        Ok(())
+    }
+
+    /// The model itself, as the server asked it.
+    async fn ask(&self, url: &str, body: &Value) -> anyhow::Result<()> {
+        let request = self.http.post(format!("{url}/chat/completions")).json(body);
+        request.send().await?.error_for_status()?.bytes().await?;
+        Ok(())
+    }
+
+    /// When the first word of a streamed run came.
+    async fn first_word(&self) -> anyhow::Result<Instant> {
+        let mut body = Self::body("words");
+        body["stream"] = true.into();
+        let answer = self.http.post(&self.url).json(&body).send().await?.error_for_status()?;
+        let (mut pieces, mut read) = (answer.bytes_stream(), Vec::new());
+        let mut heard = None;
+        while let Some(piece) = pieces.next().await {
+            read.extend_from_slice(&piece?);
+            let word = b"event: run.text";
+            if heard.is_none() && read.windows(word.len()).any(|window| window == word) {
+                heard = Some(Instant::now());
+            }
+        }
+        heard.context("no word came")
+    }
+}

@@ -1,0 +1,201 @@
+//! MCP through the crib against the same MCP server called directly: one upstream as a process of
+//! its own, the same messages to both.
+
+use std::process::{Child, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, ensure};
+use rmcp::model::{
+    CallToolRequestParams, CallToolResponse, CallToolResult, ContentBlock, Implementation,
+    JsonObject, ListToolsResult, PaginatedRequestParams, ServerCapabilities, ServerConfig, Tool,
+};
+use rmcp::service::RequestContext;
+use rmcp::transport::streamable_http_server::session::local::LocalSessionManager;
+use rmcp::transport::{StreamableHttpServerConfig, StreamableHttpService};
+use rmcp::{ErrorData, RoleServer, ServerHandler};
+use serde_json::json;
+use toolcrib_bench::report::{Limit, Measure};
+use toolcrib_bench::{http, load, process};
+
+use super::child::{Kind, Server, this_program};
+use super::measure::{Bench, CALLERS, median};
+
+/// What the tool `work` takes of a processor: little, for a tool that does something.
+const WORK: Duration = Duration::from_micros(500);
+
+/// The word that the load generator looks for.
+const WORD: &str = "SUCCEEDED";
+
+#[derive(Clone)]
+struct Works;
+
+impl Works {
+    fn tools() -> Vec<Tool> {
+        let schema = || {
+            let mut schema = JsonObject::new();
+            schema.insert("type".to_owned(), "object".into());
+            Arc::new(schema)
+        };
+        vec![
+            Tool::new("noop", "Does nothing", schema()),
+            Tool::new("work", "Works half a millisecond", schema()),
+        ]
+    }
+}
+
+impl ServerHandler for Works {
+    fn get_info(&self) -> ServerConfig {
+        let mut config = ServerConfig::new(ServerCapabilities::builder().enable_tools().build());
+        config.server_info = Implementation::new("bench", "1");
+        config
+    }
+
+    async fn list_tools(
+        &self,
+        _asked: Option<PaginatedRequestParams>,
+        _context: RequestContext<RoleServer>,
+    ) -> Result<ListToolsResult, ErrorData> {
+        Ok(ListToolsResult::with_all_items(Self::tools()))
+    }
+
+    fn get_tool(&self, name: &str) -> Option<Tool> {
+        Self::tools().into_iter().find(|tool| tool.name == name)
+    }
+
+    async fn call_tool(
+        &self,
+        asked: CallToolRequestParams,
+        _context: RequestContext<RoleServer>,
+    ) -> Result<CallToolResponse, ErrorData> {
+        if asked.name == "work" {
+            let begun = Instant::now();
+            while begun.elapsed() < WORK {
+                std::hint::spin_loop();
+            }
+        }
+        Ok(CallToolResult::success(vec![ContentBlock::text(WORD)]).into())
+    }
+}
+
+/// The upstream of the benchmark, until it is killed.
+pub async fn serve(listen: &str) -> anyhow::Result<()> {
+    let config = StreamableHttpServerConfig::default().with_json_response(true);
+    let sessions = Arc::new(LocalSessionManager::default());
+    let service = StreamableHttpService::new(|| Ok(Works), sessions, config);
+    let listener = tokio::net::TcpListener::bind(listen).await?;
+    let router = axum::Router::new().nest_service("/mcp", service);
+    axum::serve(listener, router).await.context("the upstream of the benchmark")
+}
+
+/// An upstream; it goes with the value.
+struct Upstream {
+    child: Child,
+    addr: String,
+}
+
+impl Upstream {
+    async fn start() -> anyhow::Result<Self> {
+        let addr = format!("127.0.0.1:{}", process::free_port()?);
+        let mut command = this_program()?;
+        command.args(["bench-upstream", "--listen", &addr]);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let child = command.spawn().context("cannot start this program a second time")?;
+        let upstream = Self { child, addr };
+        let until = Instant::now() + Duration::from_secs(30);
+        while tokio::net::TcpStream::connect(&upstream.addr).await.is_err() {
+            ensure!(Instant::now() < until, "the upstream does not answer");
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        Ok(upstream)
+    }
+}
+
+impl Drop for Upstream {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// `tools/call`, as it is sent to the upstream and to the crib.
+fn request(addr: &str, tool: &str) -> Vec<u8> {
+    let body = json!({ "jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {
+        "name": tool, "arguments": {}, "_meta": {
+            "io.modelcontextprotocol/protocolVersion": "2026-07-28",
+            "io.modelcontextprotocol/clientInfo": { "name": "bench", "version": "1" },
+            "io.modelcontextprotocol/clientCapabilities": {},
+        } } });
+    let headers = [
+        ("accept", "application/json, text/event-stream"),
+        ("mcp-protocol-version", "2026-07-28"),
+        ("mcp-method", "tools/call"),
+        ("mcp-name", tool),
+    ];
+    http::post_with(addr, "/mcp", &headers, &body.to_string())
+}
+
+impl Bench<'_> {
+    /// Measures calls through the crib against the same calls without it.
+    pub(super) async fn upstream(&mut self) -> anyhow::Result<()> {
+        self.step("MCP through the crib: start");
+        let upstream = Upstream::start().await?;
+        let dir = self.scratch.dir("upstream")?;
+        let settings = format!("[[mcp]]\nname = \"up\"\nurl = \"http://{}/mcp\"\n", upstream.addr);
+        std::fs::write(dir.join("toolcrib.toml"), settings)?;
+        let (product, _) = Server::start(Kind::Product, &dir).await?;
+        listed(&product.addr).await?;
+        let warm = Duration::from_secs(1);
+        self.rate(&product.addr, "up.work", 8, warm).await?;
+        let (mut ours, mut direct) = (Vec::new(), Vec::new());
+        let (mut empty, mut bare) = (Vec::new(), Vec::new());
+        let (mut one, mut alone) = (Vec::new(), Vec::new());
+        let round = self.plan.round;
+        for _ in 0..self.plan.rounds {
+            direct.push(self.rate(&upstream.addr, "work", CALLERS, round).await?.0);
+            ours.push(self.rate(&product.addr, "up.work", CALLERS, round).await?.0);
+            bare.push(self.rate(&upstream.addr, "noop", CALLERS, round).await?.0);
+            empty.push(self.rate(&product.addr, "up.noop", CALLERS, round).await?.0);
+            alone.push(self.rate(&upstream.addr, "noop", 1, round).await?.1);
+            one.push(self.rate(&product.addr, "up.noop", 1, round).await?.1);
+        }
+        let name = format!("MCP tools/call through the crib, {CALLERS} at once, a tool of 0.5 ms");
+        let (rate, floor) = (median(ours), median(direct));
+        self.push(Measure::against_floor(name, "calls/s", rate, floor, Limit::AtLeast(0.6)));
+        let name = format!("MCP tools/call through the crib, {CALLERS} at once, a tool of nothing");
+        let (rate, floor) = (median(empty), median(bare));
+        self.push(Measure::against_floor(name, "calls/s", rate, floor, Limit::None));
+        let added = (median(one) - median(alone)) / 1e3;
+        let name = "MCP tools/call through the crib, one at a time, p50, added";
+        self.push(Measure::alone(name, "ms", added, Limit::AtMost(2.0)));
+        Ok(())
+    }
+
+    /// Calls a second, and the median time of one in microseconds.
+    async fn rate(
+        &mut self,
+        addr: &str,
+        tool: &str,
+        callers: usize,
+        time: Duration,
+    ) -> anyhow::Result<(f64, f64)> {
+        self.step(&format!("MCP, {callers} at once: {tool}"));
+        let sample = load::closed_loop_of(addr, callers, time, request(addr, tool)).await?;
+        ensure!(sample.errors == 0, "{} calls of {tool} failed", sample.errors);
+        Ok((sample.calls_per_s, sample.p50_us as f64))
+    }
+}
+
+/// Waits until the crib has the upstream's tools.
+async fn listed(addr: &str) -> anyhow::Result<()> {
+    let client = reqwest::Client::builder().no_proxy().build()?;
+    let until = Instant::now() + Duration::from_secs(30);
+    loop {
+        let answer = client.get(format!("http://{addr}/v1/tools/up.work")).send().await?;
+        if answer.status().is_success() {
+            return Ok(());
+        }
+        ensure!(Instant::now() < until, "the crib does not find its upstream");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}

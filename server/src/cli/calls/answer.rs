@@ -1,0 +1,77 @@
+//! `toolcrib calls answer`: what a tool wants to know before it goes on.
+
+use clap::Args;
+use serde_json::{Map, Value, json};
+
+use crate::cli::client::{Ask, Client};
+use crate::cli::failure::Failure;
+use crate::cli::output::plain;
+use crate::cli::{Context, call, input};
+
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  toolcrib calls get tc_01K…                       hold.questions has what is asked
+  toolcrib calls answer tc_01K… name=Ada
+  toolcrib calls answer tc_01K… --question who --args '{\"name\": \"Ada\"}'
+  toolcrib calls answer tc_01K… --decline")]
+pub struct AnswerArgs {
+    /// The ticket, tc_…
+    id: String,
+    /// The fields of the answer: name=value
+    #[arg(value_name = "FIELD=VALUE")]
+    pairs: Vec<String>,
+    /// The fields as a JSON object
+    #[arg(long, value_name = "JSON")]
+    args: Option<String>,
+    /// Which question is meant, where there are several
+    #[arg(long, value_name = "KEY")]
+    question: Option<String>,
+    /// Say no: the tool goes on without it
+    #[arg(long, conflicts_with_all = ["pairs", "args", "cancel"])]
+    decline: bool,
+    /// Do not answer: the tool is told so
+    #[arg(long, conflicts_with_all = ["pairs", "args"])]
+    cancel: bool,
+}
+
+pub async fn run(context: &Context, args: AnswerArgs) -> Result<(), Failure> {
+    let client = context.client()?;
+    let key = match &args.question {
+        Some(key) => key.clone(),
+        None => only_question(&client, &args.id).await?,
+    };
+    let answer = match (args.decline, args.cancel) {
+        (true, _) => json!({ "action": "decline" }),
+        (_, true) => json!({ "action": "cancel" }),
+        _ => {
+            let content = input::arguments(args.args.as_deref(), &args.pairs)?;
+            json!({ "action": "accept", "content": content })
+        }
+    };
+    let answers = Map::from_iter([(key, answer)]);
+    let path = ["v1", "tool_calls", args.id.as_str(), "answer"];
+    let call = client.ask(Ask::post(&path, json!({ "answers": answers }))).await?;
+    if context.output.json {
+        return context.output.value(&call);
+    }
+    context.output.note(&call::headline(context, &call));
+    Ok(())
+}
+
+/// The question that is open, if there is one.
+async fn only_question(client: &Client, id: &str) -> Result<String, Failure> {
+    let call = client.ask(Ask::get(&["v1", "tool_calls", id])).await?;
+    let open = match &call["hold"]["questions"] {
+        Value::Object(open) => open.keys().cloned().collect(),
+        _ => Vec::new(),
+    };
+    match open.as_slice() {
+        [key] => Ok(key.clone()),
+        [] => Err(Failure::usage(format!("{} asks nothing now", plain(id)))),
+        several => {
+            let keys = several.join(", ");
+            Err(Failure::usage(format!("it asks several things; --question says which: {keys}")))
+        }
+    }
+}

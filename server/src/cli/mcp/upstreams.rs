@@ -1,0 +1,358 @@
+//! `toolcrib mcp add`, `ls`, `show`, `accept`, `refresh`, `rm`: the MCP servers behind the crib.
+//!
+//! They go to the server that is named, or to the one on this machine; where there is none, or it
+//! does not let us, they work on the data directory, and a server on it takes the change up by
+//! itself.
+
+mod sign;
+
+use std::collections::BTreeMap;
+use std::io::Read;
+use std::time::Duration;
+
+use clap::Subcommand;
+use reqwest::Method;
+use serde_json::{Value, json};
+use toolcrib::{Caller, Engine};
+
+use crate::cli::client::{Ask, Client};
+use crate::cli::failure::{Failure, exit};
+use crate::cli::output::{age, now_ms, number, plain, text};
+use crate::cli::{Context, Place};
+use crate::upstreams::{KIND, stored, to_add};
+
+/// How long a new server is waited for.
+const FIRST_ANSWER: Duration = Duration::from_secs(30);
+
+#[derive(Debug, Subcommand)]
+pub enum Verb {
+    /// Add an MCP server: a program to start, or an address
+    #[command(after_help = "\
+Examples:
+  toolcrib mcp add files -- npx -y @modelcontextprotocol/server-filesystem /srv/files
+  toolcrib mcp add far https://mcp.example.com/mcp --header 'Authorization: Bearer ${TOKEN}'
+  toolcrib mcp add far https://mcp.example.com/mcp && toolcrib mcp sign-in far
+  toolcrib mcp add db --env-from DATABASE_URL --pin -- uvx mcp-server-postgres
+  toolcrib mcp add --file ~/.config/client.json")]
+    Add(Box<AddArgs>),
+    /// List the MCP servers and how they are
+    #[command(alias = "list")]
+    Ls,
+    /// Show one with everything that is known: its problem, its changes, what it last said
+    Show {
+        /// The server
+        name: String,
+    },
+    /// Accept what a pinned server offers now
+    Accept {
+        /// The server
+        name: String,
+        /// These tools; all unless said
+        #[arg(value_name = "TOOL")]
+        tools: Vec<String>,
+    },
+    /// Connect to a server again at once, or look at what it offers
+    Refresh {
+        /// The server
+        name: String,
+    },
+    /// Sign in to a server that asks for it: gives the address to open, and waits
+    SignIn {
+        /// The server
+        name: String,
+        /// Give the address and do not wait
+        #[arg(long)]
+        no_wait: bool,
+    },
+    /// Forget the tokens of a server
+    SignOut {
+        /// The server
+        name: String,
+    },
+    /// Remove a server, with its tools
+    #[command(alias = "remove")]
+    Rm {
+        /// The server
+        name: String,
+    },
+}
+
+#[derive(Debug, clap::Args)]
+pub struct AddArgs {
+    /// The first part of its tools' names: NAME.tool
+    #[arg(required_unless_present = "file")]
+    name: Option<String>,
+    /// Its address, where it is reached over HTTP
+    #[arg(conflicts_with = "command")]
+    url: Option<String>,
+    /// A variable for the program: NAME=VALUE; ${OTHER} is taken from the server's environment
+    #[arg(long, value_name = "NAME=VALUE")]
+    env: Vec<String>,
+    /// A variable that the program gets from the server's environment
+    #[arg(long, value_name = "NAME")]
+    env_from: Vec<String>,
+    /// A header of every request: 'Name: value'
+    #[arg(long, value_name = "HEADER")]
+    header: Vec<String>,
+    /// The directory the program is started in
+    #[arg(long, value_name = "DIR")]
+    cwd: Option<String>,
+    /// Refuse tools that change until they are accepted
+    #[arg(long)]
+    pin: bool,
+    /// What its tools do at the least: read, idempotent or irreversible
+    #[arg(long, value_name = "EFFECT")]
+    effect: Option<String>,
+    /// How risky they are at the least: low, medium, high or critical
+    #[arg(long, value_name = "RISK")]
+    risk: Option<String>,
+    /// A file with mcpServers as desktop clients have it; - for standard input
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["name", "url", "command"])]
+    file: Option<String>,
+    /// The program and its arguments
+    #[arg(last = true, value_name = "COMMAND")]
+    command: Vec<String>,
+}
+
+/// What the verbs work on.
+enum Crib {
+    Server(Client),
+    Directory { engine: Engine, caller: Caller },
+}
+
+impl Crib {
+    async fn open(context: &Context, place: &Place) -> Result<Self, Failure> {
+        let named = context.global.server.is_some();
+        if named && !place.is_named() {
+            return Ok(Self::Server(context.client()?));
+        }
+        if !place.is_named() {
+            let client = context.client()?;
+            let lets_us = client.is_alive().await
+                && client.ask(Ask::get(&["v1", "sources", "mcp"])).await.is_ok();
+            if lets_us {
+                return Ok(Self::Server(client));
+            }
+        }
+        let config = context.config(None, place)?;
+        let engine = crate::assemble::operator(&config).await?;
+        Ok(Self::Directory { engine, caller: Caller::local(context.project()) })
+    }
+}
+
+pub async fn run(context: &Context, verb: Verb, place: &Place) -> Result<(), Failure> {
+    let crib = Crib::open(context, place).await?;
+    match verb {
+        Verb::Add(args) => add(context, &crib, *args).await,
+        Verb::Ls => list(context, &crib).await,
+        Verb::Show { name } => show(context, &crib, &name).await,
+        Verb::Accept { name, tools } => accept(context, &crib, &name, tools).await,
+        Verb::Refresh { name } => refresh(context, &crib, &name).await,
+        Verb::SignIn { name, no_wait } => sign::sign_in(context, &crib, &name, no_wait).await,
+        Verb::SignOut { name } => sign::sign_out(context, &crib, &name).await,
+        Verb::Rm { name } => remove(context, &crib, &name).await,
+    }
+}
+
+/// What was typed, as the API takes it.
+fn document(args: AddArgs) -> Result<Value, Failure> {
+    if let Some(file) = &args.file {
+        let mut read = String::new();
+        let done = match file.as_str() {
+            "-" => std::io::stdin().read_to_string(&mut read).map(|_| ()),
+            path => std::fs::read_to_string(path).map(|text| read = text),
+        };
+        done.map_err(|error| Failure::usage(format!("{file} cannot be read: {error}")))?;
+        return serde_json::from_str(&read)
+            .map_err(|error| Failure::usage(format!("{file} is not JSON: {error}")));
+    }
+    let pairs = |given: &[String], between: char, what: &str| {
+        let split = |pair: &String| {
+            let (name, value) = pair.split_once(between)?;
+            Some((name.trim().to_owned(), value.trim().to_owned()))
+        };
+        let all: Option<BTreeMap<String, String>> = given.iter().map(split).collect();
+        all.ok_or_else(|| Failure::usage(format!("write {what}")))
+    };
+    let mut made = json!({
+        "name": args.name,
+        "env": pairs(&args.env, '=', "--env NAME=VALUE")?,
+        "env_from": args.env_from,
+        "headers": pairs(&args.header, ':', "--header 'Name: value'")?,
+        "pin": args.pin,
+    });
+    let mut command = args.command.into_iter();
+    let optional = [
+        ("command", command.next()),
+        ("url", args.url),
+        ("cwd", args.cwd),
+        ("effect", args.effect),
+        ("risk", args.risk),
+    ];
+    for (field, value) in optional {
+        if let Some(value) = value {
+            made[field] = value.into();
+        }
+    }
+    made["args"] = command.collect::<Vec<String>>().into();
+    Ok(made)
+}
+
+async fn add(context: &Context, crib: &Crib, args: AddArgs) -> Result<(), Failure> {
+    let output = context.output;
+    let document = document(args)?;
+    match crib {
+        Crib::Server(client) => {
+            let spinner = output.spinner("waiting for its first answer");
+            let ask = Ask::post(&["v1", "sources", "mcp"], document).wait(FIRST_ANSWER);
+            let added = client.ask(ask).await;
+            spinner.finish_and_clear();
+            let added = added?;
+            if output.json {
+                return output.value(&added);
+            }
+            let sources = added["sources"].as_array().map(Vec::as_slice).unwrap_or_default();
+            for source in sources {
+                output.line(&in_words(source))?;
+            }
+            Ok(())
+        }
+        Crib::Directory { engine, caller } => {
+            for settings in to_add(document)? {
+                engine.put_upstream(caller, &settings.name, KIND, stored(&settings)).await?;
+                output.line(&format!("{} is added", settings.name))?;
+            }
+            output.note("a server on this data directory connects to it; toolcrib mcp ls shows it");
+            Ok(())
+        }
+    }
+}
+
+fn in_words(source: &Value) -> String {
+    let name = plain(text(source, "name"));
+    let state = text(source, "state");
+    match (state, source["problem"].as_str()) {
+        ("ready", _) => {
+            let tools = number(source, "tools").unwrap_or_default();
+            format!("{name} is ready: {tools} tools, {name}.…")
+        }
+        ("needs_sign_in", _) => {
+            let address = source["oauth"]["sign_in_url"].as_str().unwrap_or_default();
+            let address = plain(address);
+            format!(
+                "{name} needs somebody to sign in: toolcrib mcp sign-in {name}, or open\n{address}"
+            )
+        }
+        (_, Some(problem)) => format!("{name} is added, and is {state}: {}", plain(problem)),
+        _ => format!("{name} is added, and is {state}"),
+    }
+}
+
+async fn list(context: &Context, crib: &Crib) -> Result<(), Failure> {
+    let output = context.output;
+    let answer = match crib {
+        Crib::Server(client) => client.ask(Ask::get(&["v1", "sources", "mcp"])).await?,
+        Crib::Directory { engine, caller } => {
+            let here = engine.upstreams().into_iter().filter(|u| u.project == caller.project);
+            let sources: Vec<Value> = here
+                .map(|upstream| {
+                    let tools = engine.upstream_tools(&upstream.project, &upstream.name).len();
+                    json!({ "name": upstream.name, "kind": upstream.kind, "state": "unknown",
+                        "tools": tools })
+                })
+                .collect();
+            output.note("no server answers: what is stored is shown, and not how it is");
+            json!({ "sources": sources })
+        }
+    };
+    if output.json {
+        return output.value(&answer);
+    }
+    let sources = answer["sources"].as_array().map(Vec::as_slice).unwrap_or_default();
+    let now = now_ms();
+    let rows = sources.iter().map(|source| {
+        let since = number(source, "since_ms").map(|ms| age(now.saturating_sub(ms)));
+        let pending = source["pending"].as_array().map_or(0, Vec::len);
+        let problem = source["problem"].as_str().map(str::to_owned);
+        let waits = (pending > 0).then(|| format!("{pending} to accept"));
+        vec![
+            text(source, "name").to_owned(),
+            text(source, "state").to_owned(),
+            since.unwrap_or_default(),
+            number(source, "tools").map(|n| n.to_string()).unwrap_or_default(),
+            text(source, "place").to_owned(),
+            problem.or(waits).unwrap_or_default(),
+        ]
+    });
+    let heads = ["NAME", "STATE", "SINCE", "TOOLS", "PLACE", "PROBLEM"];
+    output.table(&heads, rows.collect(), "no MCP servers: toolcrib mcp add --help")?;
+    for source in sources {
+        if let Some(address) = source["oauth"]["sign_in_url"].as_str() {
+            output.note(&format!("to sign in to {}, open", plain(text(source, "name"))));
+            output.note(&format!("  {}", plain(address)));
+        }
+    }
+    Ok(())
+}
+
+/// How a server is, only the one that keeps it can say.
+fn running(crib: &Crib) -> Result<&Client, Failure> {
+    match crib {
+        Crib::Server(client) => Ok(client),
+        Crib::Directory { .. } => {
+            let message =
+                "no server answers here, and only a running one knows how its sources are";
+            Err(Failure::new(exit::UNREACHABLE, "UNREACHABLE", message)
+                .hint("start it, or name it with --server URL --key KEY"))
+        }
+    }
+}
+
+async fn show(context: &Context, crib: &Crib, name: &str) -> Result<(), Failure> {
+    let source = running(crib)?.ask(Ask::get(&["v1", "sources", "mcp", name])).await?;
+    context.output.value(&source)
+}
+
+async fn refresh(context: &Context, crib: &Crib, name: &str) -> Result<(), Failure> {
+    let ask = Ask::post(&["v1", "sources", "mcp", name, "refresh"], json!({}));
+    let source = running(crib)?.ask(ask.wait(FIRST_ANSWER)).await?;
+    match context.output.json {
+        true => context.output.value(&source),
+        false => context.output.line(&in_words(&source)),
+    }
+}
+
+async fn accept(
+    context: &Context,
+    crib: &Crib,
+    name: &str,
+    tools: Vec<String>,
+) -> Result<(), Failure> {
+    let body = if tools.is_empty() { json!({}) } else { json!({ "tools": tools }) };
+    let ask = Ask::post(&["v1", "sources", "mcp", name, "accept"], body);
+    let answer = running(crib)?.ask(ask).await?;
+    if context.output.json {
+        return context.output.value(&answer);
+    }
+    let accepted = answer["accepted"].as_array().map(Vec::as_slice).unwrap_or_default();
+    for change in accepted {
+        let line = format!("{} ({})", text(change, "tool"), text(change, "change"));
+        context.output.line(&plain(&line))?;
+    }
+    if accepted.is_empty() {
+        context.output.note("there was nothing to accept");
+    }
+    Ok(())
+}
+
+async fn remove(context: &Context, crib: &Crib, name: &str) -> Result<(), Failure> {
+    match crib {
+        Crib::Server(client) => {
+            let path = ["v1", "sources", "mcp", name];
+            client.ask(Ask::new(Method::DELETE, &path)).await?;
+        }
+        Crib::Directory { engine, caller } => engine.drop_upstream(caller, name).await?,
+    }
+    context.output.note(&format!("{} is removed, with its tools", plain(name)));
+    Ok(())
+}

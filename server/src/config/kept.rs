@@ -1,0 +1,93 @@
+//! Where calls are kept: what `store.url` and `data_dir` come to.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use toolcrib_store::PostgresStore;
+
+use super::{Config, ConfigError, StoreSettings};
+
+/// Where calls are kept. Has no `Debug`: a URL holds a password.
+pub enum Kept {
+    /// A SQLite file.
+    File(PathBuf),
+    /// The URL of a PostgreSQL database.
+    Postgres(String),
+}
+
+impl Kept {
+    /// For whoever looks for it: without user and password.
+    pub fn shown(&self) -> String {
+        match self {
+            Self::File(path) => path.display().to_string(),
+            Self::Postgres(url) => shown(url),
+        }
+    }
+
+    /// Whether there can be anything to look at without making it.
+    pub fn may_be_there(&self) -> bool {
+        match self {
+            Self::File(path) => path.exists(),
+            Self::Postgres(_) => true,
+        }
+    }
+}
+
+/// Host and database of a URL.
+fn shown(url: &str) -> String {
+    let (_, rest) = url.split_once("://").unwrap_or_default();
+    let rest = rest.split(['?', '#']).next().unwrap_or_default();
+    let place = rest.rsplit_once('@').map_or(rest, |(_, place)| place);
+    format!("postgres://{place}")
+}
+
+/// Without user and password.
+impl fmt::Debug for StoreSettings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let url = self.url.as_deref();
+        let url = url.map(|url| if PostgresStore::is_url(url) { shown(url) } else { url.into() });
+        f.debug_struct("StoreSettings").field("url", &url).finish()
+    }
+}
+
+impl Config {
+    /// Where calls are kept: a file in the data directory where nothing else is said.
+    pub fn kept(&self) -> Result<Kept, ConfigError> {
+        let Some(url) = &self.store.url else {
+            return Ok(Kept::File(self.data_dir.join("toolcrib.db")));
+        };
+        if PostgresStore::is_url(url) {
+            return Ok(Kept::Postgres(url.clone()));
+        }
+        let path = url.strip_prefix("sqlite:").map(|rest| rest.strip_prefix("//").unwrap_or(rest));
+        match path {
+            Some(path) if !path.is_empty() => Ok(Kept::File(PathBuf::from(path))),
+            // The URL of another database may hold a password: only its scheme is shown.
+            _ => Err(ConfigError::invalid(
+                "store.url",
+                format!(
+                    "\"{}:…\" cannot be used; write postgres://USER:PASSWORD@HOST/NAME, or \
+                     sqlite:PATH, or leave it out for a file in the data directory",
+                    url.split(':').next().unwrap_or_default()
+                ),
+            )),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::shown;
+
+    #[test]
+    fn neither_user_nor_password_is_shown() {
+        for url in [
+            "postgres://u:p@h:5432/crib",
+            "postgresql://u:p%40@h:5432/crib?sslmode=disable",
+            "postgres://u:p@ss@h:5432/crib",
+        ] {
+            assert_eq!(shown(url), "postgres://h:5432/crib");
+        }
+        assert_eq!(shown("postgres://h/crib?password=p"), "postgres://h/crib");
+    }
+}

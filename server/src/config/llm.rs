@@ -1,0 +1,301 @@
+//! The settings of language models: where they are asked, and within which limits.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use reqwest::Url;
+use schemars::JsonSchema;
+use serde::Deserialize;
+use toolcrib::retry::{Backoff, MAX_RETRIES_LIMIT};
+use toolcrib::turn::Asking;
+
+use super::ConfigError;
+use crate::models::{DEMO, Endpoint, KeyPlace, Kind, Patience};
+
+/// The longest that an answer may be given: an hour.
+const HOUR_MS: u64 = 3_600_000;
+
+/// Language models.
+#[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct LlmSettings {
+    /// How the endpoint is spoken with: `openai` (chat completions, as most endpoints do) or
+    /// `anthropic` (messages).
+    pub kind: ModelKind,
+    /// Where it is: what comes before `/chat/completions` or `/messages`. Without it, the
+    /// vendor's own, if a model is set.
+    pub base_url: Option<String>,
+    /// The model that is asked where nobody says which, as the endpoint names it.
+    pub model: Option<String>,
+    /// The environment variable with the key: unless said, `OPENAI_API_KEY`, or
+    /// `ANTHROPIC_API_KEY` for that kind. Empty: no key is sent.
+    pub api_key_env: Option<String>,
+    /// A file with the key; it goes before the variable, and is read for every request.
+    pub api_key_file: Option<PathBuf>,
+    /// The tokens that an answer may have, where the request does not say. Anthropic's API wants a
+    /// number, which is then 4096.
+    pub max_tokens: Option<u32>,
+    /// How long a whole answer may take.
+    pub timeout_ms: u64,
+    /// How long a model may be silent, before its answer and in it.
+    pub idle_timeout_ms: u64,
+    /// Size of a whole answer, as it comes over the wire.
+    pub max_answer_bytes: usize,
+    /// How often a model is asked again after a fault that may pass: 429, 5xx, a time-out, a
+    /// stream that was cut.
+    pub max_retries: u32,
+    /// The first wait before it is asked again; each further one is twice as long. What
+    /// `Retry-After` says goes before it.
+    pub retry_backoff_ms: u64,
+    /// Whether a name that no table below has is asked for at `base_url` as it is.
+    pub other_models: bool,
+    /// The model that summarises long results in runs. Unset: they are digested without one.
+    pub summary_model: Option<String>,
+    /// Further models: `[llm.models.NAME]`.
+    pub models: BTreeMap<String, NamedModelSettings>,
+}
+
+impl Default for LlmSettings {
+    fn default() -> Self {
+        let patience = Patience::default();
+        Self {
+            kind: ModelKind::default(),
+            base_url: None,
+            model: None,
+            api_key_env: None,
+            api_key_file: None,
+            max_tokens: None,
+            timeout_ms: patience.whole.as_millis() as u64,
+            idle_timeout_ms: patience.idle.as_millis() as u64,
+            max_answer_bytes: patience.bytes,
+            max_retries: Asking::default().retries,
+            retry_backoff_ms: Asking::default().backoff.initial_ms,
+            other_models: true,
+            summary_model: None,
+            models: BTreeMap::new(),
+        }
+    }
+}
+
+// No doc comments on the words: they would turn the schema's plain list into alternatives.
+/// How an endpoint is spoken with.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum ModelKind {
+    #[default]
+    Openai,
+    Anthropic,
+}
+
+impl From<ModelKind> for Kind {
+    fn from(kind: ModelKind) -> Self {
+        match kind {
+            ModelKind::Openai => Self::OpenAi,
+            ModelKind::Anthropic => Self::Anthropic,
+        }
+    }
+}
+
+/// A model with a name of its own. What is not said is as in `[llm]`.
+#[derive(Debug, Clone, Default, PartialEq, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct NamedModelSettings {
+    /// `openai` or `anthropic`.
+    pub kind: Option<ModelKind>,
+    /// Where it is asked. With another kind or address than `[llm]`, the key of `[llm]` is not
+    /// sent.
+    pub base_url: Option<String>,
+    /// The model as the endpoint names it; unless said, the name of this table.
+    pub model: Option<String>,
+    /// The environment variable with the key. Empty: no key is sent.
+    pub api_key_env: Option<String>,
+    /// A file with the key.
+    pub api_key_file: Option<PathBuf>,
+    /// The tokens that an answer may have, where the request does not say.
+    pub max_tokens: Option<u32>,
+    /// How long a whole answer may take.
+    pub timeout_ms: Option<u64>,
+    /// How long a model may be silent.
+    pub idle_timeout_ms: Option<u64>,
+}
+
+impl LlmSettings {
+    /// How models are asked, and asked again.
+    pub fn asking(&self) -> Asking {
+        let usual = Asking::default();
+        let named = self.models.values().filter_map(|model| model.timeout_ms);
+        let backoff = Backoff { initial_ms: self.retry_backoff_ms, ..usual.backoff };
+        Asking {
+            retries: self.max_retries,
+            backoff,
+            // The endpoint's own patience ends sooner; this holds for all of them.
+            request_ms: named.chain([self.timeout_ms]).max().unwrap_or(usual.request_ms),
+            max_answer_bytes: self.max_answer_bytes,
+        }
+    }
+
+    /// Whether `[llm]` itself names an endpoint.
+    pub fn has_endpoint(&self) -> bool {
+        self.base_url.is_some() || self.model.is_some()
+    }
+
+    /// The endpoint of `[llm]` itself.
+    pub fn endpoint(&self) -> Option<Endpoint> {
+        self.has_endpoint().then(|| Endpoint {
+            kind: self.kind.into(),
+            base_url: address(self.base_url.as_deref(), self.kind.into()),
+            key: key_place(self.api_key_env.as_deref(), self.api_key_file.clone(), self.kind),
+            max_tokens: self.max_tokens,
+            patience: Patience {
+                whole: Duration::from_millis(self.timeout_ms),
+                idle: Duration::from_millis(self.idle_timeout_ms),
+                bytes: self.max_answer_bytes,
+            },
+        })
+    }
+
+    /// The endpoint of each further model, and the model's name there.
+    pub fn named(&self) -> impl Iterator<Item = (&String, String, Endpoint)> {
+        self.models.iter().map(|(name, settings)| {
+            let model = settings.model.clone().unwrap_or_else(|| name.clone());
+            (name, model, self.named_endpoint(settings))
+        })
+    }
+
+    fn named_endpoint(&self, named: &NamedModelSettings) -> Endpoint {
+        let kind = named.kind.unwrap_or(self.kind);
+        // A key goes only where it was meant for.
+        let same = named.base_url.is_none() && kind == self.kind;
+        let (usual_env, usual_file) = match same {
+            true => (self.api_key_env.as_deref(), self.api_key_file.clone()),
+            false => (None, None),
+        };
+        let own_key = named.api_key_env.is_some() || named.api_key_file.is_some();
+        let key = match own_key {
+            true => key_place(named.api_key_env.as_deref(), named.api_key_file.clone(), kind),
+            false => key_place(usual_env, usual_file, kind),
+        };
+        let base = named.base_url.as_deref();
+        let base = base.or_else(|| self.base_url.as_deref().filter(|_| same));
+        let whole = named.timeout_ms.unwrap_or(self.timeout_ms);
+        let idle = named.idle_timeout_ms.unwrap_or(self.idle_timeout_ms);
+        Endpoint {
+            kind: kind.into(),
+            base_url: address(base, kind.into()),
+            key,
+            max_tokens: named.max_tokens.or(self.max_tokens),
+            patience: Patience {
+                whole: Duration::from_millis(whole),
+                idle: Duration::from_millis(idle),
+                bytes: self.max_answer_bytes,
+            },
+        }
+    }
+
+    pub(super) fn validate(&self) -> Result<(), ConfigError> {
+        check_url("llm.base_url", self.base_url.as_deref())?;
+        check_variable("llm.api_key_env", self.api_key_env.as_deref())?;
+        check_word("llm.model", self.model.as_deref())?;
+        check_time("llm.timeout_ms", Some(self.timeout_ms))?;
+        check_time("llm.idle_timeout_ms", Some(self.idle_timeout_ms))?;
+        check_tokens("llm.max_tokens", self.max_tokens)?;
+        check_time("llm.retry_backoff_ms", Some(self.retry_backoff_ms))?;
+        if self.max_retries > MAX_RETRIES_LIMIT {
+            let why = format!("must be from 0 to {MAX_RETRIES_LIMIT}");
+            return Err(ConfigError::invalid("llm.max_retries", why));
+        }
+        if self.max_answer_bytes == 0 {
+            return Err(ConfigError::invalid("llm.max_answer_bytes", "must be at least 1"));
+        }
+        for (name, named) in &self.models {
+            let key = |field: &str| format!("llm.models.{name}.{field}");
+            if name == DEMO {
+                let why = "is the scripted model that comes with the server: choose another name";
+                return Err(ConfigError::invalid("llm.models.demo", why));
+            }
+            check_word("llm.models", Some(name))?;
+            check_url(&key("base_url"), named.base_url.as_deref())?;
+            check_variable(&key("api_key_env"), named.api_key_env.as_deref())?;
+            check_word(&key("model"), named.model.as_deref())?;
+            check_time(&key("timeout_ms"), named.timeout_ms)?;
+            check_time(&key("idle_timeout_ms"), named.idle_timeout_ms)?;
+            check_tokens(&key("max_tokens"), named.max_tokens)?;
+        }
+        let Some(summary) = &self.summary_model else { return Ok(()) };
+        let known = summary == DEMO
+            || self.models.contains_key(summary)
+            || self.model.as_ref() == Some(summary)
+            || (self.has_endpoint() && self.other_models);
+        if known {
+            return Ok(());
+        }
+        let why = "must be a model of [llm] or a name of [llm.models]";
+        Err(ConfigError::invalid("llm.summary_model", why))
+    }
+}
+
+fn address(given: Option<&str>, kind: Kind) -> String {
+    given.unwrap_or(kind.usual_base()).trim_end_matches('/').to_owned()
+}
+
+fn key_place(variable: Option<&str>, file: Option<PathBuf>, kind: ModelKind) -> KeyPlace {
+    let usual = match kind {
+        ModelKind::Openai => "OPENAI_API_KEY",
+        ModelKind::Anthropic => "ANTHROPIC_API_KEY",
+    };
+    match variable {
+        Some("") => KeyPlace { variable: None, file, needed: false },
+        Some(named) => KeyPlace { variable: Some(named.to_owned()), file, needed: true },
+        // Endpoints on one's own machine want no key.
+        None => KeyPlace { variable: Some(usual.to_owned()), file, needed: false },
+    }
+}
+
+fn check_url(key: &str, given: Option<&str>) -> Result<(), ConfigError> {
+    let Some(text) = given else { return Ok(()) };
+    // What was given is not repeated: a password may be in it.
+    let Ok(url) = Url::parse(text) else {
+        return Err(ConfigError::invalid(key, "must be a URL such as https://host/v1"));
+    };
+    if !matches!(url.scheme(), "http" | "https") || url.host_str().is_none() {
+        return Err(ConfigError::invalid(key, "must begin with https:// or http://"));
+    }
+    if !url.username().is_empty() || url.password().is_some() {
+        let why = "must not have a user name or password in it; api_key_env names the key";
+        return Err(ConfigError::invalid(key, why));
+    }
+    Ok(())
+}
+
+fn check_variable(key: &str, given: Option<&str>) -> Result<(), ConfigError> {
+    let plain = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    // Whoever writes the key itself here is told so before it stands in a log.
+    if given.is_some_and(|name| !name.chars().all(plain) || name.len() > 128) {
+        let why = "must be the name of an environment variable, not the key itself";
+        return Err(ConfigError::invalid(key, why));
+    }
+    Ok(())
+}
+
+fn check_word(key: &str, given: Option<&str>) -> Result<(), ConfigError> {
+    let fits = |word: &str| (1..=200).contains(&word.len()) && !word.chars().any(char::is_control);
+    if given.is_some_and(|word| !fits(word)) {
+        return Err(ConfigError::invalid(key, "must be a name of 1 to 200 bytes"));
+    }
+    Ok(())
+}
+
+fn check_time(key: &str, given: Option<u64>) -> Result<(), ConfigError> {
+    if given.is_some_and(|time| !(1..=HOUR_MS).contains(&time)) {
+        return Err(ConfigError::invalid(key, format!("must be from 1 to {HOUR_MS}")));
+    }
+    Ok(())
+}
+
+fn check_tokens(key: &str, given: Option<u32>) -> Result<(), ConfigError> {
+    if given == Some(0) {
+        return Err(ConfigError::invalid(key, "must be at least 1"));
+    }
+    Ok(())
+}

@@ -1,0 +1,32 @@
+//! The settings of tools over NATS.
+
+use std::path::PathBuf;
+
+use schemars::JsonSchema;
+use serde::Deserialize;
+
+/// Tools over NATS.
+#[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct NatsSettings {
+    /// `nats://HOST:PORT`; without it there is no NATS, and everything else works.
+    pub url: Option<String>,
+    /// The version of the protocol, which is a part of every subject: `v1r3` or `v1r4`.
+    pub version: String,
+    /// A file with NATS credentials.
+    pub credentials: Option<PathBuf>,
+}
+
+impl Default for NatsSettings {
+    fn default() -> Self {
+        Self { url: None, version: crate::utp::DEFAULT_VERSION.into(), credentials: None }
+    }
+}
+
+impl NatsSettings {
+    /// Where to connect to, if anywhere.
+    pub fn address(&self) -> Option<crate::utp::link::Address> {
+        let (version, credentials) = (self.version.clone(), self.credentials.clone());
+        Some(crate::utp::link::Address { url: self.url.clone()?, credentials, version })
+    }
+}

@@ -1,0 +1,113 @@
+//! Chat completions.
+
+mod answer;
+
+use axum::extract::{Request, State};
+use axum::response::{IntoResponse, Response};
+use serde_json::{Map, Value, json};
+use toolcrib::engine::Thread;
+use toolcrib::names::for_model;
+use utoipa::ToSchema;
+
+use super::super::Door;
+use super::conversation::{Asker, Conversation, Said};
+use super::fields::Fields;
+use super::refusal::{Refusal, RefusalBody, invalid};
+use answer::Form;
+
+/// What is not passed on to the model: what this door answers itself, and what it has no answer to.
+const OURS: [&str; 8] = [
+    "functions",
+    "function_call",
+    "store",
+    "metadata",
+    "logprobs",
+    "top_logprobs",
+    "modalities",
+    "audio",
+];
+
+/// A conversation, as OpenAI's API has it.
+#[derive(ToSchema)]
+#[allow(dead_code, reason = "only its schema is used")]
+pub(super) struct ChatBody {
+    /// One of `GET /v1/models`, or of the configured endpoint.
+    model: String,
+    #[schema(value_type = Vec<Object>)]
+    messages: Vec<Value>,
+    /// The client's own functions; their calls are returned.
+    #[schema(value_type = Option<Vec<Object>>)]
+    tools: Option<Vec<Value>>,
+    /// Whether the answer comes as server-sent events.
+    stream: Option<bool>,
+    /// For the crib: `tools` (names and patterns of its tools that are offered; unless said, all
+    /// that the caller may call), `run_id`, `limits`, `policy`, `wait_ms`.
+    #[schema(value_type = Option<Object>)]
+    toolcrib: Option<Value>,
+}
+
+/// Answers a conversation. Calls of the crib's tools are executed here, calls of the client's own
+/// are returned. Everything else in the request (`temperature`, `max_tokens`, …) goes to the model.
+#[utoipa::path(post, path = "/v1/chat/completions", tag = "models",
+    request_body = ChatBody,
+    responses(
+        (status = 200, description = "A `chat.completion`, or its chunks as server-sent events",
+            content((Object = "application/json"), (String = "text/event-stream"))),
+        (status = 400, body = RefusalBody), (status = 401, body = RefusalBody),
+        (status = 403, body = RefusalBody), (status = 404, body = RefusalBody),
+        (status = 503, body = RefusalBody)
+    ))]
+pub(super) async fn complete(
+    State(door): State<Door>,
+    request: Request,
+) -> Result<Response, Refusal> {
+    let mut asker = Asker::of(&door, request).await?;
+    let fields = &mut asker.fields;
+    let model = fields.needed_text("model")?;
+    let messages = fields.list("messages")?.ok_or_else(|| invalid("messages", "is missing"))?;
+    let tools = fields.list("tools")?.unwrap_or_default();
+    let stream = fields.flag("stream")?;
+    let with_usage = fields.take("stream_options").is_some_and(|o| o["include_usage"] == true);
+    let extras = fields.extras()?;
+    check(fields)?;
+    let said = Said { instructions: None, messages, tools };
+    let form = Form { model: model.clone(), with_usage };
+    let conversation =
+        Conversation::new(&door, asker, &model, Thread::default(), said, extras).await?;
+    if stream {
+        return answer::streamed(conversation, form).await;
+    }
+    Ok(match Box::pin(conversation.held(&|_| {})).await {
+        Ok(ending) => answer::whole(&ending, &form),
+        Err(broken) => broken.into_response(),
+    })
+}
+
+fn check(fields: &mut Fields) -> Result<(), Refusal> {
+    if fields.take("n").is_some_and(|n| n != 1) {
+        return Err(invalid("n", "must be 1: one answer is given"));
+    }
+    for old in ["functions", "function_call"] {
+        if fields.take(old).is_some() {
+            return Err(invalid(old, "is not supported: use tools and tool_choice"));
+        }
+    }
+    for name in OURS {
+        fields.take(name);
+    }
+    if let Some(choice) = fields.0.get_mut("tool_choice") {
+        told_choice(choice);
+    }
+    Ok(())
+}
+
+/// A tool of the crib may be chosen by its own name, too.
+fn told_choice(choice: &mut Value) {
+    let function = choice.get_mut("function").and_then(Value::as_object_mut);
+    let name = |function: &Map<String, Value>| function.get("name")?.as_str().map(for_model);
+    if let Some(function) = function
+        && let Some(name) = name(function)
+    {
+        function.insert("name".into(), json!(name));
+    }
+}

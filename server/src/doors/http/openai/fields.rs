@@ -1,0 +1,94 @@
+//! Reading the fields of a request, each with its name in the refusal.
+
+use serde::Deserialize;
+use serde_json::{Map, Value};
+use toolcrib::turn::{Acting, Limits};
+
+use super::refusal::{Refusal, invalid};
+
+/// A request, of which fields are taken one by one.
+pub(super) struct Fields(pub(super) Map<String, Value>);
+
+/// What a request says to the crib itself, under `toolcrib`.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub(super) struct Extras {
+    /// Names and patterns of the crib's tools that are offered; unless said, all that the caller
+    /// may call.
+    pub(super) tools: Option<Vec<String>>,
+    /// What the calls are grouped by; unless said, a new run.
+    pub(super) run_id: Option<String>,
+    pub(super) limits: Limits,
+    pub(super) policy: Acting,
+    /// How long late results are waited for.
+    pub(super) wait_ms: Option<u64>,
+}
+
+impl Fields {
+    /// Takes a field; null is as good as none.
+    pub(super) fn take(&mut self, name: &str) -> Option<Value> {
+        self.0.remove(name).filter(|value| !value.is_null())
+    }
+
+    pub(super) fn text(&mut self, name: &str) -> Result<Option<String>, Refusal> {
+        match self.take(name) {
+            None => Ok(None),
+            Some(Value::String(text)) => Ok(Some(text)),
+            Some(_) => Err(invalid(name, "must be a text")),
+        }
+    }
+
+    pub(super) fn needed_text(&mut self, name: &str) -> Result<String, Refusal> {
+        self.text(name)?.ok_or_else(|| invalid(name, "is missing"))
+    }
+
+    pub(super) fn flag(&mut self, name: &str) -> Result<bool, Refusal> {
+        match self.take(name) {
+            None => Ok(false),
+            Some(Value::Bool(flag)) => Ok(flag),
+            Some(_) => Err(invalid(name, "must be true or false")),
+        }
+    }
+
+    pub(super) fn list(&mut self, name: &str) -> Result<Option<Vec<Value>>, Refusal> {
+        match self.take(name) {
+            None => Ok(None),
+            Some(Value::Array(list)) => Ok(Some(list)),
+            Some(_) => Err(invalid(name, "must be a list")),
+        }
+    }
+
+    pub(super) fn extras(&mut self) -> Result<Extras, Refusal> {
+        let Some(given) = self.take("toolcrib") else { return Ok(Extras::default()) };
+        let extras: Extras =
+            serde_json::from_value(given).map_err(|error| invalid("toolcrib", error))?;
+        let fits =
+            |word: &String| (1..=255).contains(&word.len()) && !word.chars().any(char::is_control);
+        if extras.run_id.as_ref().is_some_and(|run_id| !fits(run_id)) {
+            let why = "must be 1 to 255 bytes, without control characters";
+            return Err(invalid("toolcrib.run_id", why));
+        }
+        Ok(extras)
+    }
+}
+
+/// The client's own tools: each a function, each of another name.
+pub(super) fn check_tools(tools: &[Value]) -> Result<(), Refusal> {
+    let mut names: Vec<&str> = Vec::new();
+    for (n, tool) in tools.iter().enumerate() {
+        let kind = tool.get("type").and_then(Value::as_str);
+        if kind != Some("function") {
+            return Err(invalid(&format!("tools.{n}.type"), "must be \"function\""));
+        }
+        let name = tool.get("function").and_then(|function| function.get("name"));
+        let Some(name) = name.and_then(Value::as_str).filter(|name| !name.is_empty()) else {
+            return Err(invalid(&format!("tools.{n}.function.name"), "is missing"));
+        };
+        if names.contains(&name) {
+            let why = format!("is there twice: {name:?}");
+            return Err(invalid(&format!("tools.{n}.function.name"), why));
+        }
+        names.push(name);
+    }
+    Ok(())
+}

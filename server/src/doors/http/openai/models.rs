@@ -1,0 +1,64 @@
+//! The models there are.
+
+use axum::Json;
+use axum::extract::{Path, State};
+use axum::http::HeaderMap;
+use serde::Serialize;
+use utoipa::ToSchema;
+
+use super::super::Door;
+use super::refusal::{Refusal, RefusalBody, no_model};
+use crate::auth;
+
+/// A model.
+#[derive(Serialize, ToSchema)]
+pub(super) struct ModelBody {
+    id: String,
+    /// `model`.
+    object: &'static str,
+    /// Unix seconds; 0, as nobody knows.
+    created: u64,
+    owned_by: &'static str,
+}
+
+/// The models there are.
+#[derive(Serialize, ToSchema)]
+pub(super) struct ModelsBody {
+    /// `list`.
+    object: &'static str,
+    /// The one that is asked where nobody says which is the first.
+    data: Vec<ModelBody>,
+}
+
+fn body(id: String) -> ModelBody {
+    ModelBody { id, object: "model", created: 0, owned_by: "toolcrib" }
+}
+
+/// The models that have a name here. Others of the configured endpoint may be asked for as well.
+#[utoipa::path(get, path = "/v1/models", tag = "models",
+    responses((status = 200, body = ModelsBody), (status = 401, body = RefusalBody)))]
+pub(super) async fn list(
+    State(door): State<Door>,
+    headers: HeaderMap,
+) -> Result<Json<ModelsBody>, Refusal> {
+    auth::caller(&door.engine, &headers)?;
+    let data = door.engine.models().names().into_iter().map(body).collect();
+    Ok(Json(ModelsBody { object: "list", data }))
+}
+
+/// One of them.
+#[utoipa::path(get, path = "/v1/models/{model}", tag = "models",
+    params(("model" = String, Path, description = "Its name")),
+    responses((status = 200, body = ModelBody), (status = 404, body = RefusalBody)))]
+pub(super) async fn show(
+    State(door): State<Door>,
+    Path(model): Path<String>,
+    headers: HeaderMap,
+) -> Result<Json<ModelBody>, Refusal> {
+    auth::caller(&door.engine, &headers)?;
+    let names = door.engine.models().names();
+    match names.contains(&model) {
+        true => Ok(Json(body(model))),
+        false => Err(no_model(&model, &names)),
+    }
+}

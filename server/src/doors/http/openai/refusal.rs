@@ -1,0 +1,152 @@
+//! Refusals as OpenAI's clients read them: `{error: {message, type, param, code}}`.
+
+use axum::Json;
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use serde::Serialize;
+use serde_json::Value;
+use toolcrib::fault::{Code, Error, Fault};
+use utoipa::ToSchema;
+
+use super::super::answer::Refused;
+
+/// Why a request was refused.
+pub(super) struct Refusal(pub(super) Error);
+
+/// A refused request, as OpenAI's API has it.
+#[derive(Debug, Clone, Serialize, ToSchema)]
+pub(super) struct RefusalBody {
+    pub(super) error: ErrorBody,
+}
+
+/// What is wrong.
+#[derive(Debug, Clone, Serialize, ToSchema)]
+pub(super) struct ErrorBody {
+    /// What is wrong here, and what to do.
+    message: String,
+    /// `invalid_request_error`, `rate_limit_error`, `server_error`, ….
+    #[serde(rename = "type")]
+    kind: &'static str,
+    /// The field that it is about.
+    param: Option<String>,
+    /// For programs: OpenAI's own where it has one, else a code of docs/errors.md.
+    code: String,
+}
+
+impl From<Error> for Refusal {
+    fn from(error: Error) -> Self {
+        Self(error)
+    }
+}
+
+impl From<Fault> for Refusal {
+    fn from(fault: Fault) -> Self {
+        Self(fault.into())
+    }
+}
+
+impl From<Refused> for Refusal {
+    fn from(refused: Refused) -> Self {
+        Self(refused.into_error())
+    }
+}
+
+/// A field that is not what it must be.
+pub(super) fn invalid(param: &str, message: impl std::fmt::Display) -> Refusal {
+    let detail = serde_json::json!({ "pointer": format!("/{}", param.replace('.', "/")) });
+    let message = format!("{param} {message}");
+    let fault = Fault::new(Code::ValidationError, message).not_happened().with_detail(detail);
+    Refusal(fault.into())
+}
+
+/// A model that is not there.
+pub(super) fn no_model(name: &str, names: &[String]) -> Refusal {
+    let shown: String = name.chars().filter(|c| !c.is_control()).take(80).collect();
+    let message = format!("there is no model \"{shown}\"; there are: {}", names.join(", "));
+    let detail = serde_json::json!({ "pointer": "/model", "code": "model_not_found" });
+    let fault = Fault::new(Code::NotFound, message).not_happened().with_detail(detail);
+    Refusal(fault.into())
+}
+
+impl Refusal {
+    /// What the model's endpoint answered, where it was that which refused.
+    fn upstream(fault: &Fault) -> Option<u16> {
+        let status = fault.detail.as_ref()?.get("http_status")?.as_u64()?;
+        u16::try_from(status).ok()
+    }
+
+    /// The status of the answer. What is wrong with the request is 400 here, also where the
+    /// model's endpoint found it; what is wrong with our key at the endpoint is no fault of the
+    /// client's.
+    fn status(fault: &Fault) -> u16 {
+        match (fault.code, Self::upstream(fault)) {
+            (Code::ValidationError | Code::BadRequest, _) => 400,
+            (Code::UpstreamUnavailable, Some(status @ (400 | 404 | 413 | 422 | 429))) => status,
+            (code, _) => code.http_status(),
+        }
+    }
+
+    /// The body of the answer, and its status.
+    pub(super) fn body(&self) -> (u16, RefusalBody) {
+        let Error::Refused { fault, .. } = &self.0 else {
+            let message = "internal error; see the server's log".to_owned();
+            let (kind, code) = ("server_error", Code::Internal.as_str().to_owned());
+            return (500, RefusalBody { error: ErrorBody { message, kind, param: None, code } });
+        };
+        let status = Self::status(fault);
+        let detail = |field: &str| fault.detail.as_ref()?.get(field).and_then(Value::as_str);
+        let kind = match status {
+            401 => "authentication_error",
+            403 => "permission_error",
+            429 => "rate_limit_error",
+            400..=499 => "invalid_request_error",
+            _ => "server_error",
+        };
+        let code = match (detail("code"), fault.code) {
+            (Some(code), _) => code.to_owned(),
+            (None, Code::Unauthenticated) => "invalid_api_key".to_owned(),
+            (None, code) => code.as_str().to_owned(),
+        };
+        let param = detail("pointer").map(|at| at.trim_start_matches('/').replace('/', "."));
+        let message = fault.message.clone();
+        (status, RefusalBody { error: ErrorBody { message, kind, param, code } })
+    }
+
+    /// When to come again: as we say, or as the model's endpoint said.
+    fn retry_after_ms(&self) -> Option<u64> {
+        let Error::Refused { fault, retry_after_ms } = &self.0 else { return None };
+        let upstream = || fault.detail.as_ref()?.get("retry_after_ms")?.as_u64();
+        retry_after_ms.or_else(upstream)
+    }
+
+    /// Writes down what is our own fault.
+    pub(super) fn logged(self) -> Self {
+        if let Error::Internal(source) = &self.0 {
+            let mut chain = source.to_string();
+            let mut next = source.source();
+            while let Some(cause) = next {
+                chain = format!("{chain}: {cause}");
+                next = cause.source();
+            }
+            tracing::error!(error = chain, "internal error");
+        }
+        self
+    }
+}
+
+impl IntoResponse for Refusal {
+    fn into_response(self) -> Response {
+        let refusal = self.logged();
+        let (status, body) = refusal.body();
+        let mut answer = Json(body).into_response();
+        *answer.status_mut() = StatusCode::from_u16(status).unwrap_or_default();
+        let headers = answer.headers_mut();
+        if let Some(ms) = refusal.retry_after_ms() {
+            headers.insert(header::RETRY_AFTER, HeaderValue::from(ms.div_ceil(1_000).max(1)));
+        }
+        if status == 401 {
+            headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        }
+        answer
+    }
+}

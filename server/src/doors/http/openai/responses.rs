@@ -1,0 +1,158 @@
+//! Responses, in their basic form: input, tools, `function_call_output`, streaming, and going on
+//! from a response before (`previous_response_id`).
+
+mod answer;
+mod items;
+
+use axum::extract::{Request, State};
+use axum::response::Response;
+use serde_json::{Map, Value, json};
+use toolcrib::engine::Thread;
+use toolcrib::fault::{Code, Fault};
+use toolcrib::names::for_model;
+use utoipa::ToSchema;
+
+use super::super::Door;
+use super::conversation::{Asker, Conversation, Said};
+use super::fields::Fields;
+use super::refusal::{Refusal, RefusalBody, invalid};
+use answer::Form;
+
+/// What is not passed on to the model.
+const OURS: [&str; 8] = [
+    "metadata",
+    "include",
+    "truncation",
+    "stream_options",
+    "background",
+    "max_tool_calls",
+    "top_logprobs",
+    "context_management",
+];
+
+/// A request for a response, as OpenAI's API has it.
+#[derive(ToSchema)]
+#[allow(dead_code, reason = "only its schema is used")]
+pub(super) struct ResponsesBody {
+    /// One of `GET /v1/models`, or of the configured endpoint.
+    model: String,
+    /// A text, or items: messages, `function_call`, `function_call_output`.
+    #[schema(value_type = Object)]
+    input: Value,
+    /// What the system says.
+    instructions: Option<String>,
+    /// The client's own functions; their calls are returned.
+    #[schema(value_type = Option<Vec<Object>>)]
+    tools: Option<Vec<Value>>,
+    /// The response that this goes on from.
+    previous_response_id: Option<String>,
+    /// Whether it can be gone on from this one; yes, unless said.
+    store: Option<bool>,
+    /// Whether the answer comes as server-sent events.
+    stream: Option<bool>,
+    /// For the crib, as in chat completions.
+    #[schema(value_type = Option<Object>)]
+    toolcrib: Option<Value>,
+}
+
+/// Answers a conversation, as chat completions do, in the form of OpenAI's Responses.
+#[utoipa::path(post, path = "/v1/responses", tag = "models",
+    request_body = ResponsesBody,
+    responses(
+        (status = 200, description = "A `response`, or its events as server-sent events",
+            content((Object = "application/json"), (String = "text/event-stream"))),
+        (status = 400, body = RefusalBody), (status = 401, body = RefusalBody),
+        (status = 403, body = RefusalBody), (status = 404, body = RefusalBody),
+        (status = 503, body = RefusalBody)
+    ))]
+pub(super) async fn respond(
+    State(door): State<Door>,
+    request: Request,
+) -> Result<Response, Refusal> {
+    let mut asker = Asker::of(&door, request).await?;
+    let fields = &mut asker.fields;
+    let model = fields.needed_text("model")?;
+    let mut form = Form::new(&model, &fields.0);
+    let input = fields.take("input").ok_or_else(|| invalid("input", "is missing"))?;
+    let messages = items::messages(input)?;
+    let instructions = fields.text("instructions")?;
+    let tools = items::tools(fields.list("tools")?.unwrap_or_default())?;
+    let stream = fields.flag("stream")?;
+    form.kept = fields.take("store").is_none_or(|store| store != false);
+    form.instructed = instructions.is_some();
+    let extras = fields.extras()?;
+    let previous = fields.text("previous_response_id")?;
+    translate(fields)?;
+    let before = match previous {
+        None => Thread::default(),
+        Some(id) => {
+            door.engine.thread(&asker.caller, &id).await?.ok_or_else(|| no_response(&id))?
+        }
+    };
+    let said = Said { instructions, messages, tools };
+    let conversation = Conversation::new(&door, asker, &model, before, said, extras).await?;
+    if stream {
+        return answer::streamed(conversation, form).await;
+    }
+    answer::whole(conversation, form).await
+}
+
+fn no_response(id: &str) -> Refusal {
+    let shown: String = id.chars().filter(|c| !c.is_control()).take(80).collect();
+    let detail = json!({ "pointer": "/previous_response_id",
+        "code": "previous_response_not_found" });
+    let message = format!("there is no response \"{shown}\" to go on from");
+    Fault::new(Code::NotFound, message).not_happened().with_detail(detail).into()
+}
+
+/// The settings of this API as those of chat completions.
+fn translate(fields: &mut Fields) -> Result<(), Refusal> {
+    if fields.0.get("background") == Some(&Value::Bool(true)) {
+        return Err(invalid("background", "is not supported: POST /v1/runs goes on by itself"));
+    }
+    for unknown in ["conversation", "prompt"] {
+        if fields.take(unknown).is_some() {
+            return Err(invalid(unknown, "is not supported"));
+        }
+    }
+    for name in OURS {
+        fields.take(name);
+    }
+    if let Some(most) = fields.take("max_output_tokens") {
+        fields.0.insert("max_completion_tokens".into(), most);
+    }
+    if let Some(effort) =
+        fields.take("reasoning").and_then(|mut r| r.get_mut("effort").map(Value::take))
+    {
+        fields.0.insert("reasoning_effort".into(), effort);
+    }
+    if let Some(text) = fields.take("text") {
+        if let Some(format) = text.get("format").and_then(response_format) {
+            fields.0.insert("response_format".into(), format);
+        }
+        if let Some(verbosity) = text.get("verbosity").filter(|verbosity| !verbosity.is_null()) {
+            fields.0.insert("verbosity".into(), verbosity.clone());
+        }
+    }
+    if let Some(Value::Object(choice)) = fields.0.get("tool_choice") {
+        let name = choice.get("name").and_then(Value::as_str);
+        let Some(name) = name.filter(|_| choice.get("type") == Some(&json!("function"))) else {
+            return Err(invalid("tool_choice", "must be auto, none, required or a function"));
+        };
+        let choice = json!({ "type": "function", "function": { "name": for_model(name) } });
+        fields.0.insert("tool_choice".into(), choice);
+    }
+    Ok(())
+}
+
+fn response_format(format: &Value) -> Option<Value> {
+    match format.get("type").and_then(Value::as_str) {
+        Some("json_schema") => {
+            let mut inner: Map<String, Value> = format.as_object()?.clone();
+            inner.remove("type");
+            Some(json!({ "type": "json_schema", "json_schema": inner }))
+        }
+        Some("json_object") => Some(json!({ "type": "json_object" })),
+        _ => None,
+    }
+}

@@ -1,0 +1,157 @@
+//! Every operation of an OpenAPI document as a tool of the project.
+
+use axum::Json;
+use axum::extract::{Request, State};
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use toolcrib::fault::{Code, Error, Fault};
+use toolcrib::tool::check_name;
+use utoipa::{IntoParams, ToSchema};
+
+use super::super::Door;
+use super::super::answer::{Problem, Refused};
+use super::super::question::{Asked, NamePath, Who};
+use super::definition;
+use crate::openapi::{self, Import, Imported, Wanted};
+
+/// The last part of the path, which therefore is no tool's name.
+pub(super) const NAME: &str = "import";
+
+/// How to import.
+#[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(super) struct Importing {
+    /// Stands before every tool's name, with a dot.
+    prefix: Option<String>,
+    /// Where the API is, when not where the document says.
+    server: Option<String>,
+    /// Only say what would be imported.
+    dry_run: Option<bool>,
+}
+
+/// An operation that is a tool now.
+#[derive(Serialize, ToSchema)]
+struct ImportedBody {
+    tool_name: String,
+    /// `GET /pets/{id}`
+    operation: String,
+    url: String,
+    effect: &'static str,
+    version: String,
+    /// The environment variables of the server that it needs.
+    envs: Vec<String>,
+}
+
+impl From<&Imported> for ImportedBody {
+    fn from(tool: &Imported) -> Self {
+        Self {
+            tool_name: tool.definition.name.clone(),
+            operation: tool.operation.clone(),
+            url: tool.url.clone(),
+            effect: tool.definition.effect.as_str(),
+            version: tool.definition.version(),
+            envs: tool.envs.clone(),
+        }
+    }
+}
+
+/// An operation that could not become a tool.
+#[derive(Serialize, ToSchema)]
+struct SkippedBody {
+    operation: String,
+    reason: String,
+}
+
+/// What became of a document.
+#[derive(Serialize, ToSchema)]
+pub(super) struct ImportBody {
+    project_id: String,
+    imported: Vec<ImportedBody>,
+    skipped: Vec<SkippedBody>,
+    dry_run: bool,
+}
+
+/// Makes a tool of every operation of an OpenAPI 3.0 or 3.1 document: all of them, or none. The
+/// document is YAML or JSON, as the body or in the field `file` of a form.
+#[utoipa::path(post, path = "/projects/{project_id}/tools/import", tag = "operators",
+    params(("project_id" = String, Path, description = "The project"), Importing),
+    request_body(content = String, content_type = "application/yaml"),
+    responses((status = 201, body = ImportBody), (status = 200, description = "A dry run",
+        body = ImportBody), (status = 400, body = Problem), (status = 403, body = Problem),
+        (status = 404, body = Problem), (status = 409, body = Problem),
+        (status = 413, body = Problem), (status = 422, body = Problem)))]
+pub(super) async fn import(
+    State(door): State<Door>,
+    Who(caller): Who,
+    NamePath(project): NamePath,
+    Asked(asked): Asked<Importing>,
+    request: Request,
+) -> Result<Response, Refused> {
+    if !caller.may_provide() {
+        let message = format!("a key with the role {} cannot define tools", caller.role.as_str());
+        return Err(Error::refused(Code::PermissionDenied, message).into());
+    }
+    let caller = door.engine.in_project(&caller, &project)?;
+    let limit = door.settings.max_body_bytes;
+    let document = definition::read(request, limit, crate::yaml::parse_long).await?;
+    let dry_run = asked.dry_run.unwrap_or(false);
+    let wanted = wanted(asked)?;
+    let timeout_ms = door.engine.default_timeout_ms(&caller);
+    let import = openapi::import(&document, &caller.project, &wanted, timeout_ms)
+        .map_err(|why| Error::refused(Code::ValidationError, why))?;
+    if import.tools.is_empty() {
+        return Err(nothing(&import).into());
+    }
+    if !dry_run {
+        let tools = import.tools.iter().map(|tool| tool.definition.clone()).collect();
+        door.engine.put_tools(&caller, tools).await?;
+    }
+    let skipped = import.skipped.into_iter();
+    let body = ImportBody {
+        project_id: caller.project.clone(),
+        imported: import.tools.iter().map(ImportedBody::from).collect(),
+        skipped: skipped
+            .map(|skipped| SkippedBody { operation: skipped.operation, reason: skipped.reason })
+            .collect(),
+        dry_run,
+    };
+    let status = if dry_run { StatusCode::OK } else { StatusCode::CREATED };
+    Ok((status, Json(body)).into_response())
+}
+
+fn wanted(asked: Importing) -> Result<Wanted, Error> {
+    let invalid = |field: &str, message: String| {
+        let fault = Fault::new(Code::ValidationError, message);
+        Error::from(fault.with_detail(json!({ "pointer": format!("/{field}") })))
+    };
+    let prefix = asked.prefix.filter(|prefix| !prefix.is_empty());
+    if let Some(prefix) = &prefix {
+        check_name(prefix).map_err(|error| invalid("prefix", format!("prefix: {error}")))?;
+    }
+    let server = asked.server.filter(|server| !server.is_empty());
+    if server
+        .as_ref()
+        .is_some_and(|url| !url.starts_with("https://") && !url.starts_with("http://"))
+    {
+        let message = "server must begin with https:// or http://".to_owned();
+        return Err(invalid("server", message));
+    }
+    Ok(Wanted { prefix, server })
+}
+
+fn nothing(import: &Import) -> Error {
+    let first = import.skipped.first();
+    let why = first.map_or("it has no operations".to_owned(), |skipped| {
+        format!("{}: {}", skipped.operation, skipped.reason)
+    });
+    let all: Vec<_> = import
+        .skipped
+        .iter()
+        .take(50)
+        .map(|skipped| json!({ "operation": skipped.operation, "reason": skipped.reason }))
+        .collect();
+    let fault = Fault::new(Code::ValidationError, format!("nothing can be imported: {why}"));
+    fault.not_happened().with_detail(json!({ "skipped": all })).into()
+}

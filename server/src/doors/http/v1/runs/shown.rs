@@ -1,0 +1,205 @@
+//! A run as JSON: in a list, and whole.
+
+use serde::Serialize;
+use serde_json::Value;
+use toolcrib::engine::CallQuery;
+use toolcrib::fault::{Error, Fault};
+use toolcrib::model::Usage;
+use toolcrib::run::{EntryKind, Noted, Run};
+use toolcrib::{Call, Caller, Engine};
+use utoipa::ToSchema;
+
+use super::super::super::wire::FaultBody;
+
+/// So many of a run's newest calls are shown with it.
+const CALLS: usize = 200;
+
+/// A run, without its steps.
+#[derive(Serialize, ToSchema)]
+pub(crate) struct RunSummary {
+    run_id: String,
+    /// `RUNNING`, `WAITING` (only for results that come late), `SUCCEEDED`, `FAILED` or `CANCELED`.
+    status: &'static str,
+    model: String,
+    agent: String,
+    /// The final answer.
+    answer: Option<String>,
+    /// The limit at which the model was asked for it: `steps`, `calls`, `tokens`, `time`,
+    /// `repeats` or `failures`.
+    limit_reached: Option<&'static str>,
+    error: Option<FaultBody>,
+    step_count: u32,
+    call_count: u32,
+    failed_call_count: u32,
+    usage: UsageBody,
+    /// Calls whose results come late.
+    waiting_for: Vec<WaitingBody>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    user_id: Option<String>,
+    /// Unix seconds.
+    created_at: u64,
+    /// Unix seconds.
+    completed_at: Option<u64>,
+    created_at_ms: u64,
+    updated_at_ms: u64,
+    completed_at_ms: Option<u64>,
+}
+
+/// What a run has used.
+#[derive(Serialize, ToSchema)]
+pub(crate) struct UsageBody {
+    prompt_tokens: u64,
+    completion_tokens: u64,
+    total_tokens: u64,
+}
+
+impl From<Usage> for UsageBody {
+    fn from(usage: Usage) -> Self {
+        Self {
+            prompt_tokens: usage.prompt_tokens,
+            completion_tokens: usage.completion_tokens,
+            total_tokens: usage.prompt_tokens.saturating_add(usage.completion_tokens),
+        }
+    }
+}
+
+/// A call whose result comes late.
+#[derive(Serialize, ToSchema)]
+pub(crate) struct WaitingBody {
+    tool_call_id: String,
+    call_id: String,
+    name: String,
+}
+
+/// A run, with all that was said and done in it.
+#[derive(Serialize, ToSchema)]
+pub(crate) struct RunAnswer {
+    #[serde(flatten)]
+    summary: RunSummary,
+    steps: Vec<StepBody>,
+    /// The newest 200, without arguments and results.
+    calls: Vec<RunCallBody>,
+    /// The conversation, in OpenAI's chat form.
+    #[schema(value_type = Vec<Object>)]
+    messages: Vec<Value>,
+    #[schema(value_type = Object)]
+    limits: Value,
+    tools: Option<Vec<String>>,
+}
+
+/// One answer of the model, and what came of what it called.
+#[derive(Serialize, ToSchema)]
+pub(crate) struct StepBody {
+    step: u64,
+    at_ms: u64,
+    text: String,
+    usage: UsageBody,
+    /// Id, name and arguments of each call, as the model wrote them.
+    #[schema(value_type = Vec<Object>)]
+    calls: Value,
+    /// What came of each: `call_id`, `tool_call_id`, `name`, `status`, `ok`, `digested`, `error`.
+    #[schema(value_type = Vec<Object>)]
+    results: Value,
+}
+
+/// A call of a run.
+#[derive(Serialize, ToSchema)]
+pub(crate) struct RunCallBody {
+    tool_call_id: String,
+    call_id: Option<String>,
+    tool_name: String,
+    status: &'static str,
+    created_at_ms: u64,
+    completed_at_ms: Option<u64>,
+    latency_ms: Option<u64>,
+    attempts: u32,
+}
+
+impl From<&Call> for RunCallBody {
+    fn from(call: &Call) -> Self {
+        Self {
+            tool_call_id: call.id.to_string(),
+            call_id: call.asked.call_id.clone(),
+            tool_name: call.tool_name.clone(),
+            status: call.status.as_str(),
+            created_at_ms: call.created_ms,
+            completed_at_ms: call.completed_ms,
+            latency_ms: call.outcome.as_ref().map(|outcome| outcome.metrics.latency_ms),
+            attempts: call.attempt,
+        }
+    }
+}
+
+pub(crate) fn summary(run: &Run) -> RunSummary {
+    let progress = &run.progress;
+    let waiting = progress.awaited.iter().map(|call| WaitingBody {
+        tool_call_id: call.tool_call_id.to_string(),
+        call_id: call.call_id.clone(),
+        name: call.name.clone(),
+    });
+    RunSummary {
+        run_id: run.id.clone(),
+        status: run.status.as_str(),
+        model: run.model.clone(),
+        agent: run.asker.agent.clone(),
+        answer: run.answer.as_ref().map(|answer| answer.text.clone()),
+        limit_reached: run.answer.as_ref().and_then(|answer| Some(answer.closing?.as_str())),
+        error: run.error.clone().map(|trouble| FaultBody::from(&Fault::from(trouble))),
+        step_count: progress.steps,
+        call_count: progress.calls,
+        failed_call_count: progress.failed_calls,
+        usage: progress.usage.into(),
+        waiting_for: if run.status.is_over() { Vec::new() } else { waiting.collect() },
+        user_id: run.terms.user_id.clone(),
+        created_at: run.created_ms / 1_000,
+        completed_at: run.ended_ms.map(|ms| ms / 1_000),
+        created_at_ms: run.created_ms,
+        updated_at_ms: run.updated_ms,
+        completed_at_ms: run.ended_ms,
+    }
+}
+
+pub(crate) async fn whole(engine: &Engine, caller: &Caller, run: &Run) -> Result<RunAnswer, Error> {
+    let mut journal = engine.journal(caller, &run.id).await?;
+    let query = CallQuery { run_id: Some(run.id.clone()), limit: CALLS, ..CallQuery::default() };
+    let calls = engine.calls(caller, query).await?.calls;
+    let steps = steps(&journal);
+    let messages = journal.iter_mut().flat_map(|noted| std::mem::take(&mut noted.entry.messages));
+    Ok(RunAnswer {
+        summary: summary(run),
+        steps,
+        calls: calls.iter().rev().map(RunCallBody::from).collect(),
+        messages: messages.collect(),
+        limits: serde_json::to_value(&run.terms.limits).unwrap_or_default(),
+        tools: run.terms.tools.clone(),
+    })
+}
+
+fn steps(journal: &[Noted]) -> Vec<StepBody> {
+    let mut steps: Vec<StepBody> = Vec::new();
+    let list = |value: &Value| if value.is_array() { value.clone() } else { Value::Array(vec![]) };
+    for noted in journal {
+        let data = &noted.entry.data;
+        match noted.entry.kind {
+            EntryKind::Replied => {
+                let usage: Usage =
+                    serde_json::from_value(data["usage"].clone()).unwrap_or_default();
+                steps.push(StepBody {
+                    step: data["step"].as_u64().unwrap_or_default(),
+                    at_ms: noted.entry.at_ms,
+                    text: data["text"].as_str().unwrap_or_default().to_owned(),
+                    usage: usage.into(),
+                    calls: list(&data["calls"]),
+                    results: list(&Value::Null),
+                });
+            }
+            EntryKind::Results => {
+                if let Some(last) = steps.last_mut() {
+                    last.results = list(&data["calls"]);
+                }
+            }
+            _ => {}
+        }
+    }
+    steps
+}

@@ -1,0 +1,200 @@
+//! Everything that happens in a run, as SSE: what is kept of it and of its calls, each with its
+//! number as the id; and between, without an id, what the model says while it says it.
+//!
+//! A client that comes back with `Last-Event-ID` gets what is kept, and of the answer under way
+//! what is said from then on.
+
+use std::collections::VecDeque;
+use std::pin::Pin;
+
+use axum::http::HeaderMap;
+use axum::response::sse::Event as Message;
+use futures::stream;
+use serde_json::{Map, Value, json};
+use toolcrib::engine::{LiveNote, RunNews};
+use toolcrib::fault::Error;
+use toolcrib::run::{EntryKind, Happened, Noted};
+use toolcrib::{Caller, Engine};
+
+use super::super::super::wire::event_text;
+use super::super::events::{Messages, sent};
+use crate::auth::Standing;
+
+/// How many events are read from the store at once.
+const PAGE: usize = 200;
+
+/// How many pieces of an answer wait for their place; who is too slow misses the oldest, and has
+/// them with the whole answer.
+const HELD: usize = 2_048;
+
+type Reading = Pin<Box<dyn Future<Output = Result<Vec<Happened>, Error>> + Send>>;
+
+struct Following {
+    engine: Engine,
+    caller: Caller,
+    standing: Standing,
+    run_id: String,
+    after: u64,
+    page: VecDeque<Happened>,
+    news: RunNews,
+    /// Said already, but after something that is kept and was not told yet.
+    held: VecDeque<LiveNote>,
+    order: Order,
+    reading: Option<Reading>,
+}
+
+/// Where in the run's story the stream is.
+struct Order {
+    /// The last answer that was told; none where the stream began in the middle.
+    step: Option<u32>,
+    /// Whether its calls are still to be told.
+    open: bool,
+}
+
+impl Order {
+    /// Whether what belongs to this step can be told now.
+    fn has_reached(&self, step: u32) -> bool {
+        self.step.is_none_or(|told| !self.open && told + 1 >= step)
+    }
+
+    fn pass(&mut self, noted: &Noted) {
+        let data = &noted.entry.data;
+        if noted.entry.kind == EntryKind::Replied {
+            self.step = data["step"].as_u64().map(|step| step as u32);
+            self.open = data["calls"].as_array().is_some_and(|calls| !calls.is_empty());
+        } else {
+            self.open = false;
+        }
+    }
+}
+
+/// Follows a run until it is over; one that is only a name that calls are grouped by, for ever.
+pub(crate) fn follow(
+    engine: Engine,
+    caller: Caller,
+    headers: &HeaderMap,
+    run_id: String,
+    after: u64,
+    news: RunNews,
+) -> Messages {
+    let standing = Standing::new(&caller, headers);
+    // Its first entry comes before anything that it says.
+    let order = Order { step: (after == 0).then_some(0), open: after == 0 };
+    let (page, held) = (VecDeque::new(), VecDeque::new());
+    let reading = None;
+    let following =
+        Following { engine, caller, standing, run_id, after, page, news, held, order, reading };
+    sent(stream::unfold(following, async |mut following| {
+        let message = following.next().await?;
+        Some((Ok(message), following))
+    }))
+}
+
+impl Following {
+    /// The next message; none when the run is over, when the key was revoked, or when the store is
+    /// away (the client comes back and goes on where it was).
+    async fn next(&mut self) -> Option<Message> {
+        self.standing.check(&self.engine).ok()?;
+        loop {
+            while let Some(note) = self.news.take() {
+                self.hold(note);
+            }
+            if let Some(note) = self.due() {
+                return Some(live_message(&self.run_id, &note));
+            }
+            if let Some(happened) = self.page.pop_front() {
+                self.after = happened.number();
+                if let Happened::Run(noted) = &happened {
+                    self.order.pass(noted);
+                }
+                return Some(kept_message(&happened));
+            }
+            let reading = self.reading.get_or_insert_with(|| {
+                let (engine, caller) = (self.engine.clone(), self.caller.clone());
+                let (run_id, after) = (self.run_id.clone(), self.after);
+                Box::pin(async move { engine.run_events(&caller, &run_id, after, PAGE).await })
+            });
+            tokio::select! {
+                biased;
+                note = self.news.next() => self.hold(note),
+                read = reading => {
+                    self.reading = None;
+                    self.page = read.ok()?.into();
+                    if self.page.is_empty() {
+                        return None;
+                    }
+                }
+            }
+        }
+    }
+
+    fn hold(&mut self, note: LiveNote) {
+        if self.held.len() == HELD {
+            self.held.pop_front();
+        }
+        self.held.push_back(note);
+    }
+
+    /// What was said and can be told: in its place, or at the latest before the whole answer.
+    fn due(&mut self) -> Option<LiveNote> {
+        let step = step_of(self.held.front()?);
+        let whole_is_next = match self.page.front() {
+            Some(Happened::Run(noted)) if noted.entry.kind == EntryKind::Replied => {
+                noted.entry.data["step"].as_u64().is_some_and(|whole| whole >= u64::from(step))
+            }
+            _ => false,
+        };
+        let none_before = self.page.is_empty() && self.order.has_reached(step);
+        if whole_is_next || none_before { self.held.pop_front() } else { None }
+    }
+}
+
+fn step_of(note: &LiveNote) -> u32 {
+    match note {
+        LiveNote::Asking { step, .. }
+        | LiveNote::Text { step, .. }
+        | LiveNote::Call { step, .. }
+        | LiveNote::AskingAgain { step, .. } => *step,
+    }
+}
+
+fn live_message(run_id: &str, note: &LiveNote) -> Message {
+    let (name, mut data) = match note {
+        LiveNote::Asking { step, last } => ("run.asking", json!({ "step": step, "last": last })),
+        LiveNote::Text { step, text } => ("run.text", json!({ "step": step, "text": text })),
+        LiveNote::Call { step, index, id, name, arguments } => (
+            "run.call",
+            json!({
+                "step": step, "index": index, "call_id": id, "name": name, "arguments": arguments,
+            }),
+        ),
+        LiveNote::AskingAgain { step, retry, wait_ms, why } => (
+            "run.asking_again",
+            json!({ "step": step, "retry": retry, "wait_ms": wait_ms, "error": why }),
+        ),
+    };
+    data["type"] = name.into();
+    data["run_id"] = run_id.into();
+    Message::default().event(name).data(data.to_string())
+}
+
+fn kept_message(happened: &Happened) -> Message {
+    let (number, name, text) = match happened {
+        Happened::Call(event) => (event.number, event.record.kind.as_str(), event_text(event)),
+        Happened::Run(noted) => (noted.number, noted.entry.kind.as_str(), entry_text(noted)),
+    };
+    Message::default().id(number.to_string()).event(name).data(text)
+}
+
+/// An entry of a journal as the data of an SSE message.
+fn entry_text(noted: &Noted) -> String {
+    let mut body = Map::new();
+    body.insert("number".into(), noted.number.into());
+    body.insert("type".into(), noted.entry.kind.as_str().into());
+    body.insert("run_id".into(), noted.run_id.clone().into());
+    body.insert("at_ms".into(), noted.entry.at_ms.into());
+    if let Value::Object(data) = &noted.entry.data {
+        body.extend(data.clone());
+    }
+    Value::Object(body).to_string()
+}

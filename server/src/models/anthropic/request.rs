@@ -1,0 +1,179 @@
+//! A conversation of the chat form as Anthropic's messages API wants it.
+//!
+//! Differences that matter: what the system says stands beside the messages; answers of tools are
+//! blocks of the user's next message, all of one step in the same; two messages of one role are
+//! one; and a conversation with calls in it wants tools to be defined, though none may be used.
+
+use serde_json::{Map, Value, json};
+use toolcrib::model::Prompt;
+
+/// The body of a request.
+pub(super) fn body(prompt: &Prompt, max_tokens: u32) -> Value {
+    let settings = &prompt.settings;
+    let (system, messages) = conversation(&prompt.messages);
+    let most = ["max_completion_tokens", "max_tokens"].iter().find_map(|k| settings.get(*k));
+    let most = most.filter(|most| !most.is_null());
+    let mut body = json!({
+        "model": prompt.model,
+        "max_tokens": most.cloned().unwrap_or_else(|| max_tokens.into()),
+        "stream": true,
+    });
+    if !system.is_empty() {
+        body["system"] = system.into();
+    }
+    for name in ["temperature", "top_p", "top_k"] {
+        if let Some(value) = settings.get(name).filter(|value| !value.is_null()) {
+            body[name] = value.clone();
+        }
+    }
+    match settings.get("stop") {
+        Some(Value::String(word)) => body["stop_sequences"] = json!([word]),
+        Some(Value::Array(words)) => body["stop_sequences"] = words.clone().into(),
+        _ => {}
+    }
+    if let Some(user) = settings.get("user").and_then(Value::as_str) {
+        body["metadata"] = json!({ "user_id": user });
+    }
+    let tools: Vec<Value> = prompt.tools.iter().filter_map(tool).collect();
+    if tools.is_empty() {
+        let used = names_used(&messages);
+        if !used.is_empty() {
+            let schema = json!({ "type": "object" });
+            let tool = |name: &String| json!({ "name": name, "input_schema": schema });
+            body["tools"] = used.iter().map(tool).collect();
+            body["tool_choice"] = json!({ "type": "none" });
+        }
+    } else {
+        body["tools"] = tools.into();
+        if let Some(choice) = choice(settings) {
+            body["tool_choice"] = choice;
+        }
+    }
+    body["messages"] = messages.into();
+    body
+}
+
+fn tool(tool: &Value) -> Option<Value> {
+    let function = tool.get("function")?;
+    let schema = function.get("parameters").cloned();
+    let mut translated = json!({
+        "name": function.get("name")?,
+        "input_schema": schema.unwrap_or_else(|| json!({ "type": "object" })),
+    });
+    if let Some(description) = function.get("description") {
+        translated["description"] = description.clone();
+    }
+    Some(translated)
+}
+
+fn choice(settings: &Map<String, Value>) -> Option<Value> {
+    let mut choice = match settings.get("tool_choice") {
+        Some(Value::String(word)) if word == "required" => json!({ "type": "any" }),
+        Some(Value::String(word)) if word == "none" => json!({ "type": "none" }),
+        Some(Value::Object(one)) => {
+            json!({ "type": "tool", "name": one.get("function")?.get("name")? })
+        }
+        _ => json!({ "type": "auto" }),
+    };
+    let one_by_one = settings.get("parallel_tool_calls") == Some(&Value::Bool(false));
+    if one_by_one && choice["type"] != "none" {
+        choice["disable_parallel_tool_use"] = true.into();
+    }
+    Some(choice)
+}
+
+/// What the system says, and the messages of user and assistant in turn.
+fn conversation(messages: &[Value]) -> (String, Vec<Value>) {
+    let mut system: Vec<String> = Vec::new();
+    let mut turns: Vec<(&str, Vec<Value>)> = Vec::new();
+    for message in messages {
+        let content = message.get("content").unwrap_or(&Value::Null);
+        let (role, blocks) = match message.get("role").and_then(Value::as_str) {
+            Some("system" | "developer") => {
+                system.push(plain(content));
+                continue;
+            }
+            Some("assistant") => {
+                let mut blocks = parts(content);
+                let calls = message.get("tool_calls").and_then(Value::as_array);
+                blocks.extend(calls.into_iter().flatten().map(tool_use));
+                ("assistant", blocks)
+            }
+            Some("tool") => ("user", vec![tool_result(message, content)]),
+            _ => ("user", parts(content)),
+        };
+        match turns.last_mut() {
+            Some((last, turn)) if *last == role => turn.extend(blocks),
+            _ if blocks.is_empty() => {}
+            _ => turns.push((role, blocks)),
+        }
+    }
+    let turn = |(role, content)| json!({ "role": role, "content": Value::Array(content) });
+    (system.join("\n\n"), turns.into_iter().map(turn).collect())
+}
+
+/// Text and pictures as blocks. Empty text is no block.
+fn parts(content: &Value) -> Vec<Value> {
+    let text = |text: &str| (!text.is_empty()).then(|| json!({ "type": "text", "text": text }));
+    match content {
+        Value::String(said) => text(said).into_iter().collect(),
+        Value::Array(parts) => {
+            let block = |part: &Value| match part.get("type").and_then(Value::as_str) {
+                Some("image_url") => picture(part),
+                _ => text(part.get("text").and_then(Value::as_str).unwrap_or_default()),
+            };
+            parts.iter().filter_map(block).collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
+fn picture(part: &Value) -> Option<Value> {
+    let url = part.get("image_url")?.get("url")?.as_str()?;
+    let source = match url.strip_prefix("data:").and_then(|data| data.split_once(";base64,")) {
+        Some((kind, data)) => json!({ "type": "base64", "media_type": kind, "data": data }),
+        None => json!({ "type": "url", "url": url }),
+    };
+    Some(json!({ "type": "image", "source": source }))
+}
+
+fn plain(content: &Value) -> String {
+    let said: Vec<Value> = parts(content);
+    let texts = said.iter().filter_map(|block| block.get("text").and_then(Value::as_str));
+    texts.collect::<Vec<_>>().join("\n")
+}
+
+fn tool_use(call: &Value) -> Value {
+    let function = call.get("function").unwrap_or(&Value::Null);
+    let given = function.get("arguments").and_then(Value::as_str).unwrap_or_default();
+    // The API takes objects only; what the model wrote instead is shown to it as what it is.
+    let input = match serde_json::from_str::<Value>(given) {
+        Ok(Value::Object(input)) => Value::Object(input),
+        _ if given.trim().is_empty() => json!({}),
+        _ => json!({ "not_json": given }),
+    };
+    let name = function.get("name").unwrap_or(&Value::Null);
+    json!({ "type": "tool_use", "id": id(call.get("id")), "name": name, "input": input })
+}
+
+fn tool_result(message: &Value, content: &Value) -> Value {
+    let id = id(message.get("tool_call_id"));
+    json!({ "type": "tool_result", "tool_use_id": id, "content": plain(content) })
+}
+
+/// Ids of other endpoints may have characters that this one refuses.
+fn id(given: Option<&Value>) -> String {
+    let text = given.and_then(Value::as_str).unwrap_or_default();
+    let plain = |c: char| if c.is_ascii_alphanumeric() || c == '_' || c == '-' { c } else { '_' };
+    text.chars().map(plain).collect()
+}
+
+fn names_used(messages: &[Value]) -> Vec<String> {
+    let blocks = messages.iter().filter_map(|message| message["content"].as_array()).flatten();
+    let calls = blocks.filter(|block| block["type"] == "tool_use");
+    let mut names: Vec<String> =
+        calls.filter_map(|block| block["name"].as_str().map(str::to_owned)).collect();
+    names.sort();
+    names.dedup();
+    names
+}

@@ -1,0 +1,249 @@
+//! `demo`: a scripted model that needs no key and no network, so that a newcomer sees the loop. It
+//! understands arithmetic, the weather in some place, and `NAME {"some": "arguments"}` of any tool
+//! it is offered; whatever else it is asked, it shows one call of the calculator. It is no
+//! intelligence, and says so.
+
+use async_trait::async_trait;
+use serde_json::{Deserializer, Value, json};
+use toolcrib::model::{Listener, Model, Piece, Prompt, Reply, Silence, Stopped, Usage, Wanted};
+use toolcrib::names::for_model;
+use toolcrib::tokens;
+
+use super::DEMO;
+
+const CALCULATOR: &str = "calculation.eval";
+const WEATHER: &str = "weather.query";
+
+/// What is calculated when nothing else was understood.
+const EXAMPLE: &str = "6 * 7";
+
+/// The most calls of one answer.
+const MAX_CALLS: usize = 8;
+
+/// The scripted model.
+pub struct Demo;
+
+#[async_trait]
+impl Model for Demo {
+    async fn reply(&self, prompt: &Prompt, listener: Listener<'_>) -> Result<Reply, Silence> {
+        let question = last_question(&prompt.messages);
+        let since = question.as_ref().map_or(0, |(place, _)| place + 1);
+        let since = &prompt.messages[since..];
+        let asked = question.map(|(_, text)| text).unwrap_or_default();
+        let (text, calls) = match results(since) {
+            found if !found.is_empty() => (summary(&found, &asked), Vec::new()),
+            _ => wanted(&asked, &offered(&prompt.tools), prompt.messages.len()),
+        };
+        for word in text.split_inclusive(' ') {
+            listener(Piece::Text(word.to_owned()));
+            // Whoever listens may show it before the next comes.
+            tokio::task::yield_now().await;
+        }
+        for (index, call) in calls.iter().enumerate() {
+            let (id, name) = (Some(call.id.clone()), Some(call.name.clone()));
+            listener(Piece::Call { index, id, name, arguments: call.arguments.clone() });
+        }
+        let said: String = calls.iter().map(|call| call.arguments.as_str()).collect();
+        let read: String = prompt.messages.iter().map(Value::to_string).collect();
+        let usage = Usage {
+            prompt_tokens: tokens::count(&read) as u64,
+            completion_tokens: tokens::count(&format!("{text}{said}")) as u64,
+        };
+        let stopped = if calls.is_empty() { Stopped::Stop } else { Stopped::ToolCalls };
+        Ok(Reply { text, calls, stopped, usage, model: Some(DEMO.into()) })
+    }
+}
+
+/// What the user said last, and where.
+fn last_question(messages: &[Value]) -> Option<(usize, String)> {
+    let place = messages.iter().rposition(|message| message["role"] == "user")?;
+    let text = match &messages[place]["content"] {
+        Value::String(text) => text.clone(),
+        Value::Array(parts) => {
+            let texts = parts.iter().filter_map(|part| part["text"].as_str());
+            texts.collect::<Vec<_>>().join(" ")
+        }
+        _ => String::new(),
+    };
+    Some((place, text))
+}
+
+/// The names of the tools it may call.
+fn offered(tools: &[Value]) -> Vec<&str> {
+    tools.iter().filter_map(|tool| tool["function"]["name"].as_str()).collect()
+}
+
+/// What the first answer is: a few words and calls, or only words.
+fn wanted(question: &str, tools: &[&str], place: usize) -> (String, Vec<Wanted>) {
+    let tool = |name: &str| {
+        let told = for_model(name);
+        tools.iter().find(|offered| **offered == told || **offered == name).copied()
+    };
+    let mut asked: Vec<(&str, Value)> = Vec::new();
+    for name in tools {
+        asked.extend(spelled_out(question, name).into_iter().map(|args| (*name, args)));
+    }
+    if let (Some(name), true) = (tool(WEATHER), asked.is_empty())
+        && question.to_lowercase().contains("weather")
+    {
+        let place: String = question.chars().take(500).collect();
+        asked.push((name, json!({ "query": place })));
+    }
+    let calculator = tool(CALCULATOR);
+    if let (Some(name), true) = (calculator, asked.is_empty()) {
+        let found = expressions(question);
+        asked.extend(found.into_iter().map(|found| (name, json!({ "expression": found }))));
+    }
+    let understood = !asked.is_empty();
+    if let (Some(name), false) = (calculator, understood) {
+        asked.push((name, json!({ "expression": EXAMPLE })));
+    }
+    asked.truncate(MAX_CALLS);
+    let text = match (understood, asked.len()) {
+        (_, 0) => "I am a scripted model without any tool to call, so I can only say this.",
+        (true, 1) => "Let me ask a tool.",
+        (true, _) => "Let me ask the tools.",
+        (false, _) => "I am a scripted model and understood nothing of this. To show you a call:",
+    };
+    let calls = asked.into_iter().enumerate().map(|(n, (name, args))| Wanted {
+        id: format!("call_{place}_{n}"),
+        name: name.to_owned(),
+        arguments: args.to_string(),
+    });
+    (text.to_owned(), calls.collect())
+}
+
+/// Arguments that are written out behind a tool's name: `report.make {"pages": 7}`.
+fn spelled_out(question: &str, name: &str) -> Vec<Value> {
+    let dotted = name.replace("--", "/").replace("__", ".");
+    let mut found = Vec::new();
+    for spelling in [name, dotted.as_str()] {
+        for (place, _) in question.match_indices(spelling) {
+            let rest = question[place + spelling.len()..].trim_start();
+            let args = Deserializer::from_str(rest).into_iter::<Value>().next();
+            found.extend(args.and_then(Result::ok).filter(|_| rest.starts_with('{')));
+        }
+        if !found.is_empty() {
+            break;
+        }
+    }
+    found
+}
+
+/// The pieces of a sentence that are arithmetic: they have a digit, and something to do with it.
+fn expressions(question: &str) -> Vec<String> {
+    let words = [(" plus ", "+"), (" minus ", "-"), (" times ", "*"), (" divided by ", "/")];
+    let mut text = question.replace(['×', '·'], "*").replace('÷', "/");
+    for (word, sign) in words {
+        text = text.replace(word, sign);
+    }
+    let arithmetic = |c: char| c.is_ascii_digit() || "+-*/^%(). ".contains(c);
+    let mut found = Vec::new();
+    for piece in text.split(|c| !arithmetic(c)) {
+        let piece = piece.trim().trim_end_matches(['.', ' ']);
+        let inside = piece.trim_start_matches(['-', ' ', '(', '.']);
+        if inside.contains(|c: char| "+-*/^%".contains(c))
+            && piece.contains(|c: char| c.is_ascii_digit())
+        {
+            found.push(piece.to_owned());
+        }
+    }
+    found
+}
+
+/// The calls since the question, and what came of each.
+fn results(since: &[Value]) -> Vec<(String, String)> {
+    let mut found = Vec::new();
+    for message in since.iter().filter(|message| message["role"] == "tool") {
+        let id = &message["tool_call_id"];
+        let calls = since.iter().filter_map(|message| message["tool_calls"].as_array()).flatten();
+        let call = calls.into_iter().find(|call| call["id"] == *id);
+        let function = call.map(|call| &call["function"]).unwrap_or(&Value::Null);
+        let name = function["name"].as_str().unwrap_or("a tool").replace("__", ".");
+        let args: Value = function["arguments"]
+            .as_str()
+            .and_then(|text| serde_json::from_str(text).ok())
+            .unwrap_or_default();
+        let what = match args["expression"].as_str() {
+            Some(expression) => expression.to_owned(),
+            None => name,
+        };
+        found.push((what, message["content"].as_str().unwrap_or_default().to_owned()));
+    }
+    found
+}
+
+fn summary(found: &[(String, String)], question: &str) -> String {
+    let mut lines = Vec::new();
+    for (what, content) in found {
+        let value: Value = serde_json::from_str(content).unwrap_or_default();
+        lines.push(match (&value["error"]["message"], &value["text"]) {
+            (Value::String(why), _) => format!("{what} could not be done: {why}"),
+            (_, Value::String(text)) => format!("{what} = {text}"),
+            _ => {
+                let short: String = content.chars().take(400).collect();
+                format!("{what} answered: {short}")
+            }
+        });
+    }
+    let understood = found.len() > 1 || found.first().is_some_and(|(what, _)| what != EXAMPLE);
+    if !understood && !question.contains(EXAMPLE) {
+        lines.push("Ask me to calculate something, such as 12 * 7 and 2 ^ 10.".to_owned());
+    }
+    lines.join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arithmetic_is_found_in_a_sentence() {
+        let found = |text: &str| expressions(text);
+        assert_eq!(found("What is 12*7, and 2 ^ 10?"), ["12*7", "2 ^ 10"]);
+        assert_eq!(found("6 times 7."), ["6*7"]);
+        assert_eq!(found("(1 + 2) * 3"), ["(1 + 2) * 3"]);
+        for nothing in ["", "hello", "in 2024", "1. first", "-5", "a-b", "3.14"] {
+            assert_eq!(found(nothing), Vec::<String>::new(), "{nothing}");
+        }
+    }
+
+    #[test]
+    fn arguments_are_read_behind_a_name() {
+        let found = spelled_out("call report.make {\"pages\": 7} now", "report__make");
+        assert_eq!(found, [json!({ "pages": 7 })]);
+        assert!(spelled_out("report.make seven", "report__make").is_empty());
+    }
+
+    #[tokio::test]
+    async fn it_calls_and_then_says_what_came_of_it() {
+        let tools = vec![json!({ "type": "function",
+            "function": { "name": "calculation__eval", "parameters": {} } })];
+        let user = json!({ "role": "user", "content": "12*7 and 1/0" });
+        let mut prompt = Prompt { messages: vec![user], tools, ..Prompt::default() };
+        let first = Demo.reply(&prompt, &|_| {}).await.unwrap();
+        assert_eq!(first.stopped, Stopped::ToolCalls);
+        let asked: Vec<&str> = first.calls.iter().map(|call| call.arguments.as_str()).collect();
+        assert_eq!(asked, [r#"{"expression":"12*7"}"#, r#"{"expression":"1/0"}"#]);
+        let calls: Vec<Value> = first
+            .calls
+            .iter()
+            .map(|call| {
+                json!({ "id": call.id, "type": "function",
+                "function": { "name": call.name, "arguments": call.arguments } })
+            })
+            .collect();
+        prompt.messages.push(json!({ "role": "assistant", "tool_calls": calls }));
+        for (call, content) in first.calls.iter().zip([
+            r#"{"result":84,"text":"84"}"#,
+            r#"{"error":{"code":"VALIDATION_ERROR","message":"division by zero"}}"#,
+        ]) {
+            prompt
+                .messages
+                .push(json!({ "role": "tool", "tool_call_id": call.id, "content": content }));
+        }
+        let last = Demo.reply(&prompt, &|_| {}).await.unwrap();
+        assert!(last.calls.is_empty());
+        assert_eq!(last.text, "12*7 = 84\n1/0 could not be done: division by zero");
+    }
+}

@@ -1,0 +1,49 @@
+//! Which model a name leads to.
+
+use super::*;
+use crate::config::NamedModelSettings;
+
+#[test]
+fn without_a_configuration_there_is_the_demo() {
+    let shelf = Shelf::new(&LlmSettings::default());
+    assert_eq!(shelf.names(), ["demo"]);
+    assert_eq!(shelf.find("demo").unwrap().name, "demo");
+    assert!(shelf.find("gpt-9").is_none());
+}
+
+#[test]
+fn names_of_tables_go_before_names_of_the_endpoint() {
+    let mut settings = LlmSettings { model: Some("large".into()), ..LlmSettings::default() };
+    let fast = NamedModelSettings { model: Some("small-2".into()), ..Default::default() };
+    settings.models.insert("fast".into(), fast);
+    let shelf = Shelf::new(&settings);
+    assert_eq!(shelf.names(), ["large", "demo", "fast"], "the usual one first");
+    let upstream = |name| shelf.find(name).map(|found| found.name);
+    assert_eq!(upstream("fast").as_deref(), Some("small-2"));
+    assert_eq!(upstream("another").as_deref(), Some("another"));
+    assert_eq!((upstream(""), upstream("a\nb")), (None, None));
+    settings.other_models = false;
+    assert!(Shelf::new(&settings).find("another").is_none());
+}
+
+#[test]
+fn a_key_goes_only_where_it_was_meant_for() {
+    let mut settings = LlmSettings {
+        base_url: Some("https://one.example/v1/".into()),
+        api_key_env: Some("ONE_KEY".into()),
+        ..LlmSettings::default()
+    };
+    let named = |base_url: Option<&str>| NamedModelSettings {
+        base_url: base_url.map(str::to_owned),
+        ..Default::default()
+    };
+    settings.models.insert("same".into(), named(None));
+    settings.models.insert("other".into(), named(Some("https://two.example/v1")));
+    let place = |name: &str| {
+        let found = settings.named().find(|(named, ..)| *named == name).unwrap();
+        (found.2.base_url, found.2.key.variable)
+    };
+    assert_eq!(place("same"), ("https://one.example/v1".into(), Some("ONE_KEY".into())));
+    let usual = Some("OPENAI_API_KEY".to_owned());
+    assert_eq!(place("other"), ("https://two.example/v1".into(), usual));
+}

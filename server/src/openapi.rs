@@ -1,0 +1,240 @@
+//! OpenAPI 3.0 and 3.1: every operation of a document as a tool. Pure.
+//!
+//! The parameters and the body of an operation become one schema of arguments; where each of them
+//! goes is kept in the definition's `options.http`. Only references within the document are
+//! followed. An operation that cannot become a tool is left out and named, with the reason.
+
+mod body;
+mod document;
+mod operations;
+mod schema;
+mod security;
+
+#[cfg(test)]
+mod tests;
+
+use serde_json::{Value, json};
+use toolcrib::engine::check_arrays;
+use toolcrib::json::Json;
+use toolcrib::retry::PolicyPatch;
+use toolcrib::tool::{Definition, Effect, Executor, Risk, check_name};
+use toolcrib::utp::{AfterExecution, Binding, RESERVED_NAMES};
+
+use crate::operation::{METHODS, Operation};
+use document::Document;
+
+/// Most operations of one document.
+pub const MAX_OPERATIONS: usize = 500;
+
+/// How to import.
+#[derive(Debug, Clone, Default)]
+pub struct Wanted {
+    /// Stands before every name, with a dot.
+    pub prefix: Option<String>,
+    /// Where the API is, when not where the document says.
+    pub server: Option<String>,
+}
+
+/// An operation that is a tool.
+#[derive(Debug, Clone)]
+pub struct Imported {
+    pub definition: Definition,
+    /// `GET /pets/{id}`.
+    pub operation: String,
+    pub url: String,
+    /// The environment variables it needs.
+    pub envs: Vec<String>,
+}
+
+/// An operation that is none.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Skipped {
+    pub operation: String,
+    pub reason: String,
+}
+
+/// What became of a document.
+#[derive(Debug, Default)]
+pub struct Import {
+    pub tools: Vec<Imported>,
+    pub skipped: Vec<Skipped>,
+}
+
+/// Reads a document for a project; or says why it is none.
+pub fn import(
+    document: &Value,
+    project: &str,
+    wanted: &Wanted,
+    timeout_ms: u64,
+) -> Result<Import, String> {
+    let document = Document::new(document)?;
+    let paths = document.root["paths"].as_object();
+    let paths = paths.ok_or("the document has no paths, so there is nothing to import")?;
+    let mut import = Import::default();
+    let mut names = std::collections::BTreeSet::new();
+    for (path, given) in paths {
+        let item = match document.resolved(given) {
+            Ok(item) => item,
+            Err(reason) => {
+                import.skipped.push(Skipped { operation: path.clone(), reason });
+                continue;
+            }
+        };
+        for method in METHODS {
+            let Some(operation) = item.get(method.to_ascii_lowercase()) else { continue };
+            if import.tools.len() + import.skipped.len() >= MAX_OPERATIONS {
+                return Err(format!("the document has more than {MAX_OPERATIONS} operations"));
+            }
+            let place = At { path, method, item, operation };
+            let named = format!("{method} {path}");
+            match tool(&document, &place, project, wanted, timeout_ms) {
+                Ok(tool) if names.insert(tool.definition.name.clone()) => import.tools.push(tool),
+                // An operationId that two have: the second is named by where it is.
+                Ok(mut tool) => match name(&place, wanted.prefix.as_deref(), By::Path) {
+                    Ok(other) if names.insert(other.clone()) => {
+                        tool.definition.name = other;
+                        import.tools.push(tool);
+                    }
+                    _ => {
+                        let reason = format!("its name {} is another's", tool.definition.name);
+                        import.skipped.push(Skipped { operation: named, reason });
+                    }
+                },
+                Err(reason) => import.skipped.push(Skipped { operation: named, reason }),
+            }
+        }
+    }
+    Ok(import)
+}
+
+/// One operation where it stands.
+struct At<'a> {
+    path: &'a str,
+    method: &'a str,
+    item: &'a Value,
+    operation: &'a Value,
+}
+
+fn tool(
+    document: &Document<'_>,
+    at: &At<'_>,
+    project: &str,
+    wanted: &Wanted,
+    timeout_ms: u64,
+) -> Result<Imported, String> {
+    if at.method == "TRACE" {
+        return Err("the method TRACE is not sent".to_owned());
+    }
+    let name = name(at, wanted.prefix.as_deref(), By::Id)?;
+    let scope = wanted.prefix.as_deref().unwrap_or(document.title);
+    let made = operations::read(document, at, wanted.server.as_deref(), scope)?;
+    check_arrays(&made.parameters, "")?;
+    let options = json!({ "http": made.http });
+    let envs: Vec<String> =
+        made.http.auth.iter().flat_map(|auth| auth.envs()).map(str::to_owned).collect();
+    let url = made.http.url.clone();
+    crate::operation::Plan::of(&options)?;
+    let definition = Definition {
+        project: Some(project.to_owned()),
+        name,
+        description: description(at),
+        executor: Executor::Http,
+        input_schema: Json::of_value(&made.parameters),
+        output_schema: None,
+        timeout_ms,
+        background: false,
+        effect: effect(at)?,
+        risk: Risk::default(),
+        policy: PolicyPatch::default(),
+        fallback: Vec::new(),
+        metadata: None,
+        utp: Some(Binding {
+            target_subject: None,
+            after_execution: AfterExecution::Suspend,
+            options: Json::of_value(&options),
+            parameters: None,
+        }),
+    };
+    let entry = toolcrib::engine::CatalogEntry::compile(definition);
+    let definition = entry.map_err(|fault| fault.message)?.definition;
+    Ok(Imported { definition, operation: format!("{} {}", at.method, at.path), url, envs })
+}
+
+/// What came of reading an operation.
+struct Made {
+    http: Operation,
+    parameters: Value,
+}
+
+/// GET and HEAD read, PUT and DELETE can be repeated, the rest cannot; unless the operation says.
+fn effect(at: &At<'_>) -> Result<Effect, String> {
+    let said = at.operation.get("x-toolcrib-effect").or_else(|| at.item.get("x-toolcrib-effect"));
+    match said {
+        Some(said) => serde_json::from_value(said.clone()).map_err(|_| {
+            format!("x-toolcrib-effect must be read, idempotent or irreversible, not {said}")
+        }),
+        None => Ok(match at.method {
+            "GET" | "HEAD" | "OPTIONS" => Effect::Read,
+            "PUT" | "DELETE" => Effect::Idempotent,
+            _ => Effect::Irreversible,
+        }),
+    }
+}
+
+/// What an operation is named by.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum By {
+    /// Its own id, where it has one.
+    Id,
+    /// Its method and path.
+    Path,
+}
+
+/// The operation's own id, or its method and path, in the letters that a name may have.
+fn name(at: &At<'_>, prefix: Option<&str>, by: By) -> Result<String, String> {
+    let own = at.operation["operationId"].as_str().map(str::trim).filter(|id| !id.is_empty());
+    let base = match own.filter(|_| by == By::Id) {
+        Some(id) => worded(id),
+        None => worded(&format!("{}_{}", at.method.to_ascii_lowercase(), at.path)),
+    };
+    let name = match prefix {
+        Some(prefix) => format!("{prefix}.{base}"),
+        None => base,
+    };
+    let name: String = name.chars().take(128).collect();
+    let name = name.trim_end_matches(['.', '_', '-']).to_owned();
+    check_name(&name).map_err(|error| error.to_string())?;
+    if RESERVED_NAMES.contains(&name.as_str()) {
+        return Err(format!("{name} is a reserved name; import with a prefix"));
+    }
+    Ok(name)
+}
+
+/// Every run of other letters is one underscore.
+fn worded(text: &str) -> String {
+    let mut made = String::with_capacity(text.len());
+    for c in text.chars() {
+        let keep = c.is_ascii_alphanumeric() || matches!(c, '_' | '-');
+        let last = made.chars().last();
+        match (keep, c) {
+            (true, c) => made.push(c),
+            (false, '.') if last.is_some_and(|last| last != '.' && last != '_') => made.push('.'),
+            (false, _) if last.is_some_and(|last| last != '_' && last != '.') => made.push('_'),
+            _ => {}
+        }
+    }
+    made.trim_start_matches(['_', '-', '.']).trim_end_matches(['_', '.']).to_owned()
+}
+
+fn description(at: &At<'_>) -> String {
+    let text = |of: &Value, name: &str| of[name].as_str().unwrap_or_default().trim().to_owned();
+    let (summary, more) = (text(at.operation, "summary"), text(at.operation, "description"));
+    let whole = match (summary.is_empty(), more.is_empty()) {
+        (false, false) if more.starts_with(&summary) => more,
+        (false, false) => format!("{}. {more}", summary.trim_end_matches('.')),
+        (false, true) => summary,
+        (true, false) => more,
+        (true, true) => format!("{} {}", at.method, at.path),
+    };
+    whole.chars().take(4_000).collect()
+}

@@ -1,0 +1,98 @@
+//! The body of an operation: its fields become arguments, or all of it becomes one.
+
+use serde_json::{Value, json};
+
+use super::At;
+use super::document::Document;
+use super::operations::Arguments;
+use super::schema::Schemas;
+use crate::operation::{BodyPlan, Encoding};
+
+/// In the order of preference.
+const KINDS: [(&str, Encoding); 3] = [
+    ("application/json", Encoding::Json),
+    ("application/x-www-form-urlencoded", Encoding::Form),
+    ("text/plain", Encoding::Text),
+];
+
+pub(super) fn read(
+    document: &Document<'_>,
+    at: &At<'_>,
+    schemas: &mut Schemas<'_>,
+    arguments: &mut Arguments,
+) -> Result<Option<BodyPlan>, String> {
+    let Some(given) = at.operation.get("requestBody") else { return Ok(None) };
+    let given = document.resolved(given)?;
+    let required = given["required"] == json!(true);
+    let Some((kind, encoding, media)) = chosen(given) else {
+        if !required {
+            return Ok(None);
+        }
+        return Err("its body is neither JSON, nor a form, nor text".to_owned());
+    };
+    let content_type = (kind != KINDS[encoding as usize].0).then(|| kind.to_owned());
+    let anything = json!({});
+    let schema = media.get("schema").unwrap_or(&anything);
+    let whole = document.resolved(schema)?;
+    if let Some(args) = fields(whole, schemas, arguments, required)? {
+        return Ok(Some(BodyPlan { arg: None, args, encoding, content_type }));
+    }
+    let name = ["body", "request_body", "http_request_body"]
+        .into_iter()
+        .find(|name| !arguments.properties.contains_key(*name))
+        .ok_or("its parameters leave no name for the body")?;
+    let mut schema = schemas.translated(schema)?;
+    if let (Value::Object(fields), Some(text)) = (&mut schema, given["description"].as_str())
+        && !fields.contains_key("$ref")
+    {
+        fields.entry("description").or_insert_with(|| text.into());
+    }
+    arguments.add(name, schema, required);
+    let arg = Some(name.to_owned());
+    Ok(Some(BodyPlan { arg, args: Vec::new(), encoding, content_type }))
+}
+
+fn chosen(body: &Value) -> Option<(&str, Encoding, &Value)> {
+    let content = body["content"].as_object()?;
+    let plain = |kind: &str| {
+        let kind = kind.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
+        if kind.ends_with("+json") || kind == "*/*" { "application/json".to_owned() } else { kind }
+    };
+    KINDS.iter().find_map(|(wanted, encoding)| {
+        let (kind, media) = content.iter().find(|(kind, _)| plain(kind) == *wanted)?;
+        let kind = if kind == "*/*" { *wanted } else { kind.as_str() };
+        Some((kind, *encoding, media))
+    })
+}
+
+/// The fields of a plain object, when each can be an argument of its own; none otherwise.
+fn fields(
+    schema: &Value,
+    schemas: &mut Schemas<'_>,
+    arguments: &mut Arguments,
+    required: bool,
+) -> Result<Option<Vec<String>>, String> {
+    let Some(properties) = schema["properties"].as_object() else { return Ok(None) };
+    let composed = ["allOf", "anyOf", "oneOf", "not", "patternProperties", "if", "$ref"];
+    let open = schema.get("additionalProperties").is_some_and(|more| *more != json!(false));
+    let clash = properties.keys().any(|name| arguments.properties.contains_key(name));
+    let needs: Vec<&str> =
+        schema["required"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
+    // A body that may be left out, but not in part, must stay one argument.
+    let all_or_nothing = !required && !needs.is_empty();
+    let plain = !composed.iter().any(|word| schema.get(*word).is_some());
+    if properties.is_empty() || !plain || open || clash || all_or_nothing {
+        return Ok(None);
+    }
+    let mut names = Vec::new();
+    for (name, property) in properties {
+        // What only answers have is not sent.
+        if property["readOnly"] == json!(true) {
+            continue;
+        }
+        let translated = schemas.translated(property)?;
+        arguments.add(name, translated, needs.contains(&name.as_str()));
+        names.push(name.clone());
+    }
+    Ok(Some(names))
+}

@@ -1,0 +1,193 @@
+//! One operation: where it is, its parameters, its body and what it needs to be let in.
+
+use serde_json::{Map, Value, json};
+
+use super::body;
+use super::document::Document;
+use super::schema::Schemas;
+use super::security;
+use super::{At, Made};
+use crate::operation::{Mapping, Operation, Parameter, Place, Style};
+
+/// Arguments as they come together.
+pub(super) struct Arguments {
+    pub(super) properties: Map<String, Value>,
+    pub(super) required: Vec<String>,
+}
+
+impl Arguments {
+    pub(super) fn add(&mut self, name: &str, schema: Value, required: bool) {
+        self.properties.insert(name.to_owned(), schema);
+        if required {
+            self.required.push(name.to_owned());
+        }
+    }
+}
+
+pub(super) fn read(
+    document: &Document<'_>,
+    at: &At<'_>,
+    server: Option<&str>,
+    scope: &str,
+) -> Result<Made, String> {
+    let mut schemas = Schemas::new(document);
+    let mut arguments = Arguments { properties: Map::new(), required: Vec::new() };
+    let mut parameters = Vec::new();
+    for given in all_parameters(document, at)? {
+        if let Some(parameter) = parameter(given, &mut schemas, &mut arguments)? {
+            parameters.push(parameter);
+        }
+    }
+    for name in in_braces(at.path) {
+        let known = parameters.iter().any(|p: &Parameter| p.place == Place::Path && p.name == name);
+        if !known {
+            return Err(format!("the path has {{{name}}} and no parameter of that name"));
+        }
+    }
+    let body = body::read(document, at, &mut schemas, &mut arguments)?;
+    let (auth, auth_optional) = security::read(document, at, scope)?;
+    let http = Operation {
+        method: at.method.to_owned(),
+        url: format!("{}{}", base(document, at, server)?, at.path),
+        parameters,
+        body,
+        headers: [("accept".to_owned(), "application/json, */*;q=0.5".to_owned())].into(),
+        auth,
+        auth_optional,
+        timeout_s: seconds(at)?,
+        response: Mapping { pointer: at.operation["x-toolcrib-result"].as_str().map(Into::into) },
+    };
+    let mut schema = json!({
+        "type": "object",
+        "properties": arguments.properties,
+        "additionalProperties": false,
+    });
+    if !arguments.required.is_empty() {
+        schema["required"] = json!(arguments.required);
+    }
+    let defs = schemas.defs();
+    if !defs.is_empty() {
+        schema["$defs"] = Value::Object(defs);
+    }
+    Ok(Made { http, parameters: schema })
+}
+
+fn seconds(at: &At<'_>) -> Result<Option<f64>, String> {
+    match at.operation.get("x-toolcrib-timeout-s") {
+        None => Ok(None),
+        Some(said) => match said.as_f64().filter(|seconds| *seconds > 0.0) {
+            Some(seconds) => Ok(Some(seconds)),
+            None => Err("x-toolcrib-timeout-s must be a number of seconds".to_owned()),
+        },
+    }
+}
+
+fn in_braces(path: &str) -> Vec<&str> {
+    path.split('{').skip(1).filter_map(|part| part.split_once('}')).map(|(name, _)| name).collect()
+}
+
+/// The path's parameters and the operation's; of two with one name and place, the operation's.
+fn all_parameters<'a>(document: &Document<'a>, at: &At<'a>) -> Result<Vec<&'a Value>, String> {
+    let mut all: Vec<&Value> = Vec::new();
+    for list in [&at.item["parameters"], &at.operation["parameters"]] {
+        for given in list.as_array().into_iter().flatten() {
+            let parameter = document.resolved(given)?;
+            let same = |known: &&Value| {
+                known["name"] == parameter["name"] && known["in"] == parameter["in"]
+            };
+            all.retain(|known| !same(known));
+            all.push(parameter);
+        }
+    }
+    Ok(all)
+}
+
+fn parameter(
+    given: &Value,
+    schemas: &mut Schemas<'_>,
+    arguments: &mut Arguments,
+) -> Result<Option<Parameter>, String> {
+    let name = given["name"].as_str().filter(|name| !name.is_empty());
+    let name = name.ok_or("a parameter has no name")?;
+    let place = given["in"].as_str().unwrap_or_default();
+    let place: Place = serde_json::from_value(json!(place))
+        .map_err(|_| format!("the parameter {name} is in \"{place}\", which is no place"))?;
+    // OpenAPI says that these are not parameters, whatever a document says.
+    let ignored = ["accept", "content-type", "authorization"];
+    if place == Place::Header && ignored.contains(&name.to_ascii_lowercase().as_str()) {
+        return Ok(None);
+    }
+    let style = given["style"].as_str();
+    let style: Option<Style> = match style {
+        None => None,
+        Some(style) => Some(serde_json::from_value(json!(style)).map_err(|_| {
+            format!("the parameter {name} has the style \"{style}\", which is not written")
+        })?),
+    };
+    let content = given["content"].as_object().and_then(|content| content.iter().next());
+    let (json, schema) = match content {
+        Some((kind, media)) => (kind.contains("json"), &media["schema"]),
+        None => (false, &given["schema"]),
+    };
+    let anything = json!({});
+    let schema = if schema.is_null() { &anything } else { schema };
+    let mut schema = schemas.translated(schema)?;
+    describe(&mut schema, given);
+    let arg = free_name(name, place, arguments);
+    let required = place == Place::Path || given["required"] == json!(true);
+    arguments.add(&arg, schema, required);
+    Ok(Some(Parameter {
+        name: name.to_owned(),
+        place,
+        arg: (arg != name).then_some(arg),
+        style,
+        explode: given["explode"].as_bool(),
+        json,
+    }))
+}
+
+/// Two parameters may have one name in two places; arguments have one place.
+fn free_name(name: &str, place: Place, arguments: &Arguments) -> String {
+    if !arguments.properties.contains_key(name) {
+        return name.to_owned();
+    }
+    let place = match place {
+        Place::Path => "path",
+        Place::Query => "query",
+        Place::Header => "header",
+        Place::Cookie => "cookie",
+    };
+    format!("{place}_{name}")
+}
+
+/// A parameter's own words, where its schema has none.
+fn describe(schema: &mut Value, given: &Value) {
+    let Some(text) = given["description"].as_str().filter(|text| !text.is_empty()) else { return };
+    if let Value::Object(fields) = schema
+        && !fields.contains_key("description")
+    {
+        fields.insert("description".into(), text.into());
+    }
+}
+
+/// Where the API is: what was asked for, or the first server of the operation, the path or the
+/// document, with its variables' defaults.
+fn base(document: &Document<'_>, at: &At<'_>, asked: Option<&str>) -> Result<String, String> {
+    let servers = [&at.operation["servers"], &at.item["servers"], &document.root["servers"]];
+    let server = servers.into_iter().find_map(|servers| servers.get(0));
+    let said = server.and_then(|server| server["url"].as_str());
+    let mut url = asked.or(said).unwrap_or_default().to_owned();
+    if asked.is_none() {
+        let variables = server.and_then(|server| server["variables"].as_object());
+        for (name, variable) in variables.into_iter().flatten() {
+            let value = variable["default"].as_str().unwrap_or_default();
+            url = url.replace(&format!("{{{name}}}"), value);
+        }
+    }
+    if !url.starts_with("http://") && !url.starts_with("https://") {
+        return Err(format!(
+            "the server \"{url}\" is not a whole URL; name one when importing (server=https://…)"
+        ));
+    }
+    Ok(url.trim_end_matches('/').to_owned())
+}

@@ -1,0 +1,143 @@
+//! Schemas of a document as JSON Schema: references become `$defs`, and what 3.0 says in its own
+//! way is said in JSON Schema's.
+
+use std::collections::BTreeMap;
+
+use serde_json::{Map, Value, json};
+
+use super::document::Document;
+
+/// Most schemas that one tool may refer to.
+const MAX_DEFS: usize = 400;
+/// How deep a schema may be.
+const MAX_DEPTH: usize = 64;
+
+/// Translates the schemas of one operation, which share their definitions.
+pub(super) struct Schemas<'a> {
+    document: &'a Document<'a>,
+    /// By reference: its name, and what it is once it is translated.
+    defs: BTreeMap<String, (String, Option<Value>)>,
+}
+
+impl<'a> Schemas<'a> {
+    pub(super) fn new(document: &'a Document<'a>) -> Self {
+        Self { document, defs: BTreeMap::new() }
+    }
+
+    /// One schema.
+    pub(super) fn translated(&mut self, schema: &Value) -> Result<Value, String> {
+        self.walk(schema, 0)
+    }
+
+    /// What the translated schemas refer to.
+    pub(super) fn defs(self) -> Map<String, Value> {
+        self.defs.into_values().filter_map(|(name, schema)| Some((name, schema?))).collect()
+    }
+
+    fn walk(&mut self, schema: &Value, depth: usize) -> Result<Value, String> {
+        if depth > MAX_DEPTH {
+            return Err(format!("a schema is deeper than {MAX_DEPTH}"));
+        }
+        let Value::Object(fields) = schema else { return Ok(schema.clone()) };
+        if let Some(reference) = fields.get("$ref").and_then(Value::as_str) {
+            let name = self.referred(reference, depth)?;
+            return Ok(json!({ "$ref": format!("#/$defs/{name}") }));
+        }
+        let mut made = Map::new();
+        for (name, value) in fields {
+            let value = match name.as_str() {
+                // Said for people and for other programs; a model reads the rest.
+                "example" | "xml" | "externalDocs" | "discriminator" | "$schema" | "$id" => {
+                    continue;
+                }
+                "properties" | "patternProperties" | "$defs" | "definitions"
+                | "dependentSchemas" => self.each(value, depth)?,
+                "items"
+                | "additionalProperties"
+                | "not"
+                | "if"
+                | "then"
+                | "else"
+                | "contains"
+                | "propertyNames"
+                | "unevaluatedProperties"
+                | "unevaluatedItems" => self.walk(value, depth + 1)?,
+                "allOf" | "anyOf" | "oneOf" | "prefixItems" => match value {
+                    Value::Array(all) => {
+                        let all = all.iter().map(|inner| self.walk(inner, depth + 1));
+                        Value::Array(all.collect::<Result<_, _>>()?)
+                    }
+                    other => other.clone(),
+                },
+                name if name.starts_with("x-") => continue,
+                _ => value.clone(),
+            };
+            made.insert(name.clone(), value);
+        }
+        if self.document.old {
+            modernise(&mut made);
+        }
+        // An array of anything must say so, or models make up nothing at all.
+        if made.get("type") == Some(&json!("array")) && !made.contains_key("items") {
+            made.insert("items".into(), json!({ "description": "anything" }));
+        }
+        Ok(Value::Object(made))
+    }
+
+    fn each(&mut self, schemas: &Value, depth: usize) -> Result<Value, String> {
+        let Value::Object(schemas) = schemas else { return Ok(schemas.clone()) };
+        let each = schemas.iter().map(|(n, s)| Ok((n.clone(), self.walk(s, depth + 1)?)));
+        each.collect::<Result<Map<_, _>, String>>().map(Value::Object)
+    }
+
+    /// The name of what is referred to; translated once, however often and deep it refers to
+    /// itself.
+    fn referred(&mut self, reference: &str, depth: usize) -> Result<String, String> {
+        if let Some((name, _)) = self.defs.get(reference) {
+            return Ok(name.clone());
+        }
+        let target = self.document.find(reference)?;
+        if self.defs.len() >= MAX_DEFS {
+            return Err(format!("its schemas refer to more than {MAX_DEFS} others"));
+        }
+        let last = reference.rsplit('/').next().unwrap_or("schema");
+        let plain = |c: char| if c.is_ascii_alphanumeric() { c } else { '_' };
+        let base: String = last.chars().map(plain).collect();
+        let taken = |name: &str| self.defs.values().any(|(known, _)| known == name);
+        let mut name = base.clone();
+        let mut n = 2;
+        while taken(&name) {
+            name = format!("{base}_{n}");
+            n += 1;
+        }
+        self.defs.insert(reference.to_owned(), (name.clone(), None));
+        let made = self.walk(target, depth + 1)?;
+        self.defs.insert(reference.to_owned(), (name.clone(), Some(made)));
+        Ok(name)
+    }
+}
+
+/// `nullable`, and limits that are excluded by a yes or no.
+fn modernise(schema: &mut Map<String, Value>) {
+    for (flag, limit) in [("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")] {
+        match schema.get(flag) {
+            Some(Value::Bool(true)) => match schema.remove(limit) {
+                Some(value) => schema.insert(flag.into(), value),
+                None => schema.remove(flag),
+            },
+            Some(Value::Bool(false)) => schema.remove(flag),
+            _ => None,
+        };
+    }
+    if schema.remove("nullable") != Some(Value::Bool(true)) {
+        return;
+    }
+    if let Some(Value::String(kind)) = schema.get("type").cloned() {
+        schema.insert("type".into(), json!([kind, "null"]));
+    }
+    if let Some(Value::Array(values)) = schema.get_mut("enum")
+        && !values.contains(&Value::Null)
+    {
+        values.push(Value::Null);
+    }
+}

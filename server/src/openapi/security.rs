@@ -1,0 +1,86 @@
+//! What an operation needs to be let in, as the names of environment variables.
+
+use serde_json::Value;
+
+use super::At;
+use super::document::Document;
+use crate::operation::{Auth, Place};
+
+/// The first way in that can be written, and whether one can also go in without; nothing where
+/// nothing is needed.
+pub(super) fn read(
+    document: &Document<'_>,
+    at: &At<'_>,
+    scope: &str,
+) -> Result<(Vec<Auth>, bool), String> {
+    let security = at.operation.get("security").or_else(|| document.root.get("security"));
+    let ways = security.and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
+    let free = |way: &Value| way.as_object().is_some_and(|names| names.is_empty());
+    let optional = ways.iter().any(free);
+    let mut reason = None;
+    for way in ways.iter().filter(|way| !free(way)) {
+        let names = way.as_object().into_iter().flatten().map(|(name, _)| name);
+        let auth: Result<Vec<Auth>, String> =
+            names.map(|name| scheme(document, name, scope)).collect();
+        match auth {
+            Ok(auth) => return Ok((auth, optional)),
+            Err(why) => reason = Some(why),
+        }
+    }
+    reason.filter(|_| !optional).map_or(Ok((Vec::new(), false)), Err)
+}
+
+fn scheme(document: &Document<'_>, name: &str, scope: &str) -> Result<Auth, String> {
+    let given = &document.root["components"]["securitySchemes"][name];
+    if given.is_null() {
+        return Err(format!("there is no security scheme \"{name}\""));
+    }
+    let given = document.resolved(given)?;
+    let own = |key: &str| given[key].as_str().map(str::to_owned);
+    let env = |end: &str| own("x-toolcrib-env").unwrap_or_else(|| variable(scope, name, end));
+    let http = given["scheme"].as_str().unwrap_or_default().to_ascii_lowercase();
+    match (given["type"].as_str().unwrap_or_default(), http.as_str()) {
+        ("http", "basic") => Ok(Auth::Basic {
+            username_env: own("x-toolcrib-username-env")
+                .unwrap_or_else(|| variable(scope, name, "USERNAME")),
+            password_env: own("x-toolcrib-password-env")
+                .unwrap_or_else(|| variable(scope, name, "PASSWORD")),
+        }),
+        // Whoever runs the server has got the token, by whatever way leads to it.
+        ("http", "bearer") | ("oauth2" | "openIdConnect", _) => Ok(Auth::Bearer { env: env("") }),
+        ("apiKey", _) => {
+            let place = match given["in"].as_str() {
+                Some("query") => Place::Query,
+                Some("header") => Place::Header,
+                Some("cookie") => Place::Cookie,
+                _ => return Err(format!("the security scheme \"{name}\" is in no place")),
+            };
+            let key = given["name"].as_str().filter(|key| !key.is_empty());
+            let key = key.ok_or_else(|| format!("the security scheme \"{name}\" has no name"))?;
+            Ok(Auth::ApiKey { place, name: key.to_owned(), env: env("") })
+        }
+        (kind, _) => Err(format!("the security scheme \"{name}\" ({kind} {http}) is not written")),
+    }
+}
+
+/// `PETS_API_KEY` of the prefix `pets` and the scheme `api_key`.
+fn variable(scope: &str, name: &str, end: &str) -> String {
+    let mut words = vec![scope, name];
+    words.extend(Some(end).filter(|end| !end.is_empty()));
+    let mut made = String::new();
+    let mut before = ' ';
+    for c in words.join("_").chars() {
+        match c.is_ascii_alphanumeric() {
+            // apiKey reads as API_KEY.
+            true if c.is_ascii_uppercase() && before.is_ascii_lowercase() => {
+                made.push('_');
+                made.push(c);
+            }
+            true => made.push(c.to_ascii_uppercase()),
+            false if !made.is_empty() && !made.ends_with('_') => made.push('_'),
+            false => {}
+        }
+        before = c;
+    }
+    made.trim_end_matches('_').to_owned()
+}

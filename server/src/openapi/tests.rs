@@ -1,0 +1,252 @@
+//! Documents and the tools they become.
+
+use serde_json::{Value, json};
+
+use super::*;
+
+const PETS: &str = r##"
+openapi: 3.0.3
+info: {title: Pet Store, version: 1.0.0}
+servers:
+  - url: https://{region}.example.com/v1/
+    variables: {region: {default: eu}}
+security:
+  - apiKey: []
+paths:
+  /pets/{petId}:
+    parameters:
+      - $ref: '#/components/parameters/PetId'
+    get:
+      operationId: getPet
+      summary: One pet
+      description: With everything that is known of it.
+      parameters:
+        - {name: fields, in: query, explode: false, schema: {type: array, items: {type: string}}}
+        - {name: X-Trace, in: header, schema: {type: string}}
+        - {name: Accept, in: header, schema: {type: string}}
+      responses:
+        200: {description: ok}
+    put:
+      operationId: pets.replace
+      security: [{basic: []}]
+      requestBody: {$ref: '#/components/requestBodies/Pet'}
+    delete:
+      security: [{bearer: []}, {}]
+  /pets:
+    post:
+      operationId: createPet
+      x-toolcrib-result: /data
+      x-toolcrib-timeout-s: 2.5
+      requestBody:
+        required: true
+        content:
+          application/json: {schema: {$ref: '#/components/schemas/Pet'}}
+    patch:
+      x-toolcrib-effect: idempotent
+      security: []
+      requestBody:
+        content:
+          application/merge-patch+json: {schema: {type: object, additionalProperties: true}}
+  /z:
+    get:
+      parameters: [{$ref: 'other.yaml#/X'}]
+    post:
+      operationId: getPet
+    put:
+      requestBody: {required: true, content: {multipart/form-data: {}}}
+    trace: {}
+components:
+  parameters:
+    PetId: {name: petId, in: path, required: true, schema: {type: integer}}
+  requestBodies:
+    Pet:
+      required: true
+      content:
+        application/json:
+          schema:
+            type: object
+            required: [petId]
+            properties: {petId: {type: integer}, name: {type: string}}
+  schemas:
+    Pet:
+      type: object
+      required: [name]
+      properties:
+        id: {type: integer, readOnly: true}
+        name: {type: string, example: Rex, nullable: true}
+        weight: {type: number, minimum: 0, exclusiveMinimum: true}
+        parent: {$ref: '#/components/schemas/Pet'}
+        tags: {type: array}
+  securitySchemes:
+    apiKey: {type: apiKey, in: header, name: X-Key}
+    basic: {type: http, scheme: basic}
+    bearer: {type: http, scheme: bearer, x-toolcrib-env: PET_TOKEN}
+"##;
+
+fn pets() -> Import {
+    let document = crate::yaml::parse_long(PETS).unwrap();
+    let wanted = Wanted { prefix: Some("pets".into()), server: None };
+    import(&document, "p", &wanted, 30_000).unwrap()
+}
+
+fn tool(import: &Import, name: &str) -> (Definition, Value) {
+    let found = import.tools.iter().find(|tool| tool.definition.name == name);
+    let found = found.unwrap_or_else(|| panic!("{name}: {:?}", import.skipped));
+    let options = found.definition.utp.as_ref().unwrap().options.value();
+    (found.definition.clone(), options["http"].clone())
+}
+
+#[test]
+fn an_operation_becomes_a_tool_with_one_schema() {
+    let import = pets();
+    let (get, http) = tool(&import, "pets.getPet");
+    assert_eq!(get.description, "One pet. With everything that is known of it.");
+    assert_eq!((get.effect, get.executor), (Effect::Read, Executor::Http));
+    assert_eq!(http["url"], "https://eu.example.com/v1/pets/{petId}");
+    let expected = json!({
+        "type": "object",
+        "properties": {
+            "petId": { "type": "integer" },
+            "fields": { "type": "array", "items": { "type": "string" } },
+            "X-Trace": { "type": "string" },
+        },
+        "required": ["petId"],
+        "additionalProperties": false,
+    });
+    assert_eq!(get.input_schema.value(), expected, "Accept is not a parameter");
+    assert_eq!(http["parameters"][1], json!({ "name": "fields", "in": "query", "explode": false }));
+    let auth =
+        json!([{ "type": "api_key", "in": "header", "name": "X-Key", "env": "PETS_API_KEY" }]);
+    assert_eq!(http["auth"], auth);
+}
+
+#[test]
+fn the_body_is_merged_or_one_argument() {
+    let import = pets();
+    let (create, http) = tool(&import, "pets.createPet");
+    let schema = create.input_schema.value();
+    assert_eq!(schema["required"], json!(["name"]));
+    let pet = "#/$defs/Pet";
+    let expected = json!({
+        "name": { "type": ["string", "null"] },
+        "weight": { "type": "number", "exclusiveMinimum": 0 },
+        "parent": { "$ref": pet },
+        "tags": { "type": "array", "items": { "description": "anything" } },
+    });
+    assert_eq!(schema["properties"], expected, "what is only read is not an argument");
+    assert_eq!(schema["$defs"]["Pet"]["properties"]["parent"], json!({ "$ref": pet }));
+    assert_eq!(http["body"]["args"], json!(["name", "parent", "tags", "weight"]));
+    assert_eq!(
+        (&http["timeout_s"], &http["response"]),
+        (&json!(2.5), &json!({ "pointer": "/data" }))
+    );
+    assert_eq!(create.effect, Effect::Irreversible);
+    let (replace, http) = tool(&import, "pets.pets.replace");
+    assert_eq!(replace.effect, Effect::Idempotent);
+    assert_eq!(http["body"]["arg"], "body", "petId is taken by the path");
+    assert_eq!(replace.input_schema.value()["required"], json!(["petId", "body"]));
+    let (patch, http) = tool(&import, "pets.patch_pets");
+    assert_eq!(patch.effect, Effect::Idempotent, "x-toolcrib-effect");
+    assert_eq!(http["body"]["content_type"], "application/merge-patch+json");
+    assert_eq!(http["auth"], Value::Null);
+}
+
+#[test]
+fn ways_in_are_names_of_variables() {
+    let import = pets();
+    let envs = |name: &str| {
+        import.tools.iter().find(|tool| tool.definition.name == name).unwrap().envs.clone()
+    };
+    assert_eq!(envs("pets.pets.replace"), ["PETS_BASIC_USERNAME", "PETS_BASIC_PASSWORD"]);
+    assert_eq!(envs("pets.delete_pets_petId"), ["PET_TOKEN"]);
+    let (delete, http) = tool(&import, "pets.delete_pets_petId");
+    assert_eq!((delete.effect, &http["auth_optional"]), (Effect::Idempotent, &json!(true)));
+    assert_eq!(delete.description, "DELETE /pets/{petId}");
+}
+
+#[test]
+fn what_cannot_be_imported_is_left_out_and_named() {
+    let skipped = pets().skipped;
+    let reason = |operation: &str| {
+        let found = skipped.iter().find(|skipped| skipped.operation == operation);
+        found.unwrap_or_else(|| panic!("{operation}: {skipped:?}")).reason.clone()
+    };
+    assert!(reason("GET /z").contains("leads out of the document"));
+    assert!(reason("PUT /z").contains("neither JSON"));
+    assert!(reason("TRACE /z").contains("TRACE"));
+    assert_eq!(skipped.len(), 3, "{skipped:?}");
+}
+
+fn refused(document: Value) -> String {
+    import(&document, "p", &Wanted::default(), 1).unwrap_err()
+}
+
+#[test]
+fn what_is_no_document_is_refused() {
+    assert!(refused(json!([])).contains("mapping"));
+    assert!(refused(json!({ "swagger": "2.0" })).contains("Swagger 2"));
+    assert!(refused(json!({ "openapi": "4.0" })).contains("3.0 or 3.1"));
+    assert!(refused(json!({ "openapi": "3.1.0" })).contains("paths"));
+    let many: serde_json::Map<_, _> =
+        (0..=MAX_OPERATIONS).map(|n| (format!("/p{n}"), json!({ "get": {} }))).collect();
+    let many = json!({
+        "openapi": "3.1.0", "servers": [{ "url": "https://a.b" }], "paths": many,
+    });
+    assert!(refused(many).contains("more than 500"));
+}
+
+#[test]
+fn references_in_circles_end() {
+    let document = json!({
+        "openapi": "3.1.0",
+        "servers": [{ "url": "https://a.b" }],
+        "paths": {
+            "/a": { "get": { "parameters": [{ "$ref": "#/components/parameters/A" }] } },
+            "/b": { "$ref": "#/paths/~1b" },
+            "/c": { "get": { "parameters": [{ "$ref": "#/nowhere" }] } },
+            "/d/{id}": { "get": {} },
+            "/e": { "servers": [{ "url": "/relative" }], "get": {} },
+        },
+        "components": { "parameters": { "A": { "$ref": "#/components/parameters/A" } } },
+    });
+    let import = import(&document, "p", &Wanted::default(), 1).unwrap();
+    assert!(import.tools.is_empty());
+    let reasons: Vec<&str> = import.skipped.iter().map(|s| s.reason.as_str()).collect();
+    for (reason, word) in reasons.iter().zip(["circle", "circle", "nowhere", "{id}", "whole URL"]) {
+        assert!(reason.contains(word), "{word}: {reason}");
+    }
+}
+
+#[test]
+fn names_are_made_of_what_names_may_have() {
+    for (id, expected) in [
+        ("listPets", "listPets"),
+        ("pets/list all", "pets_list_all"),
+        ("über.pets", "ber.pets"),
+        ("a..b", "a.b"),
+        ("_x_", "x"),
+    ] {
+        assert_eq!(worded(id), expected);
+    }
+    assert_eq!(worded("get_/pets/{petId}/toys"), "get_pets_petId_toys");
+}
+
+#[test]
+fn an_id_that_two_operations_have_is_the_firsts() {
+    let same = |path: &str| json!({ "get": { "operationId": "list", "summary": path } });
+    let document = json!({
+        "openapi": "3.1.0", "info": { "title": "x" }, "servers": [{ "url": "https://x.y" }],
+        "paths": { "/cats": same("cats"), "/dogs": same("dogs"), "/emus": same("emus") },
+    });
+    let wanted = Wanted { prefix: Some("zoo".into()), server: None };
+    let import = import(&document, "p", &wanted, 1_000).unwrap();
+    let named: Vec<(&str, &str)> = import
+        .tools
+        .iter()
+        .map(|tool| (tool.definition.name.as_str(), tool.operation.as_str()))
+        .collect();
+    let expected =
+        [("zoo.list", "GET /cats"), ("zoo.get_dogs", "GET /dogs"), ("zoo.get_emus", "GET /emus")];
+    assert_eq!(named, expected);
+    assert!(import.skipped.is_empty());
+}

@@ -1,0 +1,251 @@
+//! An HTTP operation as a tool's definition describes it (`options.http`), and the request that it
+//! and some arguments make. Pure: nothing is sent here.
+
+pub mod allow;
+pub mod jina;
+mod request;
+pub mod secrets;
+
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use toolcrib::fault::{Code, Fault};
+
+pub use request::{Environment, Request, encoded};
+
+/// One operation of an HTTP API.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Operation {
+    /// `GET` unless said.
+    #[serde(default = "get")]
+    pub method: String,
+    /// With the arguments of the path in braces: `https://api.example.com/pets/{id}`.
+    pub url: String,
+    /// Where arguments go. Without this and `body`, what is not in the path goes into the query of
+    /// GET, HEAD and DELETE, and into a JSON body otherwise.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub parameters: Vec<Parameter>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub body: Option<BodyPlan>,
+    /// Headers that are always sent.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub headers: BTreeMap<String, String>,
+    /// Credentials, by the names of environment variables.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub auth: Vec<Auth>,
+    /// Whether it is sent without them when their variables are not set.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub auth_optional: bool,
+    /// How long the answer may take.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub timeout_s: Option<f64>,
+    #[serde(default, skip_serializing_if = "Mapping::is_plain")]
+    pub response: Mapping,
+}
+
+fn get() -> String {
+    "GET".to_owned()
+}
+
+/// Where one argument goes.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Parameter {
+    /// Its name in the request.
+    pub name: String,
+    #[serde(rename = "in")]
+    pub place: Place,
+    /// The argument's name, where that is another.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub arg: Option<String>,
+    /// How lists and objects are written, as OpenAPI has it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub style: Option<Style>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub explode: Option<bool>,
+    /// Written as JSON.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub json: bool,
+}
+
+/// Where in a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Place {
+    Path,
+    Query,
+    Header,
+    Cookie,
+}
+
+/// How a list or an object is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Style {
+    Simple,
+    Form,
+    SpaceDelimited,
+    PipeDelimited,
+    DeepObject,
+}
+
+/// What the body is made of.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BodyPlan {
+    /// The argument that is the whole body.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub arg: Option<String>,
+    /// The arguments that are the fields of the body.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub args: Vec<String>,
+    #[serde(default)]
+    pub encoding: Encoding,
+    /// Other than the encoding's own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub content_type: Option<String>,
+}
+
+/// How a body is written.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Encoding {
+    #[default]
+    Json,
+    Form,
+    Text,
+}
+
+/// A credential and where it goes.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
+pub enum Auth {
+    Bearer {
+        env: String,
+    },
+    ApiKey {
+        #[serde(rename = "in")]
+        place: Place,
+        name: String,
+        env: String,
+    },
+    Basic {
+        username_env: String,
+        password_env: String,
+    },
+}
+
+impl Auth {
+    /// The variables it needs.
+    pub fn envs(&self) -> Vec<&str> {
+        match self {
+            Self::Bearer { env } | Self::ApiKey { env, .. } => vec![env],
+            Self::Basic { username_env, password_env } => vec![username_env, password_env],
+        }
+    }
+}
+
+/// What of the answer becomes the result.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Mapping {
+    /// A JSON pointer into the body; without it, all of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pointer: Option<String>,
+}
+
+impl Mapping {
+    fn is_plain(&self) -> bool {
+        self.pointer.is_none()
+    }
+}
+
+/// What to ask for: an operation, or one of Jina's.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Plan {
+    Http(Box<Operation>),
+    Jina,
+}
+
+impl Plan {
+    /// Whether options say how an HTTP API is asked.
+    pub fn is_in(options: &Value) -> bool {
+        ["http", "jina", "openapi"].iter().any(|name| options.get(*name).is_some())
+    }
+
+    /// What a definition's options ask for, or what is wrong with them.
+    pub fn of(options: &Value) -> Result<Self, String> {
+        if let Some(http) = options.get("http") {
+            let read: Operation = serde_json::from_value(http.clone())
+                .map_err(|error| format!("options.http: {error}"))?;
+            read.check().map_err(|why| format!("options.http.{why}"))?;
+            return Ok(Self::Http(Box::new(read)));
+        }
+        jina::check(options).map(|()| Self::Jina)
+    }
+
+    /// Whether it only reads, as far as the method says.
+    pub fn is_get(&self, options: &Value) -> bool {
+        match self {
+            Self::Http(operation) => operation.method.eq_ignore_ascii_case("get"),
+            Self::Jina => jina::method(options) == "GET",
+        }
+    }
+}
+
+/// The methods that an operation may have.
+pub const METHODS: [&str; 8] =
+    ["GET", "PUT", "POST", "DELETE", "OPTIONS", "HEAD", "PATCH", "TRACE"];
+
+/// What the connection itself is about is not a definition's to say.
+const NOT_OURS: [&str; 6] =
+    ["host", "content-length", "transfer-encoding", "connection", "upgrade", "te"];
+
+impl Operation {
+    fn check(&self) -> Result<(), String> {
+        if !METHODS[..7].contains(&self.method.to_ascii_uppercase().as_str()) {
+            return Err(format!("method: \"{}\" is not one of HTTP's", self.method));
+        }
+        if !self.url.starts_with("https://") && !self.url.starts_with("http://") {
+            return Err("url must begin with https:// or http://".to_owned());
+        }
+        let authority = self.url.split("://").nth(1).unwrap_or_default();
+        let authority = authority.split(['/', '?', '#']).next().unwrap_or_default();
+        if authority.is_empty() || authority.contains(['{', '}', '@']) {
+            return Err("url must name its host, and have nothing in braces there".to_owned());
+        }
+        let in_headers = self.parameters.iter().filter(|p| p.place == Place::Header);
+        let named = in_headers.map(|p| &p.name).chain(self.headers.keys());
+        let keys = self.auth.iter().filter_map(|auth| match auth {
+            Auth::ApiKey { place: Place::Header, name, .. } => Some(name),
+            Auth::ApiKey { .. } | Auth::Bearer { .. } | Auth::Basic { .. } => None,
+        });
+        for name in named.chain(keys) {
+            if reqwest::header::HeaderName::from_bytes(name.as_bytes()).is_err() {
+                return Err(format!("headers: \"{name}\" is not a header's name"));
+            }
+            if NOT_OURS.contains(&name.to_ascii_lowercase().as_str()) {
+                return Err(format!("headers: {name} cannot be set"));
+            }
+        }
+        if let Some(BodyPlan { arg: Some(_), args, .. }) = &self.body
+            && !args.is_empty()
+        {
+            return Err("body: give arg or args, not both".to_owned());
+        }
+        if self.response.pointer.as_ref().is_some_and(|p| !p.is_empty() && !p.starts_with('/')) {
+            return Err("response.pointer must be a JSON pointer such as /data".to_owned());
+        }
+        Ok(())
+    }
+}
+
+/// The definition or the arguments cannot make a request.
+pub fn bad(message: impl Into<String>) -> Fault {
+    Fault::new(Code::BadRequest, message).not_happened()
+}

@@ -1,0 +1,110 @@
+//! The hosts that may be asked. Only these, only with https and its usual port unless an entry says
+//! otherwise.
+
+use reqwest::Url;
+
+/// One entry: `api.example.com`, `*.example.com`, `api.example.com:8443`, `http://10.0.0.7:8080`.
+#[derive(Debug, Clone, PartialEq)]
+struct Entry {
+    scheme: String,
+    host: String,
+    port: u16,
+}
+
+/// The list.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Allowed(Vec<Entry>);
+
+impl Allowed {
+    /// Reads the entries, or says which is none.
+    pub fn read(entries: &[String]) -> Result<Self, String> {
+        entries.iter().map(|text| entry(text)).collect::<Result<_, _>>().map(Self)
+    }
+
+    /// Whether a URL's host, scheme and port are on the list.
+    pub fn allows(&self, url: &Url) -> bool {
+        let Some(host) = url.host_str().map(bare) else { return false };
+        let port = url.port_or_known_default();
+        self.0.iter().any(|entry| {
+            let named = match entry.host.strip_prefix("*.") {
+                Some(parent) => host.strip_suffix(parent).is_some_and(|rest| rest.ends_with('.')),
+                None => entry.host == host,
+            };
+            named && entry.scheme == url.scheme() && Some(entry.port) == port
+        })
+    }
+}
+
+fn bare(host: &str) -> String {
+    host.trim_end_matches('.').to_ascii_lowercase()
+}
+
+fn entry(text: &str) -> Result<Entry, String> {
+    let wrong = || {
+        format!(
+            "\"{text}\" is no host: write api.example.com, *.example.com, \
+             api.example.com:8443 or http://127.0.0.1:8080"
+        )
+    };
+    let (scheme, rest) = text.split_once("://").unwrap_or(("https", text));
+    if !matches!(scheme, "http" | "https") {
+        return Err(wrong());
+    }
+    let (wild, rest) = match rest.strip_prefix("*.") {
+        Some(rest) => ("*.", rest),
+        None => ("", rest),
+    };
+    // Read as the URL that it is to be compared with, so that both are in the same form.
+    let url = Url::parse(&format!("{scheme}://{rest}")).map_err(|_| wrong())?;
+    let plain = url.path() == "/" && url.query().is_none() && url.username().is_empty();
+    match (url.host_str(), url.port_or_known_default()) {
+        (Some(host), Some(port)) if plain && !host.is_empty() && !host.contains('*') => {
+            Ok(Entry { scheme: scheme.to_owned(), host: format!("{wild}{}", bare(host)), port })
+        }
+        _ => Err(wrong()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn allows(entry: &str, url: &str) -> bool {
+        Allowed::read(&[entry.to_owned()]).unwrap().allows(&Url::parse(url).unwrap())
+    }
+
+    #[test]
+    fn https_and_its_port_unless_the_entry_says_otherwise() {
+        assert!(allows("api.example.com", "https://api.example.com/x"));
+        assert!(allows("API.example.com.", "https://api.EXAMPLE.com./x"));
+        for other in [
+            "http://api.example.com/",
+            "https://api.example.com:8443/",
+            "https://example.com/",
+            "https://api.example.com.evil.org/",
+            "https://notapi.example.com/",
+        ] {
+            assert!(!allows("api.example.com", other), "{other}");
+        }
+        assert!(allows("api.example.com:8443", "https://api.example.com:8443/"));
+        assert!(!allows("api.example.com:8443", "https://api.example.com/"));
+        assert!(allows("http://127.0.0.1:8080", "http://127.0.0.1:8080/"));
+        assert!(allows("http://127.0.0.1:8080", "http://0x7f.1:8080/"), "the same address");
+        assert!(allows("http://[::1]:8080", "http://[0:0:0:0:0:0:0:1]:8080/"));
+    }
+
+    #[test]
+    fn a_star_stands_for_names_below() {
+        assert!(allows("*.example.com", "https://a.b.example.com/"));
+        assert!(!allows("*.example.com", "https://example.com/"));
+        assert!(!allows("*.example.com", "https://badexample.com/"));
+    }
+
+    #[test]
+    fn nonsense_is_refused() {
+        for text in ["", "*", "ftp://x", "a/b", "user@host", "a b", "x:99999", "a.*.b", "https://"]
+        {
+            assert!(Allowed::read(&[text.to_owned()]).is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,224 @@
+//! Jina's search and reader: `options.jina`, with the older `options.openapi` below it.
+
+use reqwest::Url;
+use serde_json::{Map, Value};
+use toolcrib::fault::Fault;
+
+use super::request::{Environment, into_query};
+use super::secrets::Secrets;
+use super::{Mapping, Request, bad, encoded};
+
+/// The variable with the key, unless a definition names another.
+const KEY: &str = "JINA_API_KEY";
+
+/// Where Jina is.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Places {
+    pub search: Url,
+    pub reader: Url,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Mode {
+    Search,
+    Reader,
+}
+
+impl Mode {
+    fn as_str(self) -> &'static str {
+        match self {
+            Self::Search => "search",
+            Self::Reader => "reader",
+        }
+    }
+}
+
+/// Both tables; what the first does not say, the second may.
+struct Options<'a> {
+    jina: &'a Value,
+    openapi: &'a Value,
+}
+
+impl<'a> Options<'a> {
+    fn of(options: &'a Value) -> Result<Self, String> {
+        let (jina, openapi) = (&options["jina"], &options["openapi"]);
+        for (name, table) in [("jina", jina), ("openapi", openapi)] {
+            if !table.is_null() && !table.is_object() {
+                return Err(format!("options.{name} must be a mapping"));
+            }
+        }
+        if jina.is_null() && openapi.is_null() {
+            return Err("missing options.jina/options.openapi config".to_owned());
+        }
+        Ok(Self { jina, openapi })
+    }
+
+    fn text(&self, name: &str) -> Option<&'a str> {
+        let said =
+            |table: &'a Value| table[name].as_str().map(str::trim).filter(|text| !text.is_empty());
+        said(self.jina).or_else(|| said(self.openapi))
+    }
+}
+
+/// What can be seen to be wrong before anything is called.
+pub(super) fn check(options: &Value) -> Result<(), String> {
+    let read = Options::of(options)?;
+    match read.text("mode") {
+        Some(mode) if named(mode).is_none() => {
+            Err(format!("options.jina.mode must be search or reader, not \"{mode}\""))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn named(mode: &str) -> Option<Mode> {
+    match mode {
+        "search" => Some(Mode::Search),
+        "reader" | "read" | "crawl" => Some(Mode::Reader),
+        _ => None,
+    }
+}
+
+/// The method, in capitals.
+pub(super) fn method(options: &Value) -> String {
+    let read = Options::of(options);
+    let said = read.ok().and_then(|read| read.text("method").map(str::to_ascii_uppercase));
+    said.unwrap_or_else(|| "GET".to_owned())
+}
+
+/// The request with these arguments; those from the environment are among them, and in `secrets`.
+pub fn request(
+    options: &Value,
+    places: &Places,
+    args: &Map<String, Value>,
+    mut secrets: Secrets,
+    environment: Environment<'_>,
+) -> Result<Request, Fault> {
+    let read = Options::of(options).map_err(bad)?;
+    let (mode, base) = mode_and_base(&read, places)?;
+    let mut asked = read.jina["defaults"].as_object().cloned().unwrap_or_default();
+    asked.extend(args.clone());
+    let path = match mode {
+        Mode::Search => {
+            let query = taken(&mut asked, ["q", "query"])
+                .ok_or_else(|| bad("q (or query) is needed: what to search for"))?;
+            asked.insert("q".into(), query);
+            read.text("path").unwrap_or("/search").to_owned()
+        }
+        Mode::Reader => {
+            let url = taken(&mut asked, ["url", "target_url"])
+                .ok_or_else(|| bad("url (or target_url) is needed: what to read"))?;
+            let url = url.as_str().map(str::to_owned).unwrap_or_else(|| url.to_string());
+            let template = read.text("endpoint_template").unwrap_or("/{url}");
+            template.replace("{url}", &encoded(&url))
+        }
+    };
+    let mut url = base;
+    let joined = format!("{}/{}", url.path().trim_end_matches('/'), path.trim_start_matches('/'));
+    url.set_path(&joined);
+    let method = method(options);
+    let mut body = None;
+    if method == "GET" {
+        let mut query = Vec::new();
+        into_query(&asked, &mut query);
+        if !query.is_empty() {
+            url.query_pairs_mut().extend_pairs(query);
+        }
+    } else {
+        let bytes = Value::Object(asked).to_string().into_bytes();
+        body = Some(("application/json".to_owned(), bytes));
+    }
+    let headers = headers(&read, &mut secrets, environment);
+    let (timeout_s, mapping) = (timeout_s(options), Mapping::default());
+    Ok(Request { method, url, headers, body, basic: None, secrets, timeout_s, mapping, jina: true })
+}
+
+/// The first that says something; both are taken out.
+fn taken(args: &mut Map<String, Value>, names: [&str; 2]) -> Option<Value> {
+    let found = names.map(|name| args.remove(name));
+    found.into_iter().flatten().find(|value| match value {
+        Value::String(text) => !text.trim().is_empty(),
+        Value::Number(number) => number.as_f64() != Some(0.0),
+        _ => false,
+    })
+}
+
+fn mode_and_base(read: &Options<'_>, places: &Places) -> Result<(Mode, Url), Fault> {
+    let base = match read.text("base_url") {
+        Some(text) => {
+            let unreadable = |error| bad(format!("options.jina.base_url is not a URL: {error}"));
+            Some(Url::parse(text).map_err(unreadable)?)
+        }
+        None => None,
+    };
+    let host = base.as_ref().and_then(Url::host_str);
+    let by_host = || {
+        let is = |place: &Url| host.is_some() && place.host_str() == host;
+        match (is(&places.search), is(&places.reader)) {
+            (true, _) => Some(Mode::Search),
+            (_, true) => Some(Mode::Reader),
+            _ => None,
+        }
+    };
+    let by_path = || {
+        (read.openapi["path"].as_str().map(str::trim) == Some("/search")).then_some(Mode::Search)
+    };
+    let mode = match read.text("mode") {
+        Some(mode) => named(mode),
+        None => by_host().or_else(by_path),
+    };
+    let mode = mode.ok_or_else(|| bad("options.jina.mode must be search or reader"))?;
+    let place = match mode {
+        Mode::Search => &places.search,
+        Mode::Reader => &places.reader,
+    };
+    let base = base.unwrap_or_else(|| place.clone());
+    if base.host_str() != place.host_str() {
+        let (mode, host) = (mode.as_str(), place.host_str().unwrap_or_default());
+        return Err(bad(format!("options.jina.base_url must be on {host} for the mode {mode}")));
+    }
+    Ok((mode, base))
+}
+
+fn headers(
+    read: &Options<'_>,
+    secrets: &mut Secrets,
+    environment: Environment<'_>,
+) -> Vec<(String, String)> {
+    let mut headers: Vec<(String, String)> = Vec::new();
+    let mut set = |name: &str, value: String| {
+        headers.retain(|(known, _)| !known.eq_ignore_ascii_case(name));
+        headers.push((name.to_owned(), value));
+    };
+    for table in [read.openapi, read.jina] {
+        for (name, value) in table["headers"].as_object().into_iter().flatten() {
+            let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+            set(name, value);
+        }
+    }
+    let accept = read.text("accept").unwrap_or("text/plain").to_owned();
+    let said = |table: &Value| {
+        let mut names = table["headers"].as_object().into_iter().flatten().map(|(name, _)| name);
+        names.any(|name| name.eq_ignore_ascii_case("accept"))
+    };
+    if !said(read.jina) && !said(read.openapi) || read.text("accept").is_some() {
+        set("accept", accept);
+    }
+    let own = read.jina["auth_env"].as_str().map(str::trim).filter(|name| !name.is_empty());
+    let name = own.or_else(|| read.openapi["auth"]["env"].as_str()).unwrap_or(KEY);
+    match environment(name) {
+        Some(key) => {
+            secrets.add(&key);
+            set("authorization", format!("Bearer {key}"));
+        }
+        None => tracing::warn!(variable = name, "is not set: Jina is asked without a key"),
+    }
+    headers
+}
+
+/// The first that is positive.
+fn timeout_s(options: &Value) -> Option<f64> {
+    let tables = [&options["jina"], &options["openapi"], options];
+    let said = tables.into_iter().flat_map(|table| [&table["timeout_s"], &table["timeout"]]);
+    said.filter_map(Value::as_f64).find(|seconds| *seconds > 0.0)
+}

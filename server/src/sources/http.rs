@@ -1,0 +1,232 @@
+//! The source of tools that are operations of HTTP APIs.
+//!
+//! Definitions come from others, so nothing in one decides where the server connects to: the host
+//! must be on the operator's list, the address it resolves to must not be private, and an answer
+//! cannot send the request on to another host. Secrets are looked up here, at the last moment, and
+//! taken out of everything that comes back.
+
+mod answer;
+mod client;
+
+use std::collections::{BTreeMap, HashMap};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use parking_lot::Mutex;
+use reqwest::Url;
+use schemars::JsonSchema;
+use serde::Deserialize;
+use serde_json::{Map, Value};
+use tokio_util::sync::CancellationToken;
+use toolcrib::CallId;
+use toolcrib::args;
+use toolcrib::fault::{Code, Fault};
+use toolcrib::json::Json;
+use toolcrib::policy;
+use toolcrib::source::{Attempt, ProgressSink, Source, Started};
+use toolcrib::tool::{Definition, Executor};
+
+use crate::operation::allow::Allowed;
+use crate::operation::jina::{self, Places};
+use crate::operation::secrets::Secrets;
+use crate::operation::{Plan, Request, bad};
+use crate::outbound::Outbound;
+use client::Upstream;
+
+/// Tools that are operations of HTTP APIs.
+#[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct HttpSettings {
+    /// The hosts that may be asked: `api.example.com`, `*.example.com`; with another port or
+    /// without TLS only where it is said: `api.example.com:8443`, `http://127.0.0.1:8080`.
+    pub hosts: Vec<String>,
+    /// Whether their addresses may be in private networks.
+    pub allow_private: bool,
+    /// The hosts of which the addresses may be in private networks.
+    pub allow_hosts: Vec<String>,
+    /// Patterns of the environment variables that a definition may name. The server's own
+    /// (`TOOLCRIB_…`) never can be.
+    pub allow_envs: Vec<String>,
+    /// How long an answer may take where the definition does not say.
+    pub timeout_ms: u64,
+    /// How large an answer may be.
+    pub max_response_bytes: usize,
+    /// Arguments that come from the environment, for every such tool: `{ argument = "VARIABLE" }`.
+    pub envs: BTreeMap<String, String>,
+    /// Jina's search and reader.
+    pub jina: JinaSettings,
+}
+
+impl Default for HttpSettings {
+    fn default() -> Self {
+        Self {
+            hosts: vec!["s.jina.ai".into(), "r.jina.ai".into()],
+            allow_private: false,
+            allow_hosts: Vec::new(),
+            allow_envs: vec!["*".into()],
+            timeout_ms: 30_000,
+            max_response_bytes: 1 << 20,
+            envs: BTreeMap::new(),
+            jina: JinaSettings::default(),
+        }
+    }
+}
+
+/// Jina's search and reader.
+#[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct JinaSettings {
+    /// Where the search is; its host must be among `hosts`.
+    pub search_url: String,
+    /// Where the reader is; its host must be among `hosts`.
+    pub reader_url: String,
+    /// Arguments that come from the environment, for Jina's tools.
+    pub envs: BTreeMap<String, String>,
+}
+
+impl Default for JinaSettings {
+    fn default() -> Self {
+        let (search_url, reader_url) = ("https://s.jina.ai".into(), "https://r.jina.ai".into());
+        Self { search_url, reader_url, envs: BTreeMap::new() }
+    }
+}
+
+/// Asks HTTP APIs.
+pub struct HttpTools {
+    allowed: Allowed,
+    outbound: Outbound,
+    places: Places,
+    settings: HttpSettings,
+    upstream: Upstream,
+    running: Mutex<HashMap<(CallId, u32), CancellationToken>>,
+}
+
+impl HttpTools {
+    /// With these settings, or what is wrong with them.
+    pub fn new(settings: HttpSettings) -> Result<Self, String> {
+        let url = |name: &str, text: &str| {
+            Url::parse(text).map_err(|error| format!("jina.{name}: {error}"))
+        };
+        let places = Places {
+            search: url("search_url", &settings.jina.search_url)?,
+            reader: url("reader_url", &settings.jina.reader_url)?,
+        };
+        let allowed = Allowed::read(&settings.hosts).map_err(|why| format!("hosts: {why}"))?;
+        let outbound = Outbound::new("http", settings.allow_private, &settings.allow_hosts);
+        let upstream = Upstream::new(outbound.clone(), settings.max_response_bytes);
+        Ok(Self { allowed, outbound, places, settings, upstream, running: Mutex::default() })
+    }
+
+    /// The value of a variable that a definition may name, when it is set to something.
+    fn variable(&self, name: &str) -> Option<String> {
+        let own = name.to_ascii_uppercase().starts_with("TOOLCRIB_");
+        let named = self.settings.allow_envs.iter().any(|p| policy::matches(p, name));
+        if own || !named {
+            tracing::warn!(variable = name, "http.allow_envs keeps a definition from it");
+            return None;
+        }
+        std::env::var(name).ok().filter(|value| !value.is_empty())
+    }
+
+    fn request(&self, options: &Value, given: &Json) -> Result<Request, Fault> {
+        let plan = Plan::of(options).map_err(bad)?;
+        let Value::Object(mut given) = given.value() else {
+            return Err(bad("the arguments must be an object"));
+        };
+        let mut secrets = Secrets::default();
+        self.put_environment(&plan, options, &mut given, &mut secrets);
+        let look = |name: &str| self.variable(name);
+        let request = match &plan {
+            Plan::Http(operation) => operation.request(&given, secrets, &look),
+            Plan::Jina => jina::request(options, &self.places, &given, secrets, &look),
+        }?;
+        self.check(&request.url)?;
+        Ok(request)
+    }
+
+    /// The definition's variables, overlaid by the operator's.
+    fn put_environment(
+        &self,
+        plan: &Plan,
+        options: &Value,
+        given: &mut Map<String, Value>,
+        secrets: &mut Secrets,
+    ) {
+        let mut envs = args::envs(options);
+        envs.extend(self.settings.envs.clone());
+        if *plan == Plan::Jina {
+            envs.extend(self.settings.jina.envs.clone());
+        }
+        for (arg, name) in envs {
+            match self.variable(&name) {
+                Some(value) => {
+                    secrets.add(&value);
+                    given.insert(arg, Value::String(value));
+                }
+                None => tracing::warn!(arg, variable = name, "is not set; left out"),
+            }
+        }
+    }
+
+    fn check(&self, url: &Url) -> Result<(), Fault> {
+        let refused =
+            |why: String| Fault::new(Code::PermissionDenied, why).not_happened().retryable(false);
+        if !self.allowed.allows(url) {
+            let place = place(url);
+            let message = format!("{place} may not be asked: it is not in the setting http.hosts");
+            return Err(refused(message));
+        }
+        let checked = self.outbound.check(url.as_str());
+        checked.map(|_| ()).map_err(|why| refused(format!("the tool's URL {why}")))
+    }
+
+    async fn run(&self, attempt: &Attempt) -> Result<Json, Fault> {
+        let Some(command) = &attempt.command else {
+            return Err(Fault::new(Code::Internal, "the definition is gone").not_happened());
+        };
+        let request = self.request(&command.binding.options.value(), &attempt.args)?;
+        let own_ms = request.timeout_s.map(|seconds| (seconds * 1_000.0).max(1.0) as u64);
+        let now_ms = u64::try_from(jiff::Timestamp::now().as_millisecond()).unwrap_or_default();
+        let left_ms = attempt.deadline_ms.saturating_sub(now_ms);
+        let limit = Duration::from_millis(own_ms.unwrap_or(self.settings.timeout_ms).min(left_ms));
+        let began = std::time::Instant::now();
+        let came = self.upstream.ask(&request, limit).await;
+        let about =
+            answer::About { tool: &attempt.tool, tool_call_id: &command.route.tool_call_id };
+        answer::read(&request, came, began.elapsed(), &about)
+    }
+}
+
+/// A URL's scheme, host and port: nothing of it that could be secret.
+fn place(url: &Url) -> String {
+    url.origin().ascii_serialization()
+}
+
+#[async_trait]
+impl Source for HttpTools {
+    fn executor(&self) -> Executor {
+        Executor::Http
+    }
+
+    fn list(&self) -> Vec<Definition> {
+        Vec::new()
+    }
+
+    async fn start(&self, attempt: Attempt, _progress: ProgressSink) -> Started {
+        let canceled = CancellationToken::new();
+        let place = (attempt.call_id.clone(), attempt.number);
+        self.running.lock().insert(place.clone(), canceled.clone());
+        let done = tokio::select! {
+            done = self.run(&attempt) => done,
+            () = canceled.cancelled() => Err(Fault::new(Code::Canceled, "stopped")),
+        };
+        self.running.lock().remove(&place);
+        Started::Done(done)
+    }
+
+    fn cancel(&self, call_id: &CallId, attempt: u32) {
+        if let Some(canceled) = self.running.lock().remove(&(call_id.clone(), attempt)) {
+            canceled.cancel();
+        }
+    }
+}

@@ -1,0 +1,322 @@
+//! `tools/call` over HTTP of 2026-07-28, where every request stands for itself: one POST, written
+//! and read here. It is the path of most calls, and goes without the session, the queue and the
+//! copies that everything else needs and `rmcp` has. To hang up is to cancel, as the revision says.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use axum::http::{HeaderMap, HeaderName, HeaderValue};
+use reqwest::{Response, StatusCode, Url};
+use rmcp::model::{
+    CallToolResult, CreateTaskResult, ErrorData, InputRequiredResult, ProgressNotificationParam,
+};
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+use serde_json::{Map, Value};
+use toolcrib::source::{Attempt, ProgressSink};
+
+use super::authorised::Authorised;
+use super::connection::MAX_MESSAGE_BYTES;
+use super::ears::{introduction, progressed};
+
+const REVISION: &str = "2026-07-28";
+
+/// What came of a request.
+pub(super) enum Came {
+    Result(CallToolResult),
+    Asks(InputRequiredResult),
+    Task(CreateTaskResult),
+    /// The upstream's own refusal.
+    Error(ErrorData),
+    /// It cannot have reached the upstream, or was turned away there.
+    NotSent(String),
+    /// Nobody knows what became of it.
+    Lost(String),
+}
+
+/// An upstream that is called straight.
+pub(super) struct Direct {
+    client: Authorised,
+    url: Url,
+    headers: HeaderMap,
+    /// What every request says about us, as JSON without its braces.
+    about_us: String,
+    next: AtomicU64,
+}
+
+#[derive(Serialize)]
+struct Question<'a> {
+    name: &'a str,
+    arguments: &'a RawValue,
+    #[serde(rename = "inputResponses", skip_serializing_if = "Option::is_none")]
+    answers: Option<&'a Map<String, Value>>,
+    #[serde(rename = "requestState", skip_serializing_if = "Option::is_none")]
+    state: Option<&'a str>,
+    #[serde(rename = "_meta")]
+    meta: &'a RawValue,
+}
+
+#[derive(Deserialize)]
+struct Message<'a> {
+    #[serde(borrow)]
+    result: Option<&'a RawValue>,
+    error: Option<ErrorData>,
+    method: Option<&'a str>,
+    #[serde(borrow)]
+    params: Option<&'a RawValue>,
+}
+
+#[derive(Deserialize)]
+struct Kind<'a> {
+    #[serde(rename = "resultType")]
+    kind: Option<&'a str>,
+}
+
+impl Direct {
+    /// To this address, with these headers.
+    pub(super) fn new(
+        client: Authorised,
+        url: &str,
+        own: impl IntoIterator<Item = (HeaderName, HeaderValue)>,
+    ) -> Option<Self> {
+        let mut headers = HeaderMap::new();
+        let accepted = "application/json, text/event-stream";
+        headers.insert("accept", HeaderValue::from_static(accepted));
+        headers.insert("content-type", HeaderValue::from_static("application/json"));
+        headers.insert("mcp-protocol-version", HeaderValue::from_static(REVISION));
+        headers.insert("mcp-method", HeaderValue::from_static("tools/call"));
+        headers.extend(own);
+        let us = introduction();
+        let info = serde_json::to_string(&us.client_info).ok()?;
+        let capabilities = serde_json::to_string(&us.capabilities).ok()?;
+        let about_us = format!(
+            "\"io.modelcontextprotocol/protocolVersion\":\"{REVISION}\",\
+             \"io.modelcontextprotocol/clientInfo\":{info},\
+             \"io.modelcontextprotocol/clientCapabilities\":{capabilities}"
+        );
+        let url = Url::parse(url).ok()?;
+        Some(Self { client, url, headers, about_us, next: AtomicU64::new(1) })
+    }
+
+    /// Whether a tool of this name can be called so: headers take no other letters as they are.
+    pub(super) fn takes(name: &str) -> bool {
+        name.bytes().all(|byte| byte.is_ascii_graphic())
+    }
+
+    fn body(
+        &self,
+        name: &str,
+        attempt: &Attempt,
+        answers: Option<&Map<String, Value>>,
+        state: Option<&str>,
+    ) -> Result<String, serde_json::Error> {
+        let id = self.next.fetch_add(1, Ordering::Relaxed);
+        let trace = attempt.traceparent.as_ref();
+        let trace = trace.map(|trace| format!(",\"traceparent\":\"{trace}\"")).unwrap_or_default();
+        let about = &self.about_us;
+        let meta = RawValue::from_string(format!("{{{about},\"progressToken\":{id}{trace}}}"))?;
+        let arguments: &RawValue = serde_json::from_str(attempt.args.text())?;
+        let params =
+            serde_json::to_string(&Question { name, arguments, answers, state, meta: &meta })?;
+        Ok(format!(
+            "{{\"jsonrpc\":\"2.0\",\"id\":{id},\"method\":\"tools/call\",\"params\":{params}}}"
+        ))
+    }
+
+    /// Calls a tool, and waits for what comes of it.
+    pub(super) async fn call(
+        &self,
+        name: &str,
+        attempt: &Attempt,
+        answers: Option<&Map<String, Value>>,
+        state: Option<&str>,
+        progress: &ProgressSink,
+    ) -> Came {
+        let body = match self.body(name, attempt, answers, state) {
+            Ok(body) => body,
+            Err(error) => return Came::NotSent(error.to_string()),
+        };
+        let mut headers = self.headers.clone();
+        if let Ok(value) = HeaderValue::from_str(name) {
+            headers.insert("mcp-name", value);
+        }
+        // The call's deadline is the engine's to watch.
+        let sent = self.client.send(|client, token| {
+            let request = client.post(self.url.clone()).headers(headers.clone()).body(body.clone());
+            match token {
+                Some(token) => request.bearer_auth(token),
+                None => request,
+            }
+        });
+        match sent.await {
+            Ok(answer) => read(answer, progress).await,
+            Err(error) if error.is_connect() => Came::NotSent("it cannot be reached".to_owned()),
+            Err(error) => Came::Lost(plainly(&error)),
+        }
+    }
+}
+
+/// What is behind an error, without the address it is about.
+fn plainly(error: &reqwest::Error) -> String {
+    let mut cause: &dyn std::error::Error = error;
+    while let Some(inner) = cause.source() {
+        cause = inner;
+    }
+    cause.to_string()
+}
+
+async fn read(mut answer: Response, progress: &ProgressSink) -> Came {
+    let status = answer.status();
+    let kind = answer.headers().get("content-type").and_then(|kind| kind.to_str().ok());
+    let kind = kind.unwrap_or_default();
+    if status.is_success() && kind.starts_with("text/event-stream") {
+        return stream(&mut answer, progress).await;
+    }
+    let is_json = kind.starts_with("application/json");
+    let body = match whole(&mut answer).await {
+        Ok(body) => body,
+        Err(why) => return Came::Lost(why),
+    };
+    // Gateways and issuers refuse with JSON of their own.
+    let is_message = is_json && (status.is_success() || speaks_rpc(&body));
+    if is_message && let Some(came) = message(&body, progress) {
+        return came;
+    }
+    match status {
+        StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
+            Came::NotSent(format!("it does not let us in (HTTP {status})"))
+        }
+        StatusCode::NOT_FOUND | StatusCode::TOO_MANY_REQUESTS => {
+            Came::NotSent(format!("it turned the call away (HTTP {status})"))
+        }
+        _ => Came::Lost(format!("it answered what is no message of MCP (HTTP {status})")),
+    }
+}
+
+/// Whether a text is a message at all.
+fn speaks_rpc(text: &[u8]) -> bool {
+    let read = serde_json::from_slice::<serde_json::Value>(text);
+    read.is_ok_and(|message| message.get("jsonrpc").is_some())
+}
+
+async fn whole(answer: &mut Response) -> Result<Vec<u8>, String> {
+    let mut body = Vec::new();
+    loop {
+        match answer.chunk().await {
+            Ok(Some(chunk)) if body.len() + chunk.len() > MAX_MESSAGE_BYTES => {
+                return Err(format!("its answer is over {MAX_MESSAGE_BYTES} bytes"));
+            }
+            Ok(Some(chunk)) => body.extend_from_slice(&chunk),
+            Ok(None) => return Ok(body),
+            Err(error) => return Err(plainly(&error)),
+        }
+    }
+}
+
+/// Server-sent events, until the one with the answer.
+async fn stream(answer: &mut Response, progress: &ProgressSink) -> Came {
+    let (mut rest, mut data) = (Vec::new(), Vec::new());
+    // How much of the rest is known to have no end of a line in it.
+    let mut searched = 0;
+    let mut events = 0_u32;
+    loop {
+        let chunk = match answer.chunk().await {
+            Ok(Some(chunk)) => chunk,
+            Ok(None) => return Came::Lost("it hung up before it had answered".to_owned()),
+            Err(error) => return Came::Lost(plainly(&error)),
+        };
+        rest.extend_from_slice(&chunk);
+        let mut begin = 0;
+        while let Some(end) = rest[searched..].iter().position(|byte| *byte == b'\n') {
+            let line = rest[begin..searched + end].trim_ascii_end();
+            searched += end + 1;
+            begin = searched;
+            if let Some(text) = line.strip_prefix(b"data:") {
+                data.extend_from_slice(text.trim_ascii_start());
+            } else if line.is_empty() && !data.is_empty() {
+                if let Some(came) = message(&data, progress) {
+                    return came;
+                }
+                data.clear();
+                events += 1;
+            }
+        }
+        rest.drain(..begin);
+        searched = rest.len();
+        if rest.len() + data.len() > MAX_MESSAGE_BYTES {
+            return Came::Lost(format!("its answer is over {MAX_MESSAGE_BYTES} bytes"));
+        }
+        if events > MOST_EVENTS {
+            return Came::Lost(format!("it floods: more than {MOST_EVENTS} messages for one call"));
+        }
+        // Others have their turn, however fast it talks.
+        tokio::task::yield_now().await;
+    }
+}
+
+/// Messages beside its answer that one call may bring.
+const MOST_EVENTS: u32 = 20_000;
+
+/// What a message means; none when the answer is still to come.
+fn message(text: &[u8], progress: &ProgressSink) -> Option<Came> {
+    let garbled = || Some(Came::Lost("it answered what is no message of MCP".to_owned()));
+    let Ok(message) = serde_json::from_slice::<Message<'_>>(text) else { return garbled() };
+    if let Some(error) = message.error {
+        return Some(Came::Error(error));
+    }
+    let Some(result) = message.result else {
+        if message.method == Some("notifications/progress")
+            && let Some(params) = message.params
+            && let Ok(said) = serde_json::from_str::<ProgressNotificationParam>(params.get())
+        {
+            progress(progressed(said));
+        }
+        // Only what has a method is something else than the answer.
+        return if message.method.is_some() { None } else { garbled() };
+    };
+    let text = result.get();
+    let kind = serde_json::from_str::<Kind<'_>>(text).ok().and_then(|kind| kind.kind);
+    let came = match kind {
+        Some("task") => serde_json::from_str(text).ok().map(Came::Task),
+        Some("input_required") => serde_json::from_str(text).ok().map(Came::Asks),
+        _ => serde_json::from_str(text).ok().map(Came::Result),
+    };
+    came.or_else(garbled)
+}
+
+/// How long a connection that nobody uses is kept.
+pub(super) const KEPT: Duration = Duration::from_secs(30);
+
+/// Shared by all attempts.
+pub(super) type Shared = Option<Arc<Direct>>;
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn meaning(text: &str) -> Option<Came> {
+        let sink: ProgressSink = Arc::new(|_| {});
+        message(text.as_bytes(), &sink)
+    }
+
+    #[test]
+    fn messages_are_told_apart() {
+        let result = r#"{"jsonrpc":"2.0","id":1,"result":{"content":[]}}"#;
+        assert!(matches!(meaning(result), Some(Came::Result(_))));
+        let task = r#"{"id":1,"result":{"resultType":"task","taskId":"t","status":"working",
+            "createdAt":"2026-01-01T00:00:00Z","lastUpdatedAt":"2026-01-01T00:00:00Z","ttlMs":null}}"#;
+        assert!(matches!(meaning(task), Some(Came::Task(_))));
+        let asks = r#"{"id":1,"result":{"resultType":"input_required","requestState":"s"}}"#;
+        assert!(matches!(meaning(asks), Some(Came::Asks(_))));
+        let error = r#"{"id":1,"error":{"code":-32602,"message":"no"}}"#;
+        assert!(matches!(meaning(error), Some(Came::Error(_))));
+        let news =
+            r#"{"method":"notifications/progress","params":{"progressToken":1,"progress":1}}"#;
+        assert!(meaning(news).is_none());
+        for odd in ["", "{}", "nonsense", r#"{"id":1}"#, r#"{"id":1,"result":7}"#] {
+            assert!(matches!(meaning(odd), Some(Came::Lost(_))), "{odd}");
+        }
+    }
+}

@@ -1,0 +1,161 @@
+//! What is taken from the server's environment, at the moment it is needed: only what is named.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+
+use super::settings::McpSettings;
+
+/// What every program needs to run at all, and nothing that is secret.
+const USUAL: [&str; 10] =
+    ["PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ", "TMPDIR", "SHELL", "TERM", "SYSTEMROOT"];
+
+/// Shorter values are not taken out of what a program says: they would be found in every word.
+const SHORT: usize = 6;
+
+/// Settings with everything filled in, and what must not be repeated from it.
+#[derive(Default)]
+pub struct Filled {
+    pub command: String,
+    pub args: Vec<String>,
+    pub env: BTreeMap<String, String>,
+    pub url: String,
+    pub headers: BTreeMap<String, String>,
+    pub client_id: Option<String>,
+    pub client_secret: Option<String>,
+    pub private_key: Option<String>,
+    secrets: Vec<(String, String)>,
+}
+
+impl Filled {
+    /// Looks up what the settings name.
+    pub fn of(settings: &McpSettings) -> Result<Self, String> {
+        Self::with(settings, |name| std::env::var(name).ok())
+    }
+
+    fn with(settings: &McpSettings, look: impl Fn(&str) -> Option<String>) -> Result<Self, String> {
+        let mut filled = Self::default();
+        // Whatever is put somewhere from the environment is nobody's to read there.
+        let put = RefCell::new(Vec::new());
+        let fill = |text: &str| {
+            filled_in(text, |name| {
+                let value = look(name);
+                put.borrow_mut().extend(value.clone().map(|value| (name.to_owned(), value)));
+                value
+            })
+        };
+        filled.command = fill(settings.command.as_deref().unwrap_or_default())?;
+        filled.url = fill(settings.url.as_deref().unwrap_or_default())?;
+        filled.args = settings.args.iter().map(|arg| fill(arg)).collect::<Result<_, _>>()?;
+        for (name, value) in &settings.headers {
+            filled.headers.insert(name.clone(), fill(value)?);
+        }
+        if let Some(oauth) = &settings.oauth {
+            let filled_in = |text: &Option<String>| text.as_deref().map(fill).transpose();
+            filled.client_id = filled_in(&oauth.client_id)?;
+            filled.client_secret = filled_in(&oauth.client_secret)?;
+            filled.private_key = filled_in(&oauth.private_key)?;
+        }
+        let usual = USUAL.iter().filter_map(|name| Some(((*name).to_owned(), look(name)?)));
+        filled.env.extend(usual);
+        for (name, value) in &settings.env {
+            filled.env.insert(name.clone(), fill(value)?);
+        }
+        for name in &settings.env_from {
+            let value = look(name).ok_or_else(|| not_set(name))?;
+            filled.env.insert(name.clone(), value);
+        }
+        let of_settings = settings.env.keys().chain(&settings.env_from);
+        let named = of_settings.filter_map(|name| Some((name, filled.env.get(name)?)));
+        let named = named.chain(filled.headers.iter());
+        let named = named.map(|(name, value)| (name.clone(), value.clone()));
+        let of_ours = [("client_secret", &filled.client_secret), ("key", &filled.private_key)];
+        let of_ours = of_ours.map(|(name, value)| Some((name.to_owned(), value.clone()?)));
+        let hidden = hidden_in(&filled.url).into_iter().map(|part| ("url".to_owned(), part));
+        let all = named.chain(of_ours.into_iter().flatten()).chain(hidden).chain(put.take());
+        filled.secrets = all.filter(|(_, value)| value.len() >= SHORT).collect();
+        // The longest first: one may be a part of another.
+        filled.secrets.sort_by_key(|(_, value)| std::cmp::Reverse(value.len()));
+        Ok(filled)
+    }
+
+    /// A text in which the values that were named are told by their names.
+    pub fn clean(&self, text: &str) -> String {
+        let mut text = text.to_owned();
+        for (name, value) in &self.secrets {
+            if text.contains(value.as_str()) {
+                text = text.replace(value.as_str(), &format!("[{name}]"));
+            }
+            let bare = value.split_once(' ').map_or("", |(_, bare)| bare);
+            if bare.len() >= SHORT && text.contains(bare) {
+                text = text.replace(bare, &format!("[{name}]"));
+            }
+        }
+        text
+    }
+}
+
+/// What an address carries that may open something: the values of its query, and a password.
+fn hidden_in(url: &str) -> Vec<String> {
+    let Ok(url) = reqwest::Url::parse(url) else { return Vec::new() };
+    let plain = url.query_pairs().map(|(_, value)| value.into_owned());
+    // As they are written, too.
+    let written = url.query().unwrap_or_default().split('&');
+    let written = written.filter_map(|pair| Some(pair.split_once('=')?.1.to_owned()));
+    plain.chain(written).chain(url.password().map(str::to_owned)).collect()
+}
+
+fn not_set(name: &str) -> String {
+    format!("the variable {name} is not set in the server's environment")
+}
+
+/// `${NAME}`, `${env:NAME}` and `${NAME:-otherwise}`, as desktop clients write them.
+fn filled_in(text: &str, look: impl Fn(&str) -> Option<String>) -> Result<String, String> {
+    let mut made = String::new();
+    let mut rest = text;
+    while let Some((before, after)) = rest.split_once("${") {
+        let Some((inside, behind)) = after.split_once('}') else { break };
+        made.push_str(before);
+        let inside = inside.strip_prefix("env:").unwrap_or(inside);
+        let (name, otherwise) = match inside.split_once(":-") {
+            Some((name, otherwise)) => (name, Some(otherwise)),
+            None => (inside, None),
+        };
+        let value = look(name).or_else(|| otherwise.map(str::to_owned));
+        made.push_str(&value.ok_or_else(|| not_set(name))?);
+        rest = behind;
+    }
+    made.push_str(rest);
+    Ok(made)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn look(name: &str) -> Option<String> {
+        let known = [("TOKEN", "secret-token"), ("PATH", "/bin"), ("OTHER", "not-for-you")];
+        known.into_iter().find(|(known, _)| *known == name).map(|(_, value)| value.to_owned())
+    }
+
+    #[test]
+    fn only_what_is_named_is_taken() {
+        let mut settings = McpSettings { command: Some("x".into()), ..McpSettings::default() };
+        settings.env.insert("A".into(), "b ${TOKEN} ${env:NONE:-c}".into());
+        settings.headers.insert("authorization".into(), "Bearer ${TOKEN}".into());
+        let filled = Filled::with(&settings, look).unwrap();
+        let env: Vec<(&str, &str)> =
+            filled.env.iter().map(|(a, b)| (a.as_str(), b.as_str())).collect();
+        assert_eq!(env, [("A", "b secret-token c"), ("PATH", "/bin")]);
+        assert_eq!(filled.clean("said secret-token"), "said [authorization]");
+        settings.args.push("--key=${OTHER}".into());
+        settings.url = Some("http://u:opensesame@h/mcp?key=${TOKEN}&page=literally".into());
+        let filled = Filled::with(&settings, look).unwrap();
+        let clean = filled.clean(&format!("{} {}", filled.args[0], filled.url));
+        for secret in ["not-for-you", "opensesame", "secret-token", "literally"] {
+            assert!(!clean.contains(secret), "{clean}");
+        }
+        settings.env_from.push("MISSING".into());
+        assert!(Filled::with(&settings, look).is_err());
+    }
+}

@@ -1,0 +1,253 @@
+//! What is kept of a sign-in: in the store what must survive a restart, in memory what need not.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use async_trait::async_trait;
+use parking_lot::Mutex;
+use rmcp::transport::auth::{
+    AuthError, CredentialStore, StateStore, StoredAuthorizationState, StoredCredentials,
+};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::super::now_ms;
+use super::super::settings::McpSettings;
+
+/// How long somebody may take to sign in, from the moment the address was made.
+pub(super) const SIGN_IN_MS: u64 = 10 * 60 * 1_000;
+
+/// Sign-ins of one upstream that may be under way at the same time.
+const MOST_SIGN_INS: usize = 16;
+
+/// A token is not used for its last while.
+const EARLY_MS: u64 = 30_000;
+
+/// What an issuer knows us as.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) struct Registered {
+    pub(super) issuer: String,
+    pub(super) client_id: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) client_secret: Option<String>,
+    pub(super) redirect_uri: String,
+}
+
+/// What is kept in the store.
+#[derive(Default, Serialize, Deserialize)]
+pub(super) struct Grant {
+    /// Whose it is: what was granted for one address is not shown to another.
+    pub(super) url: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) client: Option<Registered>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) credentials: Option<StoredCredentials>,
+    /// Every scope that was ever asked for: what was asked for once is not asked for again.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) asked: Vec<String>,
+}
+
+/// A token that can be sent.
+#[derive(Clone)]
+pub(super) struct Token {
+    pub(super) value: Arc<str>,
+    /// When to get another; never where the issuer does not say.
+    pub(super) renew_ms: Option<u64>,
+    /// Whether the upstream has ever taken it.
+    taken: Arc<AtomicBool>,
+}
+
+impl Token {
+    pub(super) fn of(credentials: &StoredCredentials) -> Option<Self> {
+        let said = serde_json::to_value(credentials.token_response.as_ref()?).ok()?;
+        let value: Arc<str> = said["access_token"].as_str()?.into();
+        let received_ms = credentials.token_received_at.unwrap_or_default().saturating_mul(1_000);
+        let lives_ms = said["expires_in"].as_u64().map(|seconds| seconds.saturating_mul(1_000));
+        // One that lives shortly is used for half of its life.
+        let renew_ms = lives_ms.map(|ms| received_ms.saturating_add(ms - EARLY_MS.min(ms / 2)));
+        Some(Self { value, renew_ms, taken: Arc::default() })
+    }
+
+    pub(super) fn was_taken(&self) -> bool {
+        self.taken.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn is_taken(&self) {
+        self.taken.store(true, Ordering::Relaxed);
+    }
+
+    pub(super) fn is_fresh(&self) -> bool {
+        self.renew_ms.is_none_or(|at_ms| now_ms() < at_ms)
+    }
+}
+
+/// The secrets in credentials, so that they can be taken out of what others say.
+pub(super) fn secrets(credentials: &StoredCredentials) -> Vec<String> {
+    let said = serde_json::to_value(&credentials.token_response).unwrap_or_default();
+    let text = |key: &str| said[key].as_str().map(str::to_owned);
+    ["access_token", "refresh_token", "id_token"].into_iter().filter_map(text).collect()
+}
+
+/// Whether there is a token that can be had without anybody.
+pub(super) fn can_refresh(credentials: &StoredCredentials) -> bool {
+    let said = serde_json::to_value(&credentials.token_response).unwrap_or_default();
+    said["refresh_token"].is_string()
+}
+
+/// The credentials that `rmcp` works on; what is written here is stored by who asked for it.
+#[derive(Clone, Default)]
+pub(super) struct Wallet(Arc<Mutex<Option<StoredCredentials>>>);
+
+impl Wallet {
+    pub(super) fn get(&self) -> Option<StoredCredentials> {
+        self.0.lock().clone()
+    }
+
+    pub(super) fn set(&self, credentials: Option<StoredCredentials>) {
+        *self.0.lock() = credentials;
+    }
+}
+
+#[async_trait]
+impl CredentialStore for Wallet {
+    async fn load(&self) -> Result<Option<StoredCredentials>, AuthError> {
+        Ok(self.get())
+    }
+
+    async fn save(&self, credentials: StoredCredentials) -> Result<(), AuthError> {
+        self.set(Some(credentials));
+        Ok(())
+    }
+
+    async fn clear(&self) -> Result<(), AuthError> {
+        self.set(None);
+        Ok(())
+    }
+}
+
+/// Sign-ins that are under way, by their state: unguessable, good for one time and a short while.
+#[derive(Clone, Default)]
+pub(super) struct Pending(Arc<Mutex<HashMap<String, StoredAuthorizationState>>>);
+
+fn is_recent(state: &StoredAuthorizationState) -> bool {
+    now_ms() < state.created_at * 1_000 + SIGN_IN_MS
+}
+
+impl Pending {
+    pub(super) fn has(&self, state: &str) -> bool {
+        self.0.lock().get(state).is_some_and(is_recent)
+    }
+
+    pub(super) fn forget(&self, state: &str) {
+        self.0.lock().remove(state);
+    }
+
+    pub(super) fn clear(&self) {
+        self.0.lock().clear();
+    }
+}
+
+#[async_trait]
+impl StateStore for Pending {
+    async fn save(&self, csrf: &str, state: StoredAuthorizationState) -> Result<(), AuthError> {
+        let mut known = self.0.lock();
+        known.retain(|_, state| is_recent(state));
+        if known.len() >= MOST_SIGN_INS {
+            let oldest = known.iter().min_by_key(|(_, state)| state.created_at);
+            if let Some(oldest) = oldest.map(|(key, _)| key.clone()) {
+                known.remove(&oldest);
+            }
+        }
+        known.insert(csrf.to_owned(), state);
+        Ok(())
+    }
+
+    async fn load(&self, csrf: &str) -> Result<Option<StoredAuthorizationState>, AuthError> {
+        Ok(self.0.lock().get(csrf).filter(|state| is_recent(state)).cloned())
+    }
+
+    async fn delete(&self, csrf: &str) -> Result<(), AuthError> {
+        self.forget(csrf);
+        Ok(())
+    }
+}
+
+/// The scopes in a space-separated list.
+pub(super) fn split(scopes: &str) -> Vec<String> {
+    scopes.split_whitespace().map(str::to_owned).collect()
+}
+
+/// The query of an address, by name.
+pub(super) fn query(url: &str, name: &str) -> Option<String> {
+    let url = reqwest::Url::parse(url).ok()?;
+    let found = url.query_pairs().find(|(key, _)| key == name);
+    found.map(|(_, value)| value.into_owned())
+}
+
+/// Whether an address that an issuer names is one for a browser and for secrets: on the web, and as
+/// safe on the way as the upstream's own.
+pub(super) fn is_sound(end: &str, of: &McpSettings) -> bool {
+    let safe = of.url.as_ref().is_some_and(|url| url.starts_with("https:"));
+    match reqwest::Url::parse(end) {
+        Ok(end) => end.has_host() && (end.scheme() == "https" || end.scheme() == "http" && !safe),
+        Err(_) => false,
+    }
+}
+
+/// A flag of an issuer's metadata.
+pub(super) fn flag(fields: &HashMap<String, Value>, name: &str) -> bool {
+    fields.get(name).and_then(Value::as_bool).unwrap_or(false)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn state(created_at: u64) -> StoredAuthorizationState {
+        let state = json!({ "pkce_verifier": "v", "csrf_token": "s", "created_at": created_at,
+            "expected_issuer": null, "require_issuer": false, "requested_scopes": [] });
+        serde_json::from_value(state).unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_state_is_good_for_a_short_while() {
+        let pending = Pending::default();
+        let now = now_ms() / 1_000;
+        pending.save("new", state(now)).await.unwrap();
+        pending.save("old", state(now - SIGN_IN_MS / 1_000)).await.unwrap();
+        assert!(pending.has("new") && !pending.has("old") && !pending.has(""));
+        assert!(pending.load("old").await.unwrap().is_none());
+        for n in 0..100 {
+            pending.save(&format!("{n}"), state(now + 1)).await.unwrap();
+        }
+        assert!(!pending.has("new"), "no more than so many are kept");
+    }
+
+    #[test]
+    fn addresses_of_issuers_are_for_the_web() {
+        let of = |url: &str| McpSettings { url: Some(url.into()), ..McpSettings::default() };
+        assert!(is_sound("https://issuer.example/token", &of("https://a.example/mcp")));
+        assert!(!is_sound("http://issuer.example/token", &of("https://a.example/mcp")));
+        assert!(is_sound("http://127.0.0.1:9/token", &of("http://127.0.0.1:8/mcp")));
+        for odd in ["javascript:alert(1)", "file:///etc/passwd", "data:text/html,x", "", "token"] {
+            assert!(!is_sound(odd, &of("http://127.0.0.1:8/mcp")), "{odd}");
+        }
+    }
+
+    #[test]
+    fn a_token_is_renewed_before_it_ends() {
+        let of = |expires: Value| {
+            let credentials = json!({ "client_id": "c", "token_received_at": now_ms() / 1_000,
+                "token_response": { "access_token": "abc", "token_type": "bearer",
+                    "expires_in": expires } });
+            Token::of(&serde_json::from_value(credentials).unwrap()).unwrap()
+        };
+        assert!(of(json!(3_600)).is_fresh());
+        assert!(of(Value::Null).is_fresh());
+        assert!(!of(json!(0)).is_fresh());
+    }
+}

@@ -1,0 +1,160 @@
+//! How we come to a token for an upstream: as a person who signs in once, or as ourselves.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::super::settings::{McpSettings, Wrong};
+
+/// OAuth of one MCP server that is reached over HTTP. Without it, a server that asks for a token
+/// is signed in to by a person, and our client is registered with its issuer by itself.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct McpOauth {
+    /// `authorization_code`: somebody signs in, once, in a browser (`toolcrib mcp sign-in`).
+    /// `client_credentials`: the server gets its tokens by itself.
+    #[serde(skip_serializing_if = "is_usual")]
+    pub grant: GrantKind,
+    /// The id of a client that was registered with the issuer beforehand. `${NAME}` is taken from
+    /// the server's environment.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub client_id: Option<String>,
+    /// Its secret. Write `${NAME}`: it is taken from the server's environment.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub client_secret: Option<String>,
+    /// With `client_credentials`, in place of a secret: a private key in PEM, with which we sign
+    /// who we are. Write `${NAME}`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub private_key: Option<String>,
+    /// How it signs: `ES256`, `ES384`, `RS256`, `RS384` or `RS512`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub algorithm: Option<Algorithm>,
+    /// What to ask for. Unset: what the server says that it needs.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub scopes: Vec<String>,
+    /// The only issuer that is believed, whatever the server names. Unset: the first that it names
+    /// is the one that a client with a secret stays with.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub issuer: Option<String>,
+    /// Where our client's own metadata can be read (`https://…`), for issuers that take that in
+    /// place of a registration. Unset: `upstreams.public_url` with `/oauth/client.json`, if that
+    /// begins with `https://`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub client_metadata_url: Option<String>,
+}
+
+/// Who signs in.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum GrantKind {
+    #[default]
+    AuthorizationCode,
+    ClientCredentials,
+}
+
+impl GrantKind {
+    /// As written on the wire.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::AuthorizationCode => "authorization_code",
+            Self::ClientCredentials => "client_credentials",
+        }
+    }
+}
+
+/// How a private key signs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum Algorithm {
+    ES256,
+    ES384,
+    RS256,
+    RS384,
+    RS512,
+}
+
+fn is_usual(kind: &GrantKind) -> bool {
+    *kind == GrantKind::default()
+}
+
+/// A scope, as RFC 6749 spells it.
+fn is_scope(text: &str) -> bool {
+    let fine = |byte: u8| matches!(byte, 0x21 | 0x23..=0x5b | 0x5d..=0x7e);
+    !text.is_empty() && text.bytes().all(fine)
+}
+
+impl McpOauth {
+    /// Checks what types alone cannot say.
+    pub(in super::super) fn check(&self, of: &McpSettings) -> Result<(), Wrong> {
+        let wrong = |why: &str| Err(Wrong { field: "oauth", why: why.to_owned() });
+        if of.url.is_none() {
+            return wrong("is for a server with a url");
+        }
+        if of.headers.keys().any(|name| name.eq_ignore_ascii_case("authorization")) {
+            return wrong("and a header Authorization cannot both be");
+        }
+        let machine = self.grant == GrantKind::ClientCredentials;
+        match (machine, &self.client_secret, &self.private_key) {
+            (true, Some(_), None) | (true, None, Some(_)) if self.client_id.is_some() => {}
+            (true, ..) => {
+                return wrong(
+                    "with client_credentials needs client_id, and either client_secret or \
+                     private_key",
+                );
+            }
+            (false, _, Some(_)) => return wrong("has a private_key only with client_credentials"),
+            (false, Some(_), None) if self.client_id.is_none() => {
+                return wrong("has a client_secret only with a client_id");
+            }
+            (false, ..) => {}
+        }
+        if self.private_key.is_none() && self.algorithm.is_some() {
+            return wrong("has an algorithm only with a private_key");
+        }
+        if !self.scopes.iter().all(|scope| is_scope(scope)) {
+            return wrong("has a scope that is none: no spaces, quotes or backslashes");
+        }
+        let urls = [("issuer", &self.issuer), ("client_metadata_url", &self.client_metadata_url)];
+        for (field, url) in urls {
+            let parsed = url.as_deref().map(reqwest::Url::parse);
+            if parsed.is_some_and(|url| !url.is_ok_and(|url| url.has_host())) {
+                return wrong(&format!("has an {field} that is no URL"));
+            }
+        }
+        Ok(())
+    }
+
+    /// The texts that may name variables.
+    pub(in super::super) fn texts(&self) -> impl Iterator<Item = &String> {
+        self.client_id.iter().chain(&self.client_secret).chain(&self.private_key)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn checked(oauth: serde_json::Value) -> Result<(), String> {
+        let settings = json!({ "name": "a", "url": "https://x.example/mcp", "oauth": oauth });
+        let settings: McpSettings = serde_json::from_value(settings).unwrap();
+        settings.check().map_err(|wrong| wrong.why)
+    }
+
+    #[test]
+    fn a_machine_needs_something_to_show() {
+        let machine = |more: serde_json::Value| {
+            let mut oauth = json!({ "grant": "client_credentials" });
+            oauth.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            checked(oauth)
+        };
+        assert_eq!(machine(json!({ "client_id": "a", "client_secret": "${S}" })), Ok(()));
+        let key = json!({ "client_id": "a", "private_key": "${K}", "algorithm": "ES256" });
+        assert_eq!(machine(key), Ok(()));
+        assert!(machine(json!({})).unwrap_err().contains("client_id"));
+        assert!(machine(json!({ "client_id": "a" })).is_err());
+        assert!(checked(json!({ "client_secret": "x" })).is_err());
+        assert!(checked(json!({ "scopes": ["two words"] })).is_err());
+        assert_eq!(checked(json!({ "scopes": ["files:read"] })), Ok(()));
+    }
+}

@@ -1,0 +1,52 @@
+//! How issuers are reached for upstreams that a key has named: what their metadata points to must
+//! not be a way into the network that we stand in.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::http::Response;
+use rmcp::transport::auth::{OAuthHttpClient, OAuthHttpClientFuture, OAuthHttpRequest};
+
+use crate::outbound::Outbound;
+
+/// The longest answer of an issuer.
+const MOST_BYTES: usize = 1 << 20;
+
+/// How long an issuer may take.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Goes where the rules allow, and nowhere that an answer points to.
+pub(super) struct Watched {
+    rules: Arc<Outbound>,
+    client: reqwest::Client,
+}
+
+impl Watched {
+    pub(super) fn new(rules: Arc<Outbound>) -> Result<Self, String> {
+        let client = rules.client().timeout(PATIENCE).build().map_err(|error| error.to_string())?;
+        Ok(Self { rules, client })
+    }
+}
+
+impl OAuthHttpClient for Watched {
+    fn execute(&self, asked: OAuthHttpRequest) -> OAuthHttpClientFuture<'_> {
+        Box::pin(async move {
+            let (head, body) = asked.request.into_parts();
+            let url = self.rules.check(&head.uri.to_string())?;
+            let request = self.client.request(head.method, url).headers(head.headers).body(body);
+            let mut answer = request.send().await?;
+            let mut made = Response::builder().status(answer.status());
+            if let Some(headers) = made.headers_mut() {
+                headers.extend(answer.headers().clone());
+            }
+            let mut body = Vec::new();
+            while let Some(chunk) = answer.chunk().await? {
+                if body.len() + chunk.len() > MOST_BYTES {
+                    return Err(format!("an issuer's answer is over {MOST_BYTES} bytes").into());
+                }
+                body.extend_from_slice(&chunk);
+            }
+            Ok(made.body(body)?)
+        })
+    }
+}

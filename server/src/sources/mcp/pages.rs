@@ -1,0 +1,139 @@
+//! Lists of upstreams, page after page, to their end: within limits, because an upstream may have
+//! no end.
+
+use rmcp::model::{
+    ErrorCode, ListPromptsResult, ListResourceTemplatesResult, ListResourcesResult,
+    ListToolsResult, PaginatedRequestParams, Prompt, Resource, ResourceTemplate, Tool,
+};
+use rmcp::service::Peer;
+use rmcp::{ErrorData, RoleClient, ServiceError};
+use serde::Serialize;
+
+/// Of one list.
+const MOST_ITEMS: usize = 20_000;
+const MOST_PAGES: usize = 2_000;
+const MOST_BYTES: usize = 64 << 20;
+
+/// A page of some list.
+trait Page {
+    type Item: Serialize;
+
+    fn split(self) -> (Vec<Self::Item>, Option<String>);
+}
+
+macro_rules! page {
+    ($page:ty, $item:ty, $field:ident) => {
+        impl Page for $page {
+            type Item = $item;
+
+            fn split(self) -> (Vec<$item>, Option<String>) {
+                (self.$field, self.next_cursor)
+            }
+        }
+    };
+}
+
+page!(ListToolsResult, Tool, tools);
+page!(ListResourcesResult, Resource, resources);
+page!(ListResourceTemplatesResult, ResourceTemplate, resource_templates);
+page!(ListPromptsResult, Prompt, prompts);
+
+fn endless(what: &str, why: &str) -> ServiceError {
+    let message = format!("its list of {what} does not end: {why}");
+    ServiceError::McpError(ErrorData::new(ErrorCode::INTERNAL_ERROR, message, None))
+}
+
+/// Counts what is written, and keeps nothing of it.
+struct Count(usize);
+
+impl std::io::Write for Count {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0 += bytes.len();
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+async fn all<P, F>(
+    what: &str,
+    mut ask: impl FnMut(Option<PaginatedRequestParams>) -> F,
+) -> Result<Vec<P::Item>, ServiceError>
+where
+    P: Page,
+    F: Future<Output = Result<P, ServiceError>>,
+{
+    let (mut items, mut cursor, mut bytes) = (Vec::new(), None::<String>, Count(0));
+    for _ in 0..MOST_PAGES {
+        let params = cursor.take().map(|c| PaginatedRequestParams::default().with_cursor(Some(c)));
+        let (page, next) = ask(params).await?.split();
+        // What cannot be written has no size.
+        let _ = serde_json::to_writer(&mut bytes, &page);
+        items.extend(page);
+        if items.len() > MOST_ITEMS {
+            return Err(endless(what, &format!("{} so far", items.len())));
+        }
+        if bytes.0 > MOST_BYTES {
+            return Err(endless(what, &format!("{} bytes so far", bytes.0)));
+        }
+        if next.is_none() {
+            return Ok(items);
+        }
+        cursor = next;
+    }
+    Err(endless(what, &format!("{MOST_PAGES} pages so far")))
+}
+
+/// Every tool of an upstream.
+pub(super) async fn tools(peer: &Peer<RoleClient>) -> Result<Vec<Tool>, ServiceError> {
+    all("tools", |page| peer.list_tools(page)).await
+}
+
+/// Every resource of an upstream.
+pub async fn resources(peer: &Peer<RoleClient>) -> Result<Vec<Resource>, ServiceError> {
+    all("resources", |page| peer.list_resources(page)).await
+}
+
+/// Every template of an upstream.
+pub async fn templates(peer: &Peer<RoleClient>) -> Result<Vec<ResourceTemplate>, ServiceError> {
+    all("templates", |page| peer.list_resource_templates(page)).await
+}
+
+/// Every prompt of an upstream.
+pub async fn prompts(peer: &Peer<RoleClient>) -> Result<Vec<Prompt>, ServiceError> {
+    all("prompts", |page| peer.list_prompts(page)).await
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn page(items: usize, bytes: usize, more: bool) -> ListPromptsResult {
+        let prompt = || Prompt::new("p", Some("x".repeat(bytes)), None);
+        let mut page = ListPromptsResult::with_all_items((0..items).map(|_| prompt()).collect());
+        page.next_cursor = more.then(|| "more".to_owned());
+        page
+    }
+
+    async fn listed(items: usize, bytes: usize, pages: usize) -> Result<usize, String> {
+        let mut asked = 0;
+        let list = all("prompts", |_| {
+            asked += 1;
+            let page = page(items, bytes, asked < pages);
+            async move { Ok(page) }
+        });
+        list.await.map(|list| list.len()).map_err(|error| error.to_string())
+    }
+
+    #[tokio::test]
+    async fn a_list_ends() {
+        assert_eq!(listed(3, 10, 4).await, Ok(12));
+        assert!(listed(0, 0, usize::MAX).await.unwrap_err().contains("2000 pages so far"));
+        assert!(listed(500, 0, usize::MAX).await.unwrap_err().contains("does not end"));
+        let heavy = listed(1, 8 << 20, usize::MAX).await.unwrap_err();
+        assert!(heavy.contains("bytes so far"), "{heavy}");
+    }
+}

@@ -1,0 +1,214 @@
+//! One POST of the protocol, as `rmcp` makes it and with one thing more: an answer that is not a
+//! stream has a limit too, so that no upstream can fill our memory with one.
+
+use std::borrow::Cow;
+
+use axum::http::header::{ACCEPT, CONTENT_TYPE, RETRY_AFTER, WWW_AUTHENTICATE};
+use axum::http::{HeaderMap, HeaderValue};
+use futures::StreamExt;
+use reqwest::{Response, StatusCode};
+use rmcp::ErrorData;
+use rmcp::model::{ClientJsonRpcMessage, ClientRequest, JsonRpcMessage, ServerJsonRpcMessage};
+use rmcp::transport::auth::WWWAuthenticateParams;
+use rmcp::transport::streamable_http_client::{
+    AuthRequiredError, HttpStatusError, InsufficientScopeError, StreamableHttpError,
+    StreamableHttpPostResponse,
+};
+use sse_stream::SseStream;
+
+type Failed = StreamableHttpError<reqwest::Error>;
+
+const SESSION: &str = "mcp-session-id";
+const STREAM: &str = "text/event-stream";
+const JSON: &str = "application/json";
+
+/// How much of an answer that cannot be understood is shown.
+const SHOWN: usize = 300;
+
+/// A message, and how it is sent.
+pub(super) struct Post<'a> {
+    pub(super) uri: &'a str,
+    pub(super) message: &'a ClientJsonRpcMessage,
+    pub(super) session: Option<&'a str>,
+    pub(super) token: Option<&'a str>,
+    pub(super) headers: HeaderMap,
+    /// The most bytes of an answer, or of one event of a stream.
+    pub(super) limit: usize,
+}
+
+impl Post<'_> {
+    pub(super) async fn send(
+        mut self,
+        client: &reqwest::Client,
+    ) -> Result<StreamableHttpPostResponse, Failed> {
+        let accepted = HeaderValue::from_static("text/event-stream, application/json");
+        self.headers.insert(ACCEPT, accepted);
+        if let Some(session) = self.session.and_then(|id| HeaderValue::from_str(id).ok()) {
+            self.headers.insert(SESSION, session);
+        }
+        let mut request = client.post(self.uri).headers(self.headers.clone());
+        if let Some(token) = self.token {
+            request = request.bearer_auth(token);
+        }
+        let mut answer = request.json(self.message).send().await?;
+        let status = answer.status();
+        if let Some(refused) = self.refused(&answer) {
+            return Err(refused);
+        }
+        if matches!(status, StatusCode::ACCEPTED | StatusCode::NO_CONTENT) {
+            return Ok(StreamableHttpPostResponse::Accepted);
+        }
+        if status == StatusCode::NOT_FOUND && self.session.is_some() {
+            return Err(StreamableHttpError::SessionExpired);
+        }
+        let kind = text(answer.headers(), CONTENT_TYPE.as_str()).unwrap_or_default();
+        let failed = failed(&answer);
+        if let Some(failed) = failed
+            && (!kind.starts_with(JSON) || status == StatusCode::TOO_MANY_REQUESTS)
+        {
+            return Err(failed.into());
+        }
+        let session = text(answer.headers(), SESSION);
+        if status.is_success() && answer.content_length() == Some(0) && !self.is_request() {
+            return Ok(StreamableHttpPostResponse::Accepted);
+        }
+        if status.is_success() && kind.starts_with(STREAM) {
+            return Ok(StreamableHttpPostResponse::Sse(events(answer, self.limit), session));
+        }
+        if status.is_success() && !kind.starts_with(JSON) {
+            return Err(StreamableHttpError::UnexpectedContentType(Some(kind)));
+        }
+        let body = whole(&mut answer, self.limit).await?;
+        match status.is_success() {
+            true => self.read(&body, session),
+            false => self.rejected(status, &kind, &body, session),
+        }
+    }
+
+    fn is_request(&self) -> bool {
+        matches!(self.message, ClientJsonRpcMessage::Request(_))
+    }
+
+    /// An upstream that does not let us in, and says how it would.
+    fn refused(&self, answer: &Response) -> Option<Failed> {
+        let said = text(answer.headers(), WWW_AUTHENTICATE.as_str())?;
+        match answer.status() {
+            StatusCode::UNAUTHORIZED => {
+                Some(StreamableHttpError::AuthRequired(AuthRequiredError::new(said)))
+            }
+            StatusCode::FORBIDDEN => {
+                let base = reqwest::Url::parse(self.uri).ok()?;
+                let scope = WWWAuthenticateParams::parse(&said, &base).scope;
+                let error = InsufficientScopeError::new(said, scope);
+                Some(StreamableHttpError::InsufficientScope(error))
+            }
+            _ => None,
+        }
+    }
+
+    fn read(
+        &self,
+        body: &[u8],
+        session: Option<String>,
+    ) -> Result<StreamableHttpPostResponse, Failed> {
+        match serde_json::from_slice::<ServerJsonRpcMessage>(body) {
+            Ok(message) => Ok(StreamableHttpPostResponse::Json(message, session)),
+            // Nobody waits for an answer to it.
+            Err(_) if !self.is_request() => Ok(StreamableHttpPostResponse::Accepted),
+            Err(error) => Err(unexpected(format!("{error}: {}", shown(body)))),
+        }
+    }
+
+    /// What an upstream says with a status that is no success.
+    fn rejected(
+        &self,
+        status: StatusCode,
+        kind: &str,
+        body: &[u8],
+        session: Option<String>,
+    ) -> Result<StreamableHttpPostResponse, Failed> {
+        let said = serde_json::from_slice::<ServerJsonRpcMessage>(body).ok();
+        let said = said.filter(|message| matches!(message, JsonRpcMessage::Error(_)));
+        let shut = matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN);
+        if let Some(id) = self.discovery().filter(|_| status.is_client_error() && !shut) {
+            // One of before does not know the question: that it says so is its answer.
+            let error = match said {
+                Some(JsonRpcMessage::Error(said)) => said.error,
+                _ => ErrorData::invalid_request(format!("HTTP {status}: {}", shown(body)), None),
+            };
+            let answer = ServerJsonRpcMessage::error(error, Some(id));
+            return Ok(StreamableHttpPostResponse::Json(answer, None));
+        }
+        match said.filter(|_| !shut && kind.starts_with(JSON)) {
+            Some(message) => Ok(StreamableHttpPostResponse::Json(message, session)),
+            None if status.is_server_error() => {
+                Err(HttpStatusError::new(status.as_u16(), None).into())
+            }
+            None => Err(unexpected(format!("HTTP {status}: {}", shown(body)))),
+        }
+    }
+
+    /// The id of the first question to an upstream that nothing is known of.
+    fn discovery(&self) -> Option<rmcp::model::RequestId> {
+        let ClientJsonRpcMessage::Request(asked) = self.message else { return None };
+        let first = matches!(asked.request, ClientRequest::DiscoverRequest(_));
+        (first && self.session.is_none()).then(|| asked.id.clone())
+    }
+}
+
+fn text(headers: &HeaderMap, name: &str) -> Option<String> {
+    headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned)
+}
+
+fn shown(body: &[u8]) -> String {
+    String::from_utf8_lossy(body).chars().take(SHOWN).collect()
+}
+
+fn unexpected(why: String) -> Failed {
+    StreamableHttpError::UnexpectedServerResponse(Cow::Owned(why))
+}
+
+fn failed(answer: &Response) -> Option<HttpStatusError> {
+    let status = answer.status();
+    let busy = status == StatusCode::TOO_MANY_REQUESTS || status.is_server_error();
+    let after = text(answer.headers(), RETRY_AFTER.as_str());
+    busy.then(|| HttpStatusError::new(status.as_u16(), after))
+}
+
+/// All of an answer, up to the limit.
+async fn whole(answer: &mut Response, limit: usize) -> Result<Vec<u8>, Failed> {
+    let mut body = Vec::new();
+    while let Some(chunk) = answer.chunk().await? {
+        if body.len() + chunk.len() > limit {
+            return Err(unexpected(format!("its answer is over {limit} bytes")));
+        }
+        body.extend_from_slice(&chunk);
+    }
+    Ok(body)
+}
+
+type Events = futures::stream::BoxStream<'static, Result<sse_stream::Sse, sse_stream::Error>>;
+
+/// The events of a stream, each up to the limit.
+fn events(answer: Response, limit: usize) -> Events {
+    let (mut size, mut at_start) = (0_usize, true);
+    let chunks = answer.bytes_stream().map(move |chunk| {
+        let chunk = chunk.map_err(std::io::Error::other)?;
+        for byte in &chunk {
+            match byte {
+                // An empty line ends an event.
+                b'\n' if at_start => size = 0,
+                b'\n' => at_start = true,
+                b'\r' => {}
+                _ => at_start = false,
+            }
+            size += 1;
+            if size > limit {
+                let why = format!("an event of its stream is over {limit} bytes");
+                return Err(std::io::Error::other(why));
+            }
+        }
+        Ok(chunk)
+    });
+    SseStream::from_bytes_stream(chunks).boxed()
+}

@@ -1,0 +1,385 @@
+//! How an MCP server is reached and what is thought of its tools: the same in the configuration, in
+//! the API and in the store.
+
+use std::collections::BTreeMap;
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use toolcrib::tool::{Effect, Risk};
+
+use super::oauth::McpOauth;
+
+/// One MCP server. Either `command` or `url`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct McpSettings {
+    /// The first part of its tools' names: letters, digits, `_` and `-`.
+    pub name: String,
+    /// The project that has its tools.
+    #[serde(skip_serializing_if = "is_default_project")]
+    pub project: String,
+    /// Whether it is connected to at all.
+    #[serde(skip_serializing_if = "is_true")]
+    pub enabled: bool,
+    /// A program to start, which speaks MCP on its standard input and output.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub command: Option<String>,
+    /// Its arguments. `${NAME}` is taken from the server's environment.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub args: Vec<String>,
+    /// Its environment, beside the few variables every program needs. `${NAME}` is taken from the
+    /// server's environment when the program is started.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub env: BTreeMap<String, String>,
+    /// Variables that it gets from the server's environment as they are.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub env_from: Vec<String>,
+    /// The directory it is started in.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cwd: Option<String>,
+    /// Its address, where it is reached over streamable HTTP.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub url: Option<String>,
+    /// Headers of every request. `${NAME}` is taken from the server's environment.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub headers: BTreeMap<String, String>,
+    /// How we get a token for it: `oauth = { grant = "client_credentials", … }`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub oauth: Option<McpOauth>,
+    /// Whether to begin as the revisions before 2026-07-28 do, without trying the newer way first.
+    #[serde(skip_serializing_if = "is_false")]
+    pub older: bool,
+    /// Whether its tools stay what they were when it was added: another definition is shown, and
+    /// calls are refused, until somebody accepts it.
+    #[serde(skip_serializing_if = "is_false")]
+    pub pin: bool,
+    /// What its tools do to the world at the least, whatever it says: `read`, `idempotent` or
+    /// `irreversible`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<EffectWord>")]
+    pub effect: Option<Effect>,
+    /// How risky its tools are at the least: `low`, `medium`, `high` or `critical`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<RiskWord>")]
+    pub risk: Option<Risk>,
+    /// How long a call of its tools has; the policy's unless said.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub timeout_ms: Option<u64>,
+    /// How long it may take to answer when it is connected to.
+    #[serde(skip_serializing_if = "is_usual_time")]
+    pub connect_timeout_ms: u64,
+    /// How many of its tools are taken.
+    #[serde(skip_serializing_if = "is_usual_number")]
+    pub max_tools: usize,
+    /// What holds for one of its tools: `[mcp.tools.NAME]`.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub tools: BTreeMap<String, McpToolSettings>,
+    /// Whether it may be anywhere: not of what was added over the API with a key.
+    #[serde(skip_serializing_if = "is_false")]
+    #[schemars(skip)]
+    pub guarded: bool,
+}
+
+/// What the operator says about one tool of a server: it holds, whatever the server says.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct McpToolSettings {
+    /// Whether it is offered: it is unless this says `false`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub enabled: Option<bool>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<EffectWord>")]
+    pub effect: Option<Effect>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<RiskWord>")]
+    pub risk: Option<Risk>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub timeout_ms: Option<u64>,
+}
+
+#[derive(JsonSchema)]
+#[serde(rename_all = "snake_case")]
+#[allow(dead_code, reason = "only its schema is used")]
+enum EffectWord {
+    Read,
+    Idempotent,
+    Irreversible,
+}
+
+#[derive(JsonSchema)]
+#[serde(rename_all = "snake_case")]
+#[allow(dead_code, reason = "only its schema is used")]
+enum RiskWord {
+    Low,
+    Medium,
+    High,
+    Critical,
+}
+
+/// Tools of one server, unless its settings say otherwise.
+const MAX_TOOLS: usize = 1_000;
+
+/// How long an upstream may take to answer for the first time, unless its settings say otherwise.
+const CONNECT_TIMEOUT_MS: u64 = 30_000;
+
+impl Default for McpSettings {
+    fn default() -> Self {
+        Self {
+            name: String::new(),
+            project: "default".to_owned(),
+            enabled: true,
+            command: None,
+            args: Vec::new(),
+            env: BTreeMap::new(),
+            env_from: Vec::new(),
+            cwd: None,
+            url: None,
+            headers: BTreeMap::new(),
+            oauth: None,
+            older: false,
+            pin: false,
+            effect: None,
+            risk: None,
+            timeout_ms: None,
+            connect_timeout_ms: CONNECT_TIMEOUT_MS,
+            max_tools: MAX_TOOLS,
+            tools: BTreeMap::new(),
+            guarded: false,
+        }
+    }
+}
+
+fn is_default_project(project: &String) -> bool {
+    project == "default"
+}
+
+fn is_true(value: &bool) -> bool {
+    *value
+}
+
+fn is_false(value: &bool) -> bool {
+    !*value
+}
+
+fn is_usual_time(time: &u64) -> bool {
+    *time == CONNECT_TIMEOUT_MS
+}
+
+fn is_usual_number(number: &usize) -> bool {
+    *number == MAX_TOOLS
+}
+
+/// What is wrong with settings: the field, and a phrase to follow its name.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Wrong {
+    pub field: &'static str,
+    pub why: String,
+}
+
+fn wrong(field: &'static str, why: impl Into<String>) -> Result<(), Wrong> {
+    Err(Wrong { field, why: why.into() })
+}
+
+impl McpSettings {
+    /// Checks what types alone cannot say.
+    pub fn check(&self) -> Result<(), Wrong> {
+        if let Err(why) = toolcrib::tool::check_upstream_name(&self.name) {
+            return wrong("name", why);
+        }
+        match (&self.command, &self.url) {
+            (Some(command), None) if command.trim().is_empty() => {
+                return wrong("command", "must name a program");
+            }
+            (Some(_), None) | (None, Some(_)) => {}
+            _ => return wrong("command", "set exactly one of command and url"),
+        }
+        if let Some(url) = &self.url {
+            let parsed = reqwest::Url::parse(url);
+            let web = |url: &reqwest::Url| matches!(url.scheme(), "http" | "https");
+            if !parsed.as_ref().is_ok_and(|url| web(url) && url.host_str().is_some()) {
+                return wrong("url", "must begin with https:// or http://");
+            }
+        }
+        for name in self.headers.keys() {
+            let name = name.to_ascii_lowercase();
+            if axum::http::HeaderName::from_bytes(name.as_bytes()).is_err() {
+                return wrong("headers", format!("\"{name}\" is not the name of a header"));
+            }
+        }
+        if let Some(oauth) = &self.oauth {
+            oauth.check(self)?;
+        }
+        let variables = self.env.keys().chain(&self.env_from);
+        for name in variables {
+            if name.is_empty() || name.contains(['=', '\0']) {
+                return wrong("env", format!("\"{name}\" is not the name of a variable"));
+            }
+        }
+        if self.timeout_ms.is_some_and(|ms| !(1..=86_400_000).contains(&ms)) {
+            return wrong("timeout_ms", "must be from 1 to 86400000");
+        }
+        if !(1..=600_000).contains(&self.connect_timeout_ms) {
+            return wrong("connect_timeout_ms", "must be from 1 to 600000");
+        }
+        if self.max_tools == 0 || self.max_tools > 20_000 {
+            return wrong("max_tools", "must be from 1 to 20000");
+        }
+        Ok(())
+    }
+
+    /// Whether anything in it is taken from the server's own environment.
+    pub fn reads_environment(&self) -> bool {
+        let filled = |text: &String| text.contains("${");
+        let command = self.command.as_ref();
+        !self.env_from.is_empty()
+            || self.env.values().chain(self.headers.values()).chain(&self.args).any(filled)
+            || command.is_some_and(filled)
+            || self.url.as_ref().is_some_and(filled)
+            || self.oauth.as_ref().is_some_and(|oauth| oauth.texts().any(filled))
+    }
+
+    /// How it is reached, in a few words without any secret.
+    pub fn place(&self) -> String {
+        match (&self.command, &self.url) {
+            (Some(command), _) => command.clone(),
+            (None, Some(url)) => shown_url(url),
+            (None, None) => String::new(),
+        }
+    }
+}
+
+/// A URL without what may be secret in it: its query, a user name, a password.
+pub fn shown_url(url: &str) -> String {
+    let Ok(mut parsed) = reqwest::Url::parse(url) else { return "…".to_owned() };
+    let (_, _) = (parsed.set_username(""), parsed.set_password(None));
+    if parsed.query().is_some() {
+        parsed.set_query(Some("…"));
+    }
+    parsed.to_string().replace("%E2%80%A6", "…")
+}
+
+/// The servers of desktop clients' configuration, `{"mcpServers": {NAME: {…}}}`, as it is: fields
+/// that are about the client are passed over.
+pub fn of_desktop_clients(document: &Value) -> Result<Vec<McpSettings>, Wrong> {
+    let found = document.get("mcpServers").or_else(|| document.get("servers"));
+    let Some(Value::Object(servers)) = found else {
+        let why = "must be an object of servers by their names";
+        return Err(Wrong { field: "mcpServers", why: why.to_owned() });
+    };
+    servers.iter().map(|(name, server)| of_desktop_client(name, server)).collect()
+}
+
+fn of_desktop_client(name: &str, server: &Value) -> Result<McpSettings, Wrong> {
+    let bad = |field: &'static str, kind: &str| {
+        let why = format!("of \"{name}\" must be {kind}");
+        Wrong { field, why }
+    };
+    let Value::Object(server) = server else { return Err(bad("mcpServers", "an object")) };
+    let text = |key: &'static str| match server.get(key) {
+        None | Some(Value::Null) => Ok(None),
+        Some(Value::String(text)) => Ok(Some(text.clone())),
+        Some(_) => Err(bad(key, "a text")),
+    };
+    let args = match server.get("args") {
+        None | Some(Value::Null) => Vec::new(),
+        Some(Value::Array(args)) => {
+            let words = args.iter().map(word).collect::<Option<Vec<String>>>();
+            words.ok_or_else(|| bad("args", "a list of texts"))?
+        }
+        Some(_) => return Err(bad("args", "a list of texts")),
+    };
+    let words = |key: &'static str| match server.get(key) {
+        None | Some(Value::Null) => Ok(BTreeMap::new()),
+        Some(Value::Object(map)) => {
+            texts(map).ok_or_else(|| bad(key, "an object of texts by their names"))
+        }
+        Some(_) => Err(bad(key, "an object of texts by their names")),
+    };
+    let off = server.get("disabled").and_then(Value::as_bool).unwrap_or(false);
+    let (url, other_url) = (text("url")?, text("serverUrl")?);
+    Ok(McpSettings {
+        name: plain_name(name),
+        enabled: !off,
+        command: text("command")?,
+        args,
+        env: words("env")?,
+        cwd: text("cwd")?,
+        url: url.or(other_url),
+        headers: words("headers")?,
+        ..McpSettings::default()
+    })
+}
+
+fn word(value: &Value) -> Option<String> {
+    match value {
+        Value::String(text) => Some(text.clone()),
+        Value::Number(number) => Some(number.to_string()),
+        Value::Bool(flag) => Some(flag.to_string()),
+        _ => None,
+    }
+}
+
+fn texts(map: &Map<String, Value>) -> Option<BTreeMap<String, String>> {
+    map.iter().map(|(name, value)| Some((name.clone(), word(value)?))).collect()
+}
+
+/// Desktop clients allow any name; what tools' names cannot have in them becomes a dash.
+fn plain_name(name: &str) -> String {
+    let plain = |c: char| if c.is_ascii_alphanumeric() || c == '_' { c } else { '-' };
+    let name: String = name.trim().chars().map(plain).collect();
+    name.trim_matches('-').to_owned()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn what_desktop_clients_have_is_taken_as_it_is() {
+        let document = json!({"globalShortcut": "x", "mcpServers": {
+            "My Files!": {"command": "npx", "args": ["-y", "server", 8], "env": {"TOKEN": "t"},
+                "alwaysAllow": ["read"], "type": "stdio"},
+            "far": {"type": "http", "url": "https://far.example/mcp?key=s",
+                "headers": {"Authorization": "Bearer ${FAR}"}, "disabled": true}}});
+        let servers = of_desktop_clients(&document).unwrap();
+        let far = servers.iter().find(|server| server.name == "far").unwrap();
+        assert!(!far.enabled && far.reads_environment());
+        assert_eq!(far.place(), "https://far.example/mcp?…");
+        let files = servers.iter().find(|server| server.name == "My-Files").unwrap();
+        assert_eq!(files.args, ["-y", "server", "8"]);
+        assert_eq!(files.check(), Ok(()));
+        let wrong = of_desktop_clients(&json!({"mcpServers": {"x": {"command": 1}}})).unwrap_err();
+        assert_eq!(wrong.field, "command");
+    }
+
+    #[test]
+    fn settings_are_stored_and_read_back() {
+        let settings = McpSettings {
+            name: "a".into(),
+            command: Some("b".into()),
+            pin: true,
+            effect: Some(Effect::Idempotent),
+            ..McpSettings::default()
+        };
+        let text = serde_json::to_string(&settings).unwrap();
+        assert_eq!(serde_json::from_str::<McpSettings>(&text).unwrap(), settings);
+    }
+
+    #[test]
+    fn exactly_one_way_to_reach_it() {
+        let named = McpSettings { name: "a".into(), ..McpSettings::default() };
+        assert_eq!(named.check().unwrap_err().field, "command");
+        let both = McpSettings {
+            command: Some("x".into()),
+            url: Some("http://x/".into()),
+            ..named.clone()
+        };
+        assert_eq!(both.check().unwrap_err().field, "command");
+        let odd = McpSettings { url: Some("ftp://x/".into()), ..named };
+        assert_eq!(odd.check().unwrap_err().field, "url");
+    }
+}

@@ -1,0 +1,409 @@
+//! Keeping an upstream connected: begun again when it ends, at growing intervals, and asked for its
+//! tools whenever they may be others.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rmcp::model::{ErrorCode, ServerNotification, SubscriptionFilter, Tool};
+use rmcp::service::Peer;
+use rmcp::{RoleClient, ServiceError};
+use toolcrib::tool::Definition;
+
+use super::connection::{Connection, Dialing, never_sent};
+use super::ears::{Ears, News};
+use super::environment::Filled;
+use super::state::Phase;
+use super::tools::{Offered, ToolChange, changes};
+use super::upstream::{Live, Upstream};
+use super::{Ledger, now_ms, pages};
+
+/// The waits between tries.
+const FIRST_WAIT: Duration = Duration::from_millis(500);
+const LONGEST_WAIT: Duration = Duration::from_secs(30);
+
+/// One that was there for so long begins with the shortest wait again.
+const STEADY: Duration = Duration::from_secs(60);
+
+/// How long the list of tools may take.
+const LISTING: Duration = Duration::from_secs(30);
+
+/// Between two looks at the list, however often it changes.
+const PAUSE: Duration = Duration::from_millis(500);
+
+/// How often the list is looked at where nobody says that it has changed.
+const LOOK: Duration = Duration::from_secs(60);
+
+impl Upstream {
+    /// Runs until it is told to stop.
+    pub(super) async fn supervise(self: Arc<Self>, ledger: Arc<dyn Ledger>) {
+        if !self.settings.enabled {
+            return;
+        }
+        let (mut failures, mut older) = (0_u32, false);
+        loop {
+            let began = Instant::now();
+            let (reached, why) = self.once(&*ledger, older).await;
+            self.set_live(None);
+            if self.stop.is_cancelled() {
+                return;
+            }
+            if self.pass.as_ref().is_some_and(|pass| pass.is_shut()) {
+                self.wait_for_a_person().await;
+                if self.stop.is_cancelled() {
+                    return;
+                }
+                (failures, older) = (0, false);
+                continue;
+            }
+            failures = if began.elapsed() > STEADY && reached { 0 } else { failures + 1 };
+            // Some do not survive a question that they do not know.
+            older = !reached && !older && self.settings.command.is_some();
+            let name = &self.settings.name;
+            let wait =
+                (FIRST_WAIT * 2_u32.pow(failures.min(8) - failures.min(1))).min(LONGEST_WAIT);
+            tracing::warn!(upstream = name, problem = why, ?wait, "an MCP server is not there");
+            self.wait_after(why, wait).await;
+            if self.stop.is_cancelled() {
+                return;
+            }
+            self.state.lock().enter(Phase::Starting);
+            self.set_live(None);
+        }
+    }
+
+    /// Until somebody has signed in. The address that is shown is always one that can be used.
+    async fn wait_for_a_person(&self) {
+        let Some(pass) = &self.pass else { return };
+        let name = &self.settings.name;
+        tracing::warn!(upstream = name, "an MCP server needs somebody to sign in");
+        {
+            let mut state = self.state.lock();
+            state.enter(Phase::NeedsSignIn);
+            (state.process, state.next_try_ms) = (None, None);
+            let failed = pass.problem().map(|why| format!("{why}; ")).unwrap_or_default();
+            state.problem =
+                Some(format!("{failed}somebody must sign in: toolcrib mcp sign-in {name}"));
+        }
+        self.set_live(None);
+        while pass.is_shut() {
+            let left =
+                pass.sign_in().map_or(0, |wanted| wanted.expires_ms.saturating_sub(now_ms()));
+            tokio::select! {
+                () = tokio::time::sleep(Duration::from_millis(left).max(FIRST_WAIT)) => {
+                    pass.readdress().await;
+                }
+                () = self.again.notified() => break,
+                () = self.stop.cancelled() => return,
+            }
+        }
+        self.state.lock().enter(Phase::Starting);
+        self.set_live(None);
+    }
+
+    async fn wait_after(&self, why: String, wait: Duration) {
+        {
+            let mut state = self.state.lock();
+            state.enter(Phase::Waiting);
+            state.restarts += 1;
+            metrics::counter!("toolcrib_upstream_restarts_total").increment(1);
+            state.process = None;
+            state.next_try_ms = Some(now_ms() + wait.as_millis() as u64);
+            let last = self.complaints.last();
+            state.problem = Some(match last.filter(|_| self.settings.command.is_some()) {
+                Some(line) => format!("{why}; it last said: {line}"),
+                None => why,
+            });
+        }
+        // Whoever waits for it hears that it is not there.
+        self.set_live(None);
+        tokio::select! {
+            () = tokio::time::sleep(wait) => {}
+            () = self.again.notified() => {}
+            () = self.stop.cancelled() => {}
+        }
+    }
+
+    /// Connects once and stays connected. Answers whether it was there, and why it is not.
+    async fn once(&self, ledger: &dyn Ledger, older: bool) -> (bool, String) {
+        let filled = match Filled::of(&self.settings) {
+            Ok(filled) => Arc::new(filled),
+            Err(why) => return (false, why),
+        };
+        self.set_filled(filled.clone());
+        if let Some(pass) = self.pass.as_ref().filter(|pass| !pass.is_shut()) {
+            pass.forgive();
+        }
+        let ears = Ears::new(self.news.clone());
+        let dialing = Dialing {
+            settings: &self.settings,
+            filled,
+            complaints: &self.complaints,
+            ears,
+            outbound: &self.outbound,
+            pass: self.pass.clone(),
+            older: older || self.settings.older,
+            limit: Duration::from_millis(self.settings.connect_timeout_ms),
+        };
+        // What was begun is ended in order: only what has not begun is let go.
+        let dialled = tokio::select! {
+            dialled = Connection::dial(dialing) => dialled,
+            () = self.stop.cancelled() => return (false, "it was removed".to_owned()),
+        };
+        let mut connection = match dialled {
+            Ok(connection) => connection,
+            Err(why) => return (false, self.barred().unwrap_or(why)),
+        };
+        let why = tokio::select! {
+            why = self.stay(ledger, &mut connection) => why,
+            () = self.stop.cancelled() => "it was removed".to_owned(),
+        };
+        let why = connection.watch().trouble().or_else(|| self.barred()).unwrap_or(why);
+        {
+            let mut state = self.state.lock();
+            state.enter(Phase::Waiting);
+            state.problem = Some(why.clone());
+            state.next_try_ms = Some(now_ms() + FIRST_WAIT.as_millis() as u64);
+        }
+        self.set_live(None);
+        connection.end().await;
+        (true, why)
+    }
+
+    async fn stay(&self, ledger: &dyn Ledger, connection: &mut Connection) -> String {
+        let (peer, ears) = (connection.peer.clone(), connection.ears.clone());
+        let modern = connection.is_modern();
+        let (process, watch) = (connection.process, connection.watch());
+        let direct = connection.direct();
+        let mut over = std::pin::pin!(connection.over());
+        let first = tokio::select! {
+            first = self.refresh(ledger, &peer) => first,
+            why = &mut over => return why,
+        };
+        if let Err(why) = first {
+            return why;
+        }
+        self.ready(&peer, process);
+        let asks_within = !modern && process.is_some();
+        let live = Live { peer: peer.clone(), ears: ears.clone(), watch, direct, asks_within };
+        self.set_live(Some(Arc::new(live)));
+        let mut listening = std::pin::pin!(listen(&peer, &ears, modern));
+        loop {
+            tokio::select! {
+                why = &mut over => return why,
+                () = ears.tools_changed.notified() => {}
+                () = &mut listening => {}
+                () = self.again.notified() => {}
+                () = self.leave.notified() => return "it was signed out".to_owned(),
+            }
+            match self.refresh(ledger, &peer).await {
+                Ok(()) => {
+                    let mut state = self.state.lock();
+                    state.problem = self.offered_problem();
+                }
+                Err(why) if self.pass.as_ref().is_some_and(|pass| pass.is_shut()) => return why,
+                Err(why) if peer.is_transport_closed() || !self.answers(&peer).await => return why,
+                Err(why) => self.state.lock().problem = Some(why),
+            }
+            tokio::time::sleep(PAUSE).await;
+        }
+    }
+
+    /// Why we are not let in, where that is why it is not there.
+    fn barred(&self) -> Option<String> {
+        self.pass.as_ref().and_then(|pass| pass.problem())
+    }
+
+    fn ready(&self, peer: &Peer<RoleClient>, process: Option<u32>) {
+        let info = peer.peer_info();
+        let problem = self.offered_problem();
+        let mut state = self.state.lock();
+        state.enter(Phase::Ready);
+        state.problem = problem;
+        state.next_try_ms = None;
+        state.process = process;
+        state.protocol = info.as_ref().map(|info| info.protocol_version.to_string());
+        state.server = info.and_then(|info| {
+            let server = info.server_info.as_ref()?;
+            let short = |text: &str| text.chars().take(200).collect::<String>();
+            Some((short(&server.name), short(&server.version)))
+        });
+    }
+
+    /// What is wrong although it answers.
+    fn offered_problem(&self) -> Option<String> {
+        let offered = self.offered.lock();
+        let over = offered.skipped.iter().find(|(_, why)| why.contains("max_tools"));
+        over.map(|(_, why)| why.clone())
+    }
+
+    /// Whether it is reachable at all.
+    async fn answers(&self, peer: &Peer<RoleClient>) -> bool {
+        match peer.list_tools(None).await {
+            Ok(_) | Err(ServiceError::McpError(_)) => true,
+            Err(error) => !never_sent(&error) && !peer.is_transport_closed(),
+        }
+    }
+
+    /// Looks at what it offers, and puts that into the directory, or shows what is to be accepted.
+    async fn refresh(&self, ledger: &dyn Ledger, peer: &Peer<RoleClient>) -> Result<(), String> {
+        peer.clear_response_cache().await;
+        let listing = tokio::time::timeout(LISTING, list(peer)).await;
+        let list = listing
+            .map_err(|_| format!("its list of tools did not come within {LISTING:?}"))?
+            .map_err(|why| self.clean(&why))?;
+        let (project, name) = (&self.settings.project, &self.settings.name);
+        let offered = Offered::of(&self.settings, list, ledger.default_timeout_ms(project));
+        {
+            let mut state = self.state.lock();
+            state.flagged.clone_from(&offered.flagged);
+            state.skipped.clone_from(&offered.skipped);
+        }
+        *self.offered.lock() = offered.clone();
+        let known = ledger.known(project, name);
+        let usable = self.usable(&offered.tools);
+        let found = changes(&known, &usable, now_ms());
+        if self.settings.pin && !known.is_empty() {
+            let mut state = self.state.lock();
+            state.pending = found;
+            state.tools = known.len();
+            return Ok(());
+        }
+        self.take(ledger, &known, usable, found).await
+    }
+
+    /// Without what the directory has refused before, as it was.
+    fn usable(&self, offered: &BTreeMap<String, Definition>) -> BTreeMap<String, Definition> {
+        let unusable = self.unusable.lock();
+        let fine = offered.iter().filter(|(name, tool)| unusable.get(*name) != Some(*tool));
+        fine.map(|(name, tool)| (name.clone(), tool.clone())).collect()
+    }
+
+    async fn take(
+        &self,
+        ledger: &dyn Ledger,
+        known: &BTreeMap<String, Definition>,
+        tools: BTreeMap<String, Definition>,
+        found: Vec<ToolChange>,
+    ) -> Result<(), String> {
+        let (project, name) = (&self.settings.project, &self.settings.name);
+        if !found.is_empty() || *known != tools {
+            let why = in_words(&found);
+            let list: Vec<Definition> = tools.values().cloned().collect();
+            let refused: HashMap<String, String> =
+                ledger.keep(project, name, list, &why).await?.into_iter().collect();
+            let mut unusable = self.unusable.lock();
+            for (tool, why) in refused {
+                if let Some(definition) = tools.get(&tool) {
+                    unusable.insert(tool.clone(), definition.clone());
+                }
+                self.state.lock().skipped.push((tool, why));
+            }
+            drop(unusable);
+            if !known.is_empty() {
+                tracing::info!(upstream = name, changes = why, "an MCP server's tools changed");
+                self.note_changes(found);
+            }
+        }
+        let mut state = self.state.lock();
+        state.tools = tools.len() - tools.keys().filter(|n| self.is_unusable(n)).count();
+        state.pending.clear();
+        Ok(())
+    }
+
+    fn is_unusable(&self, name: &str) -> bool {
+        self.unusable.lock().contains_key(name)
+    }
+
+    /// Accepts what it offers now: these tools, or all. Answers with what was accepted.
+    pub(super) async fn accept(
+        &self,
+        ledger: &dyn Ledger,
+        wanted: Option<&[String]>,
+    ) -> Result<Vec<ToolChange>, String> {
+        let (project, name) = (&self.settings.project, &self.settings.name);
+        let known = ledger.known(project, name);
+        let offered = self.usable(&self.offered.lock().tools);
+        let found = changes(&known, &offered, now_ms());
+        let meant = |change: &ToolChange| wanted.is_none_or(|list| list.contains(&change.tool));
+        let (accepted, left): (Vec<_>, Vec<_>) = found.into_iter().partition(meant);
+        if accepted.is_empty() {
+            return Ok(accepted);
+        }
+        let mut next = known.clone();
+        for change in &accepted {
+            match offered.get(&change.tool) {
+                Some(tool) => drop(next.insert(change.tool.clone(), tool.clone())),
+                None => drop(next.remove(&change.tool)),
+            }
+        }
+        self.take(ledger, &known, next, accepted.clone()).await?;
+        self.state.lock().pending = left;
+        Ok(accepted)
+    }
+}
+
+fn in_words(found: &[ToolChange]) -> String {
+    let shown = found.iter().take(10).map(|change| format!("{} {}", change.tool, change.change));
+    let mut words: Vec<String> = shown.collect();
+    if found.len() > 10 {
+        words.push(format!("and {} more", found.len() - 10));
+    }
+    words.join(", ")
+}
+
+/// Every tool.
+async fn list(peer: &Peer<RoleClient>) -> Result<Vec<Tool>, String> {
+    match pages::tools(peer).await {
+        Err(ServiceError::McpError(error)) if error.code == ErrorCode::METHOD_NOT_FOUND => {
+            Ok(Vec::new())
+        }
+        listed => listed.map_err(|error| format!("its list of tools cannot be had: {error}")),
+    }
+}
+
+/// Waits until its tools may be others. In the newer revision that has to be asked for; where that
+/// is not offered, it is looked at from time to time.
+async fn listen(peer: &Peer<RoleClient>, ears: &Arc<Ears>, modern: bool) {
+    if !modern {
+        return std::future::pending().await;
+    }
+    let info = peer.peer_info();
+    let Some(can) = info.map(|info| info.capabilities.clone()) else { return };
+    let mut filter = SubscriptionFilter::builder();
+    if can.tools.as_ref().is_some_and(|tools| tools.list_changed == Some(true)) {
+        filter = filter.tools_list_changed();
+    }
+    if can.prompts.as_ref().is_some_and(|prompts| prompts.list_changed == Some(true)) {
+        filter = filter.prompts_list_changed();
+    }
+    if can.resources.as_ref().is_some_and(|resources| resources.list_changed == Some(true)) {
+        filter = filter.resources_list_changed();
+    }
+    let filter = filter.build();
+    if filter == SubscriptionFilter::default() {
+        return tokio::time::sleep(LOOK).await;
+    }
+    let Ok(mut heard) = peer.listen(filter).await else {
+        return tokio::time::sleep(LOOK).await;
+    };
+    loop {
+        match heard.next().await {
+            Ok(Some(ServerNotification::ToolListChangedNotification(_))) => {
+                ears.tools_changed.notify_one();
+            }
+            Ok(Some(ServerNotification::PromptListChangedNotification(_))) => {
+                let _ = ears.news.send(News::Prompts);
+            }
+            Ok(Some(ServerNotification::ResourceListChangedNotification(_))) => {
+                let _ = ears.news.send(News::Resources);
+            }
+            Ok(Some(ServerNotification::ResourceUpdatedNotification(updated))) => {
+                let _ = ears.news.send(News::Resource(updated.params.uri));
+            }
+            Ok(Some(_)) => {}
+            // What was missed is seen at the next look, which is at once.
+            Ok(None) | Err(_) => return,
+        }
+    }
+}

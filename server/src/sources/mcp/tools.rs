@@ -1,0 +1,264 @@
+//! What an upstream offers, as tools of the crib; and what has changed about it.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+use rmcp::model::{Tool, ToolAnnotations};
+use serde_json::{Value, json};
+use toolcrib::Json;
+use toolcrib::retry::PolicyPatch;
+use toolcrib::tool::{Definition, Effect, Executor, Risk, check_name};
+
+use super::flags;
+use super::settings::{McpSettings, McpToolSettings};
+
+/// What an upstream offers, read.
+#[derive(Debug, Default, Clone)]
+pub struct Offered {
+    /// By our names, in their order.
+    pub tools: BTreeMap<String, Definition>,
+    /// The upstream's own name of each.
+    pub names: HashMap<String, String>,
+    /// Those with arguments that are repeated in headers.
+    pub mirrored: HashSet<String>,
+    /// Those that cannot be taken, and why.
+    pub skipped: Vec<(String, String)>,
+    /// Those whose words speak to the model.
+    pub flagged: Vec<String>,
+}
+
+impl Offered {
+    /// Reads a list.
+    pub fn of(settings: &McpSettings, list: Vec<Tool>, default_timeout_ms: u64) -> Self {
+        let mut offered = Self::default();
+        let mut list = list;
+        list.sort_by(|a, b| a.name.cmp(&b.name));
+        let known: HashSet<&str> = list.iter().map(|tool| tool.name.as_ref()).collect();
+        let missing = settings.tools.keys().filter(|name| !known.contains(name.as_str()));
+        let missing: Vec<String> = missing.cloned().collect();
+        let total = list.len();
+        for tool in list {
+            let theirs = tool.name.to_string();
+            let said = settings.tools.get(&theirs);
+            if said.is_some_and(|said| said.enabled == Some(false)) {
+                continue;
+            }
+            if offered.tools.len() >= settings.max_tools {
+                let limit = settings.max_tools;
+                let left = total.saturating_sub(offered.tools.len() + offered.skipped.len());
+                let why = format!("it offers {total} tools, and max_tools is {limit}");
+                offered.skipped.push((format!("{theirs} and {} more", left.max(1) - 1), why));
+                break;
+            }
+            let Some(name) = our_name(&settings.name, &theirs) else {
+                let why = "it has no name that a tool can have".to_owned();
+                offered.skipped.push((theirs.chars().take(80).collect(), why));
+                continue;
+            };
+            if offered.tools.contains_key(&name) {
+                let why = format!("another of its tools is called {name} already");
+                offered.skipped.push((theirs, why));
+                continue;
+            }
+            let definition = definition(settings, said, &name, &tool, default_timeout_ms);
+            if flags::of(&definition).is_some() {
+                offered.flagged.push(name.clone());
+            }
+            if definition.input_schema.text().contains("x-mcp-header") {
+                offered.mirrored.insert(name.clone());
+            }
+            offered.names.insert(name.clone(), theirs);
+            offered.tools.insert(name, definition);
+        }
+        let why = "it is in the settings, and the server does not offer it";
+        offered.skipped.extend(missing.into_iter().map(|name| (name, why.to_owned())));
+        offered
+    }
+}
+
+/// `NAME.tool`, with what names cannot have in them replaced.
+fn our_name(upstream: &str, theirs: &str) -> Option<String> {
+    let plain = |c: char| match c {
+        c if c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '/' | '.') => c,
+        _ => '_',
+    };
+    let rest: String = theirs.chars().map(plain).collect();
+    let name = format!("{upstream}.{}", rest.trim_matches('.').replace("..", "_"));
+    check_name(&name).ok().map(|()| name)
+}
+
+fn definition(
+    settings: &McpSettings,
+    said: Option<&McpToolSettings>,
+    name: &str,
+    tool: &Tool,
+    default_timeout_ms: u64,
+) -> Definition {
+    let (effect, risk) = weighed(settings, said, tool.annotations.as_ref());
+    let description = tool.description.as_deref().unwrap_or_default();
+    let timeout_ms = said.and_then(|said| said.timeout_ms).or(settings.timeout_ms);
+    let output = tool.output_schema.as_ref();
+    let mut definition = Definition {
+        project: Some(settings.project.clone()),
+        name: name.to_owned(),
+        description: description.chars().take(8_000).collect(),
+        executor: Executor::Mcp,
+        input_schema: object(&tool.input_schema),
+        output_schema: output.map(|schema| object(schema)),
+        timeout_ms: timeout_ms.unwrap_or(default_timeout_ms),
+        background: false,
+        effect,
+        risk,
+        policy: PolicyPatch::default(),
+        fallback: Vec::new(),
+        metadata: None,
+        utp: None,
+    };
+    let found = flags::found(&definition);
+    definition.metadata = Some(metadata(settings, tool, &found));
+    definition
+}
+
+fn object(schema: &rmcp::model::JsonObject) -> Json {
+    Json::of(schema).unwrap_or_else(|_| Json::empty_object())
+}
+
+fn metadata(settings: &McpSettings, tool: &Tool, found: &[&str]) -> Json {
+    let hint = tool.annotations.as_ref().and_then(|hints| hints.title.clone());
+    let mut metadata = json!({ "mcp": { "server": settings.name, "tool": tool.name } });
+    if let Some(title) = tool.title.clone().or(hint) {
+        metadata["title"] = title.chars().take(200).collect::<String>().into();
+    }
+    if let Some(hints) = &tool.annotations {
+        metadata["mcp"]["annotations"] = serde_json::to_value(hints).unwrap_or(Value::Null);
+    }
+    if !found.is_empty() {
+        metadata["flags"] = json!(found);
+    }
+    Json::of_value(&metadata)
+}
+
+/// What a tool does and how risky it is. What the operator says of the tool holds. What the
+/// operator says of the server is the least; the server's own hints can only add to it.
+fn weighed(
+    settings: &McpSettings,
+    said: Option<&McpToolSettings>,
+    hints: Option<&ToolAnnotations>,
+) -> (Effect, Risk) {
+    let yes = |hint: Option<bool>| hint == Some(true);
+    let read_only = hints.is_some_and(|hints| yes(hints.read_only_hint));
+    let idempotent = hints.is_some_and(|hints| yes(hints.idempotent_hint));
+    let destructive = hints.and_then(|hints| hints.destructive_hint);
+    let hinted = match (read_only, idempotent) {
+        (true, _) => Effect::Read,
+        (false, true) => Effect::Idempotent,
+        (false, false) => Effect::Irreversible,
+    };
+    let risk = match (read_only, destructive) {
+        (true, _) => Risk::Low,
+        (false, Some(true)) => Risk::High,
+        (false, Some(false) | None) => Risk::Medium,
+    };
+    let least = settings.effect.map_or(hinted, |least| graver(least, hinted));
+    let effect = said.and_then(|said| said.effect).unwrap_or(least);
+    let least = settings.risk.map_or(risk, |least| least.max(risk));
+    (effect, said.and_then(|said| said.risk).unwrap_or(least))
+}
+
+fn graver(a: Effect, b: Effect) -> Effect {
+    if a as u8 >= b as u8 { a } else { b }
+}
+
+/// How a tool is another than it was.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+pub struct ToolChange {
+    /// Its name.
+    pub tool: String,
+    /// `added`, `changed` or `removed`.
+    pub change: &'static str,
+    /// What is another about it.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub fields: Vec<&'static str>,
+    pub at_ms: u64,
+}
+
+/// What is another than what was known.
+pub fn changes(
+    known: &BTreeMap<String, Definition>,
+    offered: &BTreeMap<String, Definition>,
+    at_ms: u64,
+) -> Vec<ToolChange> {
+    let mut changes = Vec::new();
+    for (name, tool) in offered {
+        let (change, fields) = match known.get(name) {
+            None => ("added", Vec::new()),
+            Some(before) => ("changed", differences(before, tool)),
+        };
+        if change == "added" || !fields.is_empty() {
+            changes.push(ToolChange { tool: name.clone(), change, fields, at_ms });
+        }
+    }
+    for name in known.keys().filter(|name| !offered.contains_key(*name)) {
+        let (tool, change) = (name.clone(), "removed");
+        changes.push(ToolChange { tool, change, fields: Vec::new(), at_ms });
+    }
+    changes
+}
+
+fn differences(a: &Definition, b: &Definition) -> Vec<&'static str> {
+    let same = |a: &Json, b: &Json| a.text() == b.text() || a.value() == b.value();
+    let same_output = match (&a.output_schema, &b.output_schema) {
+        (Some(a), Some(b)) => same(a, b),
+        (None, None) => true,
+        _ => false,
+    };
+    let fields = [
+        ("description", a.description != b.description),
+        ("schema", !same(&a.input_schema, &b.input_schema)),
+        ("output_schema", !same_output),
+        ("effect", a.effect != b.effect),
+        ("risk", a.risk != b.risk),
+    ];
+    fields.into_iter().filter(|(_, differs)| *differs).map(|(field, _)| field).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hints(read_only: bool, destructive: Option<bool>) -> ToolAnnotations {
+        let mut hints = ToolAnnotations::new().read_only(read_only);
+        hints.destructive_hint = destructive;
+        hints
+    }
+
+    #[test]
+    fn hints_never_lower_what_the_operator_set() {
+        let plain = McpSettings::default();
+        assert_eq!(weighed(&plain, None, None), (Effect::Irreversible, Risk::Medium));
+        let tame = hints(true, None);
+        assert_eq!(weighed(&plain, None, Some(&tame)), (Effect::Read, Risk::Low));
+        let strict = McpSettings {
+            effect: Some(Effect::Idempotent),
+            risk: Some(Risk::High),
+            ..McpSettings::default()
+        };
+        assert_eq!(weighed(&strict, None, Some(&tame)), (Effect::Idempotent, Risk::High));
+        let wild = hints(false, Some(true));
+        assert_eq!(weighed(&strict, None, Some(&wild)), (Effect::Irreversible, Risk::High));
+        let said = McpToolSettings {
+            effect: Some(Effect::Read),
+            risk: Some(Risk::Critical),
+            ..McpToolSettings::default()
+        };
+        assert_eq!(weighed(&strict, Some(&said), Some(&wild)), (Effect::Read, Risk::Critical));
+    }
+
+    #[test]
+    fn names_of_others_become_names_of_ours() {
+        assert_eq!(our_name("gh", "create_issue").as_deref(), Some("gh.create_issue"));
+        assert_eq!(our_name("gh", "a b:c").as_deref(), Some("gh.a_b_c"));
+        assert_eq!(our_name("gh", "..a..b.").as_deref(), Some("gh.a_b"));
+        assert_eq!(our_name("gh", ""), None);
+        assert_eq!(our_name("gh", &"x".repeat(200)), None);
+    }
+}

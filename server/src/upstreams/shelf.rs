@@ -1,0 +1,282 @@
+//! Resources and prompts of upstreams, for the MCP door: the upstream's own, with prompts under
+//! `NAME.prompt`. Who may use an upstream's tools by a rule on `NAME.*` may read what lies beside
+//! them; a prompt is named in rules like a tool, resources as `NAME.resources`.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use futures::future::join_all;
+use rmcp::model::{
+    CompleteRequestParams, CompleteResult, ErrorCode, GetPromptRequestParams, GetPromptResponse,
+    Prompt, ReadResourceRequestParams, ReadResourceResponse, Reference, Resource, ResourceTemplate,
+};
+use rmcp::service::Peer;
+use rmcp::{ErrorData, RoleClient, ServiceError};
+use tokio::sync::broadcast;
+use toolcrib::{Caller, Engine};
+
+use crate::doors::mcp::{Change, Changed, Changes, Shelf};
+use crate::sources::mcp::{News, Upstreams, pages};
+
+/// How long an upstream may take to say what it has. One that takes longer is left out of lists.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// What lies beside the tools of upstreams.
+pub struct Beside {
+    engine: Engine,
+    upstreams: Arc<Upstreams>,
+}
+
+type Peers = BTreeMap<String, Peer<RoleClient>>;
+
+impl Beside {
+    pub(super) fn new(engine: Engine, upstreams: Arc<Upstreams>) -> Self {
+        Self { engine, upstreams }
+    }
+
+    /// The upstreams whose resources the caller may read.
+    fn readable(&self, caller: &Caller, source: Option<&str>) -> Peers {
+        let mut peers = self.upstreams.peers(&caller.project);
+        peers.retain(|name, _| source.is_none_or(|source| source == name));
+        peers.retain(|name, peer| {
+            let has = peer.peer_info().is_some_and(|info| info.capabilities.resources.is_some());
+            has && self.engine.may_use(caller, &format!("{name}.resources"))
+        });
+        peers
+    }
+
+    /// The upstream that has a resource: the one that lists it, or has a template for it.
+    async fn holder(
+        &self,
+        caller: &Caller,
+        source: Option<&str>,
+        uri: &str,
+    ) -> Option<Peer<RoleClient>> {
+        for (_, peer) in self.readable(caller, source) {
+            let listed = within(pages::resources(&peer)).await.unwrap_or_default();
+            if listed.iter().any(|resource| resource.uri == uri) {
+                return Some(peer);
+            }
+            let templates = within(pages::templates(&peer)).await.unwrap_or_default();
+            if templates.iter().any(|template| fits(&template.uri_template, uri)) {
+                return Some(peer);
+            }
+        }
+        None
+    }
+}
+
+/// Whether a template can make this address: its fixed parts are in it, in their order.
+fn fits(template: &str, uri: &str) -> bool {
+    let mut rest = uri;
+    let mut first = true;
+    for part in template.split('{') {
+        let fixed = match first {
+            true => part,
+            false => part.split_once('}').map_or("", |(_, fixed)| fixed),
+        };
+        match (first, rest.find(fixed)) {
+            (true, Some(0)) => rest = &rest[fixed.len()..],
+            (false, Some(at)) => rest = &rest[at + fixed.len()..],
+            _ => return false,
+        }
+        first = false;
+    }
+    template.contains('{') && (rest.is_empty() || template.ends_with('}'))
+}
+
+async fn within<T>(
+    asking: impl Future<Output = Result<T, ServiceError>>,
+) -> Result<T, ServiceError> {
+    match tokio::time::timeout(PATIENCE, asking).await {
+        Ok(answer) => answer,
+        Err(_) => Err(ServiceError::Timeout { timeout: PATIENCE }),
+    }
+}
+
+/// What went wrong, as the client is told.
+fn told(error: ServiceError) -> ErrorData {
+    match error {
+        ServiceError::McpError(error) => error,
+        _ => {
+            ErrorData::new(ErrorCode::INTERNAL_ERROR, "the MCP server behind does not answer", None)
+        }
+    }
+}
+
+/// The upstream of a prompt, and its own name for it.
+fn split(name: &str) -> Option<(&str, &str)> {
+    name.split_once('.')
+}
+
+#[async_trait]
+impl Shelf for Beside {
+    async fn resources(
+        &self,
+        caller: &Caller,
+        source: Option<&str>,
+    ) -> Result<Vec<Resource>, ErrorData> {
+        let peers = self.readable(caller, source);
+        let asked = peers.values().map(|peer| within(pages::resources(peer)));
+        let mut all: Vec<Resource> = Vec::new();
+        for list in join_all(asked).await.into_iter().flatten() {
+            // Of two with one address, the first upstream's counts, as in reading.
+            all.extend(list.into_iter().filter(|one| !one.uri.is_empty()));
+        }
+        let mut seen = std::collections::HashSet::new();
+        all.retain(|resource| seen.insert(resource.uri.clone()));
+        Ok(all)
+    }
+
+    async fn templates(
+        &self,
+        caller: &Caller,
+        source: Option<&str>,
+    ) -> Result<Vec<ResourceTemplate>, ErrorData> {
+        let peers = self.readable(caller, source);
+        let asked = peers.values().map(|peer| within(pages::templates(peer)));
+        Ok(join_all(asked).await.into_iter().flatten().flatten().collect())
+    }
+
+    async fn read(
+        &self,
+        caller: &Caller,
+        source: Option<&str>,
+        asked: ReadResourceRequestParams,
+    ) -> Result<Option<ReadResourceResponse>, ErrorData> {
+        let Some(peer) = self.holder(caller, source, &asked.uri).await else { return Ok(None) };
+        let mut asked = asked;
+        asked.meta = None;
+        within(peer.read_resource_once(asked)).await.map(Some).map_err(told)
+    }
+
+    async fn prompts(&self, caller: &Caller) -> Result<Vec<Prompt>, ErrorData> {
+        let mut peers = self.upstreams.peers(&caller.project);
+        peers.retain(|_, peer| {
+            peer.peer_info().is_some_and(|info| info.capabilities.prompts.is_some())
+        });
+        let asked = peers.iter().map(|(name, peer)| async move {
+            (name, within(pages::prompts(peer)).await.unwrap_or_default())
+        });
+        let mut all = Vec::new();
+        for (upstream, list) in join_all(asked).await {
+            for mut prompt in list {
+                prompt.name = format!("{upstream}.{}", prompt.name);
+                if self.engine.may_use(caller, &prompt.name) {
+                    all.push(prompt);
+                }
+            }
+        }
+        Ok(all)
+    }
+
+    async fn prompt(
+        &self,
+        caller: &Caller,
+        asked: GetPromptRequestParams,
+    ) -> Result<Option<GetPromptResponse>, ErrorData> {
+        let mut asked = asked;
+        let name = asked.name.to_string();
+        let Some((upstream, theirs)) = split(&name) else { return Ok(None) };
+        let peer = self.upstreams.peers(&caller.project).remove(upstream);
+        let Some(peer) = peer.filter(|_| self.engine.may_use(caller, &name)) else {
+            return Ok(None);
+        };
+        asked.name = theirs.to_owned();
+        asked.meta = None;
+        within(peer.get_prompt_once(asked)).await.map(Some).map_err(told)
+    }
+
+    async fn complete(
+        &self,
+        caller: &Caller,
+        source: Option<&str>,
+        asked: CompleteRequestParams,
+    ) -> Result<CompleteResult, ErrorData> {
+        let mut asked = asked;
+        asked.meta = None;
+        let peer = match &mut asked.r#ref {
+            Reference::Prompt(prompt) => {
+                let name = prompt.name.clone();
+                let Some((upstream, theirs)) = split(&name) else {
+                    return Ok(CompleteResult::default());
+                };
+                prompt.name = theirs.to_owned();
+                let allowed = self.engine.may_use(caller, &name);
+                self.upstreams.peers(&caller.project).remove(upstream).filter(|_| allowed)
+            }
+            Reference::Resource(resource) => {
+                let uri = resource.uri.clone();
+                let mut found = None;
+                for (_, peer) in self.readable(caller, source) {
+                    let templates = within(pages::templates(&peer)).await.unwrap_or_default();
+                    if templates.iter().any(|t| t.uri_template == uri) {
+                        found = Some(peer);
+                        break;
+                    }
+                }
+                found
+            }
+            _ => None,
+        };
+        match peer {
+            Some(peer) => within(peer.complete(asked)).await.map_err(told),
+            None => Ok(CompleteResult::default()),
+        }
+    }
+
+    fn changes(&self) -> Option<Box<dyn Changes>> {
+        Some(Box::new(Heard(Some(self.upstreams.changes()))))
+    }
+
+    fn shows(&self, caller: &Caller, source: Option<&str>, change: &Change) -> bool {
+        let Some((project, name)) = &change.place else { return true };
+        let here = *project == caller.project && source.is_none_or(|source| source == name);
+        // A prompt is named in rules like a tool, and which one it is nobody says.
+        let named = change.what == Changed::Prompts;
+        here && (named || self.engine.may_use(caller, &format!("{name}.resources")))
+    }
+}
+
+/// What is heard of all upstreams.
+struct Heard(Option<broadcast::Receiver<((String, String), News)>>);
+
+#[async_trait]
+impl Changes for Heard {
+    async fn next(&mut self) -> Change {
+        loop {
+            let Some(heard) = &mut self.0 else { return std::future::pending().await };
+            match heard.recv().await {
+                Ok((place, news)) => {
+                    let what = match news {
+                        News::Resources => Changed::Resources,
+                        News::Prompts => Changed::Prompts,
+                        News::Resource(uri) => Changed::Resource(uri),
+                    };
+                    return Change { what, place: Some(place) };
+                }
+                // Some were missed: the list itself is what counts.
+                Err(broadcast::error::RecvError::Lagged(_)) => {
+                    return Change { what: Changed::Resources, place: None };
+                }
+                Err(broadcast::error::RecvError::Closed) => self.0 = None,
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::fits;
+
+    #[test]
+    fn templates_fit_what_they_can_make() {
+        assert!(fits("file:///{path}", "file:///a/b.txt"));
+        assert!(fits("test://t/{id}/data", "test://t/7/data"));
+        assert!(!fits("test://t/{id}/data", "test://t/7/other"));
+        assert!(!fits("test://t/{id}", "else://t/7"));
+        assert!(!fits("test://fixed", "test://fixed"));
+    }
+}

@@ -1,0 +1,50 @@
+//! The key of a model: it reaches the endpoint, and nothing else.
+
+use serde_json::json;
+use toolcrib_bench::model::{Scripted, Turn, call, say};
+
+use super::*;
+use crate::support::process::Server as Process;
+
+#[tokio::test]
+async fn the_key_is_in_no_log_event_error_or_answer() {
+    let secret = "sk-test-51-do-not-tell";
+    let echo = json!({ "error": { "message": format!("bad key {secret}"), "code": secret } });
+    let scripted = Scripted::saying([
+        call("call_1", "calculation__eval", &eval("6 * 7")),
+        say("It is 42."),
+        Turn::Refuse(401, None, echo.clone()),
+        Turn::Refuse(400, None, echo),
+    ])
+    .await
+    .unwrap();
+    let mut server = Process::new()
+        .with("LLM__BASE_URL", &scripted.url)
+        .with("LLM__MODEL", MODEL)
+        .with("LOG__LEVEL", "trace")
+        .variable("OPENAI_API_KEY", secret);
+    server.start().await;
+    let mut seen = String::new();
+    for status in [200, 503, 400] {
+        let url = server.url("/v1/chat/completions");
+        let answer = server.http.post(url).json(&question("6 * 7?")).send().await.unwrap();
+        assert_eq!(answer.status(), status);
+        seen.push_str(&format!("{:?}", answer.headers()));
+        seen.push_str(&answer.text().await.unwrap());
+    }
+    let sent = &scripted.asked()[0].headers["authorization"];
+    assert_eq!(sent, &format!("Bearer {secret}"));
+    for path in ["/v1/tool_calls", "/v1/models", "/v1/audit", "/metrics"] {
+        let answer = server.http.get(server.url(path)).send().await.unwrap();
+        seen.push_str(&answer.text().await.unwrap());
+    }
+    server.stop().await;
+    let log = std::fs::read_to_string(server.directory.path().join("server.log")).unwrap();
+    assert!(log.contains("DEBUG") || log.contains("TRACE"), "the log has everything");
+    for (what, text) in [("answers", &seen), ("the log", &log)] {
+        assert!(!text.contains(secret), "the key is in {what}");
+    }
+    let stored = std::fs::read(server.database()).unwrap();
+    let found = stored.windows(secret.len()).any(|part| part == secret.as_bytes());
+    assert!(!found, "the key is in the database");
+}

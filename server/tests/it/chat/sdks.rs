@@ -1,0 +1,131 @@
+//! The official clients, unchanged: `openai` for Python and for JavaScript, and the agent framework
+//! of the same vendor. `scripts/test` installs them and says where: in
+//! `TOOLCRIB_TEST_OPENAI_PYTHON` (an interpreter) and `TOOLCRIB_TEST_OPENAI_NODE` (a directory with
+//! `node_modules`). Without these there is nothing to run.
+
+use std::path::PathBuf;
+
+use serde_json::{Value, json};
+use tokio::process::Command;
+use toolcrib_bench::model::{Answer, Asked, Scripted, Turn, call, say};
+
+use super::*;
+use crate::support::soon;
+
+/// A model that does as the user says.
+fn obedient(asked: &Asked) -> Turn {
+    if asked.body["model"] == "none" {
+        let error = json!({ "message": "no such model", "code": "model_not_found" });
+        return Turn::Refuse(404, None, json!({ "error": error }));
+    }
+    let messages = asked.messages();
+    let results: Vec<&str> = messages
+        .iter()
+        .filter(|message| message["role"] == "tool")
+        .map(|message| message["content"].as_str().unwrap_or("?"))
+        .collect();
+    let last = messages.last().unwrap();
+    if last["role"] == "tool" {
+        let seen = |word: &str| results.iter().any(|result| result.contains(word));
+        return match (seen("1024"), seen("xyzzy")) {
+            (true, true) => say("both came"),
+            (true, false) => say("it is 1024"),
+            _ => say("something is missing"),
+        };
+    }
+    let eval = eval("2 ^ 10");
+    match last["content"].as_str().unwrap_or_default() {
+        "calculate" => call("call_a", "calculation__eval", &eval),
+        "mixed" => Turn::Say(Answer::text("").call("call_own", "get_secret", r#"{"n": 1}"#).call(
+            "call_crib",
+            "calculation__eval",
+            eval.to_string(),
+        )),
+        "tools" => say(asked.tools().join(" ")),
+        "count" => say(format!("{} messages", messages.len())),
+        other => say(format!("what is {other:?}?")),
+    }
+}
+
+/// What the script did, line by line.
+async fn run(mut command: Command) -> Vec<(String, Value)> {
+    command.env("NO_PROXY", "127.0.0.1").env("no_proxy", "127.0.0.1").kill_on_drop(true);
+    let output = soon("the script's end", command.output()).await.unwrap();
+    let (out, err) =
+        (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{out}\n{err}");
+    let line = |line: &str| {
+        let line: Value = serde_json::from_str(line).unwrap_or_else(|_| panic!("{line}"));
+        (line["what"].as_str().unwrap().to_owned(), line["value"].clone())
+    };
+    out.lines().map(line).collect()
+}
+
+fn script(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/it/chat").join(name)
+}
+
+fn expected(wanted: &[(&str, Value)]) -> Vec<(String, Value)> {
+    wanted.iter().map(|(what, value)| ((*what).to_owned(), value.clone())).collect()
+}
+
+#[tokio::test]
+async fn the_python_client_and_the_agent_framework_work_unchanged() {
+    let Some(python) = std::env::var_os("TOOLCRIB_TEST_OPENAI_PYTHON") else {
+        eprintln!("skipped: TOOLCRIB_TEST_OPENAI_PYTHON is not set; scripts/test sets it");
+        return;
+    };
+    let scripted = Scripted::deciding(obedient).await.unwrap();
+    let server = served_by(&scripted).await;
+    let mut command = Command::new(python);
+    command.arg(script("client.py")).arg(format!("http://{}/v1", server.address));
+    let wanted = expected(&[
+        ("models", json!(["large", "demo"])),
+        ("chat", json!("it is 1024")),
+        ("chat usage", json!(30)),
+        ("chat tools", json!("calculation__eval result__read")),
+        ("chat stream", json!("it is 1024")),
+        ("chat stream whole", json!("it is 1024")),
+        ("chat calls", json!(["get_secret"])),
+        ("chat mixed", json!("both came")),
+        ("chat error", json!("model_not_found")),
+        ("responses", json!("it is 1024")),
+        ("responses stream", json!("it is 1024")),
+        ("responses last event", json!("response.completed")),
+        ("responses mixed", json!("both came")),
+        // Of the first: the question, the call, its result, the answer; and the new question.
+        ("responses before", json!("5 messages")),
+        ("agents OpenAIChatCompletionsModel", json!("both came")),
+        ("agents streamed OpenAIChatCompletionsModel", json!("both came")),
+        ("agents OpenAIResponsesModel", json!("both came")),
+        ("agents streamed OpenAIResponsesModel", json!("both came")),
+    ]);
+    assert_eq!(run(command).await, wanted);
+}
+
+#[tokio::test]
+async fn the_javascript_client_works_unchanged() {
+    let Some(directory) = std::env::var_os("TOOLCRIB_TEST_OPENAI_NODE") else {
+        eprintln!("skipped: TOOLCRIB_TEST_OPENAI_NODE is not set; scripts/test sets it");
+        return;
+    };
+    let modules = PathBuf::from(directory).join("node_modules");
+    let scripted = Scripted::deciding(obedient).await.unwrap();
+    let server = served_by(&scripted).await;
+    let mut command = Command::new(modules.join(".bin/node"));
+    command.arg(script("client.cjs")).arg(format!("http://{}/v1", server.address));
+    command.env("NODE_PATH", &modules);
+    let wanted = expected(&[
+        ("models", json!(["large", "demo"])),
+        ("chat", json!("it is 1024")),
+        ("chat usage", json!(30)),
+        ("chat stream", json!("it is 1024")),
+        ("chat mixed", json!("both came")),
+        ("chat mixed stream", json!("both came")),
+        ("chat error", json!([true, "model_not_found"])),
+        ("responses", json!("it is 1024")),
+        ("responses stream", json!("it is 1024")),
+        ("responses mixed", json!("both came")),
+    ]);
+    assert_eq!(run(command).await, wanted);
+}

@@ -1,0 +1,190 @@
+//! Chat completions that come in chunks.
+
+use std::sync::atomic::Ordering;
+
+use reqwest::Method;
+use serde_json::json;
+use toolcrib_bench::model::{Answer, Turn, say};
+
+use super::*;
+use crate::support::sse::Sse;
+use crate::support::{Api, until};
+
+/// A stream put together as clients do it.
+#[derive(Debug, Default)]
+struct Streamed {
+    text: String,
+    calls: Vec<(String, String, String)>,
+    finish: Option<String>,
+    usage: Value,
+    error: Value,
+    done: bool,
+}
+
+async fn streamed(api: &Api, mut body: Value) -> Streamed {
+    body["stream"] = true.into();
+    body["stream_options"] = json!({ "include_usage": true });
+    let request = api.request(Method::POST, "/v1/chat/completions").json(&body);
+    let text = soon_text(request).await;
+    let mut all = Streamed::default();
+    for line in text.lines().filter_map(|line| line.strip_prefix("data: ")) {
+        if line == "[DONE]" {
+            all.done = true;
+            continue;
+        }
+        assert!(!all.done, "nothing follows the end");
+        let chunk: Value = serde_json::from_str(line).unwrap();
+        if chunk.get("error").is_some() {
+            all.error = chunk["error"].clone();
+            continue;
+        }
+        assert_eq!(chunk["object"], "chat.completion.chunk");
+        if let Some(usage) = chunk.get("usage") {
+            all.usage = usage.clone();
+        }
+        let Some(choice) = chunk["choices"].get(0) else { continue };
+        all.text.push_str(choice["delta"]["content"].as_str().unwrap_or_default());
+        for call in choice["delta"]["tool_calls"].as_array().into_iter().flatten() {
+            assert_eq!(call["index"], all.calls.len(), "{call}");
+            let text = |value: &Value| value.as_str().unwrap().to_owned();
+            let (function, id) = (&call["function"], text(&call["id"]));
+            all.calls.push((id, text(&function["name"]), text(&function["arguments"])));
+        }
+        if let Some(reason) = choice["finish_reason"].as_str() {
+            all.finish = Some(reason.to_owned());
+        }
+    }
+    all
+}
+
+async fn soon_text(request: reqwest::RequestBuilder) -> String {
+    let response = request.send().await.unwrap();
+    assert_eq!(response.status(), 200, "{}", response.text().await.unwrap());
+    let kind = response.headers()["content-type"].to_str().unwrap().to_owned();
+    assert!(kind.starts_with("text/event-stream"), "{kind}");
+    response.text().await.unwrap()
+}
+
+#[tokio::test]
+async fn the_text_of_every_step_and_then_the_end() {
+    let first =
+        Answer::text("I will see.").call("a", "calculation__eval", eval("6 * 7").to_string());
+    let (server, _) = serving([Turn::Say(first), say("It is 42: ä€😀.")]).await;
+    let all = streamed(&server.api(), question("6 * 7?")).await;
+    assert_eq!(all.text, "I will see.\n\nIt is 42: ä€😀.");
+    assert_eq!((all.finish.as_deref(), all.done), (Some("stop"), true));
+    assert_eq!(all.usage["total_tokens"], 30);
+    assert!(all.calls.is_empty(), "{all:?}");
+}
+
+#[tokio::test]
+async fn the_first_piece_comes_before_the_model_is_done() {
+    let (server, _) = serving([Turn::Stall(Answer::text("Once upon a time"), 2)]).await;
+    let mut body = question("Tell me a story");
+    body["stream"] = true.into();
+    let api = server.api();
+    let mut events = Sse::open(api.request(Method::POST, "/v1/chat/completions").json(&body)).await;
+    assert_eq!(events.event().await.data["choices"][0]["delta"]["role"], "assistant");
+    assert_eq!(events.event().await.data["choices"][0]["delta"]["content"], "Once up");
+}
+
+#[tokio::test]
+async fn calls_for_the_client_come_whole() {
+    let both = Answer::text("")
+        .call("own", "open_door", r#"{"which": "the one on the left"}"#)
+        .call("crib", "calculation__eval", eval("1 + 1").to_string());
+    let (server, _) = serving([Turn::Say(both)]).await;
+    let mut body = question("Open the door");
+    body["tools"] = json!([own_tool("open_door")]);
+    let all = streamed(&server.api(), body).await;
+    assert_eq!(all.finish.as_deref(), Some("tool_calls"));
+    let [(id, name, arguments)] = all.calls.as_slice() else { panic!("{all:?}") };
+    assert!(id.starts_with("call_"), "{id}");
+    assert_eq!(
+        (name.as_str(), arguments.as_str()),
+        ("open_door", r#"{"which": "the one on the left"}"#)
+    );
+}
+
+#[tokio::test]
+async fn an_answer_that_was_cut_is_asked_for_again_and_not_told_twice() {
+    let whole = || Answer::text("The answer is forty-two.");
+    let (server, scripted) =
+        serving([Turn::Cut(whole(), 3), Turn::End(whole(), 2), Turn::Say(whole())]).await;
+    let all = streamed(&server.api(), question("What is it?")).await;
+    assert_eq!(all.text, "The answer is forty-two.");
+    assert_eq!(scripted.asked().len(), 3);
+    // Who says something else the second time is heard from the beginning.
+    let (server, _) = serving([Turn::Cut(whole(), 3), say("I do not know.")]).await;
+    let all = streamed(&server.api(), question("What is it?")).await;
+    assert_eq!(all.text, "The answer is \n\nI do not know.");
+}
+
+#[tokio::test]
+async fn a_call_that_was_cut_in_its_arguments_is_never_half_made() {
+    let mail = || Answer::text("").call("a", "calculation__eval", eval("6 * 7").to_string());
+    let own = || Answer::text("").call("b", "open_door", r#"{"which": "left"}"#);
+    let (server, _) =
+        serving([Turn::Cut(mail(), 3), Turn::Say(mail()), Turn::Cut(own(), 3), Turn::Say(own())])
+            .await;
+    let mut body = question("Open the door");
+    body["tools"] = json!([own_tool("open_door")]);
+    let all = streamed(&server.api(), body).await;
+    assert_eq!(all.calls.len(), 1, "{all:?}");
+    assert_eq!(all.calls[0].2, r#"{"which": "left"}"#);
+    let listed = server.api().get("/v1/tool_calls").await.is(200);
+    assert_eq!(listed["tool_calls"].as_array().unwrap().len(), 1, "{listed}");
+}
+
+#[tokio::test]
+async fn a_model_that_fails_in_the_middle_ends_the_stream_with_an_error() {
+    let refuse = || Turn::Refuse(400, None, json!({ "error": { "message": "too long" } }));
+    let first = Answer::text("Hm.").call("a", "calculation__eval", eval("6 * 7").to_string());
+    let (server, _) = serving([Turn::Say(first), refuse(), refuse()]).await;
+    let api = server.api();
+    let all = streamed(&api, question("6 * 7?")).await;
+    assert_eq!((all.text.as_str(), all.done), ("Hm.", false));
+    assert!(all.error["message"].as_str().unwrap().contains("too long"), "{all:?}");
+    // At the very beginning it is a refusal with its status.
+    let mut body = question("6 * 7?");
+    body["stream"] = true.into();
+    let refused = api.post("/v1/chat/completions", body).await.is(400);
+    assert_eq!(refused["error"]["type"], "invalid_request_error");
+}
+
+#[tokio::test]
+async fn who_hangs_up_is_not_answered_further() {
+    let (server, scripted) = serving([Turn::Stall(Answer::text("Once upon a time"), 2)]).await;
+    let mut body = question("Tell me a story");
+    body["stream"] = true.into();
+    let api = server.api();
+    let mut events = Sse::open(api.request(Method::POST, "/v1/chat/completions").json(&body)).await;
+    events.event().await;
+    let asked = scripted.asked().remove(0);
+    assert!(!asked.left.load(Ordering::Relaxed));
+    drop(events);
+    until("the request to the model to be given up", || async {
+        asked.left.load(Ordering::Relaxed).then_some(())
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn the_stream_begins_while_the_first_call_is_still_made() {
+    let first = Answer::text("").call("a", "report__make", "{}");
+    let (server, _) = serving([Turn::Say(first), say("7 pages.")]).await;
+    let api = server.api();
+    api.register("c1", json!([crate::support::api::offer("report.make")])).await;
+    let mut body = question("A report");
+    body["stream"] = true.into();
+    body["toolcrib"] = json!({ "tools": ["report.make"] });
+    let request = api.request(Method::POST, "/v1/chat/completions").json(&body);
+    let sent = request.send();
+    // The answer's head is there, and nobody has done the work yet.
+    let response = crate::support::soon("the head of the answer", sent).await.unwrap();
+    assert_eq!(response.status(), 200);
+    let work = api.poll("c1").await;
+    api.succeed(work["tool_call_id"].as_str().unwrap(), json!({ "pages": 7 })).await;
+    let text = crate::support::soon("the rest", response.text()).await.unwrap();
+    assert!(text.contains("7 pages") && text.contains("[DONE]"), "{text}");
+}

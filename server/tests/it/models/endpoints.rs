@@ -1,0 +1,212 @@
+//! Good answers, of both kinds of endpoints, in a stream and at once; and where the key goes.
+
+use serde_json::{Value, json};
+use toolcrib::model::{Model, Piece, Prompt, Stopped, Usage, Wanted};
+use toolcrib_bench::model::{Answer, Scripted, Turn, call, say};
+use toolcrib_server::models::{Anthropic, Endpoint, KeyPlace, Kind, OpenAi};
+
+use super::*;
+
+fn two_calls() -> Turn {
+    let first = r#"{"expression": "6 * 7"}"#;
+    let answer = Answer::text("Let me see: ä€😀.").call("call_a", "calculation__eval", first).call(
+        "call_b",
+        "weather__query",
+        r#"{"query": "Paris"}"#,
+    );
+    Turn::Say(answer)
+}
+
+fn wanted() -> Vec<Wanted> {
+    let wanted = |id: &str, name: &str, arguments: &str| Wanted {
+        id: id.into(),
+        name: name.into(),
+        arguments: arguments.into(),
+    };
+    vec![
+        wanted("call_a", "calculation__eval", r#"{"expression": "6 * 7"}"#),
+        wanted("call_b", "weather__query", r#"{"query": "Paris"}"#),
+    ]
+}
+
+#[tokio::test]
+async fn arguments_in_pieces_and_parallel_calls_come_out_whole() {
+    for kind in [Kind::OpenAi, Kind::Anthropic] {
+        let scripted = Scripted::saying([two_calls()]).await.unwrap();
+        let at = endpoint(&scripted, kind);
+        let model: Box<dyn Model> = match kind {
+            Kind::OpenAi => Box::new(OpenAi::at(at)),
+            Kind::Anthropic => Box::new(Anthropic::at(at)),
+        };
+        let (reply, told) = asked(&*model, &prompt()).await;
+        let reply = reply.unwrap();
+        assert_eq!(reply.text, "Let me see: ä€😀.");
+        assert_eq!(reply.calls, wanted());
+        assert_eq!(reply.stopped, Stopped::ToolCalls);
+        assert_eq!(reply.usage, Usage { prompt_tokens: 10, completion_tokens: 5 });
+        assert_eq!(reply.model.as_deref(), Some("large-1"));
+        // What was told on the way comes to the same.
+        assert_eq!(text_of(&told), reply.text);
+        let mut built: Vec<Wanted> = Vec::new();
+        for piece in told {
+            let Piece::Call { index, id, name, arguments } = piece else { continue };
+            if let (Some(id), Some(name)) = (id, name) {
+                assert_eq!(index, built.len());
+                built.push(Wanted { id, name, arguments: String::new() });
+            }
+            built[index].arguments.push_str(&arguments);
+        }
+        assert_eq!(built, reply.calls);
+    }
+}
+
+#[tokio::test]
+async fn an_endpoint_that_does_not_stream_is_understood() {
+    let calls = json!([
+        { "id": "call_a", "type": "function",
+          "function": { "name": "calculation__eval", "arguments": "{\"expression\": \"6 * 7\"}" } },
+        { "id": "call_a", "type": "function",
+          "function": { "name": "weather__query", "arguments": { "query": "Paris" } } },
+    ]);
+    let message = json!({ "role": "assistant", "content": "Hm.", "tool_calls": calls });
+    let whole = json!({ "model": "m", "usage": { "prompt_tokens": 3, "completion_tokens": 4 },
+        "choices": [{ "index": 0, "message": message, "finish_reason": "tool_calls" }] });
+    let turn = Turn::Raw("application/json", whole.to_string().into_bytes());
+    let scripted = Scripted::saying([turn]).await.unwrap();
+    let (reply, told) = asked(&openai(&scripted), &prompt()).await;
+    let reply = reply.unwrap();
+    assert_eq!((reply.text.as_str(), text_of(&told).as_str()), ("Hm.", "Hm."));
+    let calls: Vec<(&str, &str)> =
+        reply.calls.iter().map(|call| (call.id.as_str(), call.arguments.as_str())).collect();
+    let two = [("call_a", r#"{"expression": "6 * 7"}"#), ("call_a", r#"{"query":"Paris"}"#)];
+    assert_eq!(calls, two, "two calls with one id stay two");
+    assert_eq!(reply.usage, Usage { prompt_tokens: 3, completion_tokens: 4 });
+}
+
+#[tokio::test]
+async fn what_is_asked_is_what_the_endpoint_reads() {
+    let scripted = Scripted::saying([say("42"), say("42")]).await.unwrap();
+    let settings = json!({ "temperature": 0.5, "stream": false, "tool_choice": "auto" });
+    let Value::Object(settings) = settings else { unreachable!() };
+    let prompt = Prompt { settings, ..prompt() };
+    let model = openai(&scripted);
+    asked(&model, &prompt).await.0.unwrap();
+    let bare = Prompt { tools: Vec::new(), ..prompt };
+    asked(&model, &bare).await.0.unwrap();
+    let asked = scripted.asked();
+    let body = &asked[0].body;
+    assert_eq!(body["model"], "large-1");
+    assert_eq!(body["temperature"], 0.5);
+    assert_eq!(body["stream"], true);
+    assert_eq!(body["stream_options"], json!({ "include_usage": true }));
+    assert_eq!(body["messages"][0]["content"], "What is 6 * 7?");
+    assert_eq!(
+        (asked[0].tools(), &body["tool_choice"]),
+        (vec!["calculation__eval".to_owned()], &json!("auto"))
+    );
+    let body = &asked[1].body;
+    assert!(body.get("tools").is_none() && body.get("tool_choice").is_none(), "{body}");
+}
+
+#[tokio::test]
+async fn a_conversation_is_translated_for_anthropic() {
+    let scripted = Scripted::saying([say("42"), say("42")]).await.unwrap();
+    let call = |id: &str, arguments: &str| {
+        json!({ "id": id, "type": "function",
+        "function": { "name": "calculation__eval", "arguments": arguments } })
+    };
+    let messages = vec![
+        json!({ "role": "system", "content": "Be brief." }),
+        json!({ "role": "user", "content": "6 * 7 and 1 / 0?" }),
+        json!({ "role": "assistant", "content": null, "tool_calls": [
+            call("call:1", "{\"expression\":\"6 * 7\"}"), call("call_2", "{\"expr")] }),
+        json!({ "role": "tool", "tool_call_id": "call:1", "content": "42" }),
+        json!({ "role": "tool", "tool_call_id": "call_2", "content": "not JSON" }),
+        json!({ "role": "user", "content": [{ "type": "text", "text": "Well?" }] }),
+    ];
+    let settings = json!({ "max_tokens": 77, "stop": "END", "tool_choice": "required",
+        "parallel_tool_calls": false, "seed": 5 });
+    let Value::Object(settings) = settings else { unreachable!() };
+    let prompt = Prompt { messages, settings, ..prompt() };
+    let model = anthropic(&scripted);
+    asked(&model, &prompt).await.0.unwrap();
+    asked(&model, &Prompt { tools: Vec::new(), ..prompt }).await.0.unwrap();
+    let asked = scripted.asked();
+    assert_eq!(asked[0].path, "/v1/messages");
+    assert_eq!(asked[0].headers["anthropic-version"], "2023-06-01");
+    let use_ = |id: &str, input: Value| {
+        json!({ "type": "tool_use", "id": id,
+        "name": "calculation__eval", "input": input })
+    };
+    let result = |id: &str, content: &str| {
+        json!({ "type": "tool_result", "tool_use_id": id,
+        "content": content })
+    };
+    let messages = json!([
+        { "role": "user", "content": [{ "type": "text", "text": "6 * 7 and 1 / 0?" }] },
+        { "role": "assistant", "content": [
+            use_("call_1", json!({ "expression": "6 * 7" })),
+            use_("call_2", json!({ "not_json": "{\"expr" })) ] },
+        { "role": "user", "content": [result("call_1", "42"), result("call_2", "not JSON"),
+            { "type": "text", "text": "Well?" }] },
+    ]);
+    let tools = json!([{ "name": "calculation__eval", "description": "Calculates",
+        "input_schema": { "type": "object" } }]);
+    assert_eq!(
+        asked[0].body,
+        json!({
+            "model": "large-1", "max_tokens": 77, "stream": true, "system": "Be brief.",
+            "stop_sequences": ["END"], "messages": messages, "tools": tools,
+            "tool_choice": { "type": "any", "disable_parallel_tool_use": true },
+        })
+    );
+    // The API wants tools defined where calls are in the conversation, though none may be called.
+    let schema = json!([{ "name": "calculation__eval", "input_schema": { "type": "object" } }]);
+    assert_eq!(asked[1].body["tools"], schema);
+    assert_eq!(asked[1].body["tool_choice"], json!({ "type": "none" }));
+}
+
+#[tokio::test]
+async fn the_key_is_sent_and_is_in_no_refusal() {
+    let secret = "sk-very-secret-1234";
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), format!("{secret}\n")).unwrap();
+    let echo = |status: u16| {
+        let message = format!("Incorrect API key provided: {secret}, or sk-very***1234");
+        Turn::Refuse(status, None, json!({ "error": { "message": message } }))
+    };
+    for (kind, header, value) in [
+        (Kind::OpenAi, "authorization", format!("Bearer {secret}")),
+        (Kind::Anthropic, "x-api-key", secret.to_owned()),
+    ] {
+        let scripted = Scripted::saying([say("42"), echo(401), echo(400)]).await.unwrap();
+        let key = KeyPlace { variable: None, file: Some(file.path().to_owned()), needed: true };
+        let at = Endpoint { key, ..endpoint(&scripted, kind) };
+        let model: Box<dyn Model> = match kind {
+            Kind::OpenAi => Box::new(OpenAi::at(at)),
+            Kind::Anthropic => Box::new(Anthropic::at(at)),
+        };
+        assert_eq!(asked(&*model, &prompt()).await.0.unwrap().text, "42");
+        assert_eq!(scripted.asked()[0].headers[header], value);
+        for status in [401, 400] {
+            let silence = asked(&*model, &prompt()).await.0.unwrap_err();
+            let said = format!("{silence:?} {silence}");
+            assert!(!silence.passing, "{said}");
+            assert!(silence.fault.message.contains(&format!("answered {status}")), "{said}");
+            assert!(!said.contains(secret), "{said}");
+            assert!(status == 400 || !said.contains("1234"), "{said}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_key_that_is_missing_is_said_by_the_name_of_its_place() {
+    let scripted = Scripted::saying([call("c", "t", &json!({}))]).await.unwrap();
+    let variable = Some("NO_SUCH_VARIABLE_HERE".to_owned());
+    let key = KeyPlace { variable, file: None, needed: true };
+    let model = OpenAi::at(Endpoint { key, ..endpoint(&scripted, Kind::OpenAi) });
+    let silence = asked(&model, &prompt()).await.0.unwrap_err();
+    assert!(!silence.passing);
+    assert!(silence.fault.message.contains("NO_SUCH_VARIABLE_HERE"), "{silence}");
+    assert!(scripted.asked().is_empty(), "nothing was sent");
+}

@@ -1,0 +1,169 @@
+//! What a definition says about arguments, as agents, models and upstreams see it.
+
+use serde_json::{Value, json};
+
+use super::upstream::{Upstream, call, define};
+
+fn definition(url: &str) -> Value {
+    json!({
+        "tool_name": "api.search",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "q": { "type": "string" },
+                "limit": { "type": "integer" },
+                "site": { "type": "string", "pattern": "^default$" },
+                "api_key": { "type": "string" },
+                "lang": { "type": "string" },
+            },
+            "required": ["q", "site", "api_key"],
+            "additionalProperties": false,
+        },
+        "options": {
+            "http": { "url": url },
+            "args": {
+                "defaults": { "limit": 5, "lang": "{project_id}" },
+                "fixed": { "site": "{project_id}" },
+            },
+            "envs": { "api_key": "TOOLCRIB_ARGS_TEST_NOT_SET" },
+        },
+    })
+}
+
+#[tokio::test]
+async fn a_model_sees_what_it_may_decide_and_the_rest_is_put_in() {
+    let upstream = Upstream::start().await;
+    let server = upstream.server().await;
+    let api = server.api();
+    let made = define(&api, definition(&upstream.url("/search"))).await;
+    assert_eq!((&made["executor"], &made["effect"]), (&json!("http"), &json!("read")));
+    assert_eq!(made["target_subject"], Value::Null);
+    let all = made["parameters"]["properties"].as_object().unwrap();
+    assert_eq!(all.len(), 5, "its owner sees all of it");
+    let shown = api.get("/v1/tools/api.search").await.is(200);
+    let expected = json!({
+        "type": "object",
+        "properties": {
+            "q": { "type": "string" },
+            "limit": { "type": "integer", "default": 5 },
+            "lang": { "type": "string", "default": "{project_id}" },
+        },
+        "required": ["q"],
+        "additionalProperties": false,
+    });
+    assert_eq!(shown["schema"], expected);
+    let listed = api.get("/v1/tools").await.is(200);
+    let listed = listed["tools"].as_array().unwrap();
+    let listed = listed.iter().find(|tool| tool["name"] == "api.search").unwrap();
+    assert_eq!(listed["schema"], expected);
+    for format in ["openai", "openai_responses", "anthropic", "mcp"] {
+        let text = api.get(&format!("/v1/tools?format={format}")).await.text;
+        let described: Value = serde_json::from_str(&text).unwrap();
+        let tools = described["tools"].as_array().unwrap().iter().map(Value::to_string);
+        let own = tools.into_iter().find(|tool| tool.contains("api__search")).unwrap();
+        assert!(own.contains("limit"), "{format}: {own}");
+        assert!(!own.contains("site") && !own.contains("api_key"), "{format}: {own}");
+    }
+    // A caller's own word on what is fixed or secret does not count, and a null is a word.
+    let args = json!({ "q": "x", "site": "mine", "api_key": "mine", "lang": "en" });
+    let ended = call(&api, "api.search", args).await;
+    assert_eq!(ended["status"], "SUCCEEDED", "{ended}");
+    assert_eq!(upstream.last().path, "/search?lang=en&limit=5&q=x&site=default");
+    assert_eq!(ended["args"], json!({ "q": "x", "site": "mine", "lang": "en" }));
+    let id = ended["tool_call_id"].as_str().unwrap();
+    let cards = api.get(&format!("/v1/tool_calls/{id}/cards")).await.is(200);
+    let card = &cards["cards"][0];
+    let executed = json!({ "q": "x", "site": "default", "lang": "en", "limit": 5 });
+    assert_eq!(card["content"]["arguments"], executed);
+    assert_eq!(card["metadata"]["tool_args_defaults_applied"], json!(["limit"]));
+    assert_eq!(card["metadata"]["tool_args_fixed_applied"], json!(["site"]));
+    let envs = json!({ "api_key": "TOOLCRIB_ARGS_TEST_NOT_SET" });
+    assert_eq!(card["metadata"]["tool_args_envs"], envs);
+}
+
+#[tokio::test]
+async fn what_is_executed_must_fit_before_anything_runs() {
+    let upstream = Upstream::start().await;
+    let server = upstream.server().await;
+    let api = server.api();
+    define(&api, definition(&upstream.url("/search"))).await;
+    let invoke = |args: Value| {
+        let api = api.clone();
+        async move {
+            let body = json!({ "run_id": "r", "args": args });
+            api.post("/v1/tools/api.search/invoke", body).await.refused(422, "VALIDATION_ERROR")
+        }
+    };
+    invoke(json!({})).await;
+    invoke(json!({ "q": "x", "limit": null })).await;
+    invoke(json!({ "q": "x", "stray": 1 })).await;
+    invoke(json!([])).await;
+    // A fixed value that does not fit is the definition's fault, and is not sent either.
+    let mut wrong = definition(&upstream.url("/search"));
+    wrong["options"]["args"]["fixed"]["site"] = json!("{agent_turn_id}");
+    define(&api, wrong).await;
+    invoke(json!({ "q": "x" })).await;
+    assert!(upstream.asked().is_empty());
+}
+
+#[tokio::test]
+async fn the_same_key_finds_the_same_call_whatever_the_templates_say() {
+    let upstream = Upstream::start().await;
+    let server = upstream.server().await;
+    let api = server.api();
+    let options = json!({
+        "http": { "url": upstream.url("/x") },
+        "args": { "fixed": { "call": "{tool_call_id}", "turn": "{agent_turn_id}/{turn_epoch}" } },
+    });
+    define(&api, json!({ "tool_name": "api.ask", "options": options })).await;
+    let body = json!({ "run_id": "run_9", "args": {}, "idempotency_key": "k" });
+    let id = api.invoke_with("api.ask", body.clone()).await;
+    assert_eq!(api.invoke_with("api.ask", body).await, id);
+    api.finished(&id).await;
+    assert_eq!(upstream.asked().len(), 1);
+    assert_eq!(upstream.last().path, format!("/x?call={id}&turn=run_9%2F1"));
+}
+
+#[tokio::test]
+async fn an_alternate_has_its_own_rules() {
+    let upstream = Upstream::start().await;
+    let server = upstream
+        .server_with(|config| {
+            let fallback = serde_json::from_value(json!([{ "tool": "api.second" }])).unwrap();
+            let tool = toolcrib_server::config::ToolSettings { fallback, ..Default::default() };
+            config.tools.insert("api.first".into(), tool);
+            config.policy.max_retries = 0;
+        })
+        .await;
+    let api = server.api();
+    let first = json!({ "http": { "url": upstream.url("/status/404") } });
+    define(&api, json!({ "tool_name": "api.first", "options": first })).await;
+    let second = json!({
+        "http": { "url": upstream.url("/second") }, "args": { "fixed": { "mode": "spare" } },
+    });
+    define(&api, json!({ "tool_name": "api.second", "options": second })).await;
+    let ended = call(&api, "api.first", json!({ "q": "x" })).await;
+    assert_eq!(ended["ran_tool"], "api.second", "{ended}");
+    assert_eq!(upstream.last().path, "/second?mode=spare&q=x");
+}
+
+#[tokio::test]
+async fn wrong_options_are_refused_and_named() {
+    let server = crate::support::Server::start().await;
+    for (options, word) in [
+        (json!({ "http": { "url": "https://a.b" }, "args": [] }), "options.args"),
+        (json!({ "http": { "url": "https://a.b" }, "envs": "X" }), "options.envs"),
+        (json!({ "http": { "url": "a.b" } }), "options.http.url"),
+        (json!({ "http": { "url": "https://a.b", "mehtod": "GET" } }), "mehtod"),
+        (json!({ "jina": { "mode": "dance" } }), "options.jina.mode"),
+        (json!({ "jina": "search" }), "options.jina"),
+        (json!({ "other": {} }), "target_subject"),
+    ] {
+        let body = json!({ "tool_name": "api.ask", "options": options });
+        let error = server.api().post("/projects/default/tools", body).await;
+        let error = error.refused(400, "BAD_REQUEST");
+        assert!(error["message"].as_str().unwrap().contains(word), "{word}: {error}");
+    }
+    let body = json!({ "tool_name": "import", "options": { "http": { "url": "https://a.b" } } });
+    server.api().post("/projects/default/tools", body).await.refused(400, "BAD_REQUEST");
+}

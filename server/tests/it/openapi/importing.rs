@@ -1,0 +1,150 @@
+//! Importing documents over HTTP, and calling what they became.
+
+use reqwest::Method;
+use reqwest::header::CONTENT_TYPE;
+use serde_json::{Value, json};
+
+use super::upstream::{Upstream, call};
+use crate::support::Server;
+
+fn document(url: &str) -> Value {
+    json!({
+        "openapi": "3.1.0",
+        "info": { "title": "Pets", "version": "1" },
+        "servers": [{ "url": url }],
+        "paths": {
+            "/pets/{id}": {
+                "get": {
+                    "operationId": "getPet",
+                    "parameters": [
+                        { "name": "id", "in": "path", "required": true,
+                          "schema": { "$ref": "#/components/schemas/Id" } },
+                        { "name": "tags", "in": "query",
+                          "schema": { "type": "array", "items": { "type": "string" } } },
+                        { "name": "X-Lang", "in": "header", "schema": { "type": "string" } },
+                    ],
+                },
+                "put": {
+                    "parameters": [{ "name": "id", "in": "path", "required": true,
+                        "schema": { "type": "integer" } }],
+                    "requestBody": { "required": true, "content": { "application/json": {
+                        "schema": { "type": "object", "required": ["name"],
+                            "properties": { "name": { "type": "string" } } } } } },
+                },
+            },
+            "/pets": {
+                "post": {
+                    "operationId": "createPet",
+                    "requestBody": { "content": { "application/x-www-form-urlencoded": {
+                        "schema": { "type": "object",
+                            "properties": { "name": { "type": "string" } } } } } },
+                },
+            },
+            "/elsewhere": { "get": { "parameters": [{ "$ref": "http://x.y/z.json" }] } },
+        },
+        "components": { "schemas": { "Id": { "type": "integer", "minimum": 1 } } },
+    })
+}
+
+#[tokio::test]
+async fn every_operation_is_a_tool_that_can_be_called() {
+    let upstream = Upstream::start().await;
+    let server = upstream.server().await;
+    let api = server.api();
+    let path = "/projects/default/tools/import?prefix=pets";
+    let made = api.post(path, document(&upstream.url("/v1"))).await.is(201);
+    let named = |tool: &Value| {
+        (
+            tool["tool_name"].as_str().unwrap().to_owned(),
+            tool["effect"].as_str().unwrap().to_owned(),
+        )
+    };
+    let imported: Vec<_> = made["imported"].as_array().unwrap().iter().map(named).collect();
+    let expected = [
+        ("pets.createPet", "irreversible"),
+        ("pets.getPet", "read"),
+        ("pets.put_pets_id", "idempotent"),
+    ];
+    assert_eq!(imported, expected.map(|(name, effect)| (name.to_owned(), effect.to_owned())));
+    assert_eq!(made["skipped"][0]["operation"], "GET /elsewhere");
+    let args = json!({ "id": 7, "tags": ["a", "b"], "X-Lang": "en" });
+    let ended = call(&api, "pets.getPet", args).await;
+    assert_eq!(ended["result"]["path"], "/v1/pets/7?tags=a&tags=b", "{ended}");
+    assert_eq!(upstream.last().header("x-lang"), Some("en"));
+    call(&api, "pets.put_pets_id", json!({ "id": 1, "name": "Rex" })).await;
+    let asked = upstream.last();
+    assert_eq!((asked.method.as_str(), asked.body.as_str()), ("PUT", r#"{"name":"Rex"}"#));
+    call(&api, "pets.createPet", json!({ "name": "R x" })).await;
+    assert_eq!(upstream.last().body, "name=R%20x");
+    let body = json!({ "run_id": "r", "args": { "id": 0 } });
+    api.post("/v1/tools/pets.getPet/invoke", body).await.refused(422, "VALIDATION_ERROR");
+    // Again, it is the same; and it can be shown and taken away like any other.
+    let again = api.post(path, document(&upstream.url("/v1"))).await.is(201);
+    assert_eq!(again, made);
+    let shown = api.get("/projects/default/tools/pets.getPet").await.is(200);
+    assert_eq!((&shown["executor"], &shown["target_subject"]), (&json!("http"), &Value::Null));
+    api.delete("/projects/default/tools/pets.getPet").await.is(204);
+    let server = server.restart().await;
+    server.api().get("/v1/tools/pets.put_pets_id").await.is(200);
+}
+
+#[tokio::test]
+async fn yaml_forms_other_servers_and_dry_runs() {
+    let upstream = Upstream::start().await;
+    let server = upstream.server().await;
+    let api = server.api();
+    let yaml = "openapi: 3.0.0\npaths:\n  /a:\n    get:\n      responses:\n        200: {description: ok}\n";
+    let send = |query: String, kind: &'static str, body: String| {
+        let path = format!("/projects/default/tools/import{query}");
+        let request = api.request(Method::POST, &path).header(CONTENT_TYPE, kind).body(body);
+        api.send(request)
+    };
+    let relative = send(String::new(), "application/yaml", yaml.into()).await;
+    let error = relative.refused(422, "VALIDATION_ERROR");
+    assert!(error["message"].as_str().unwrap().contains("whole URL"), "{error}");
+    let query = format!("?server={}&dry_run=true", upstream.url("/api"));
+    let dry = send(query, "application/yaml", yaml.into()).await.is(200);
+    assert_eq!(dry["imported"][0]["url"], upstream.url("/api/a"));
+    assert_eq!(api.get("/projects/default/tools").await.is(200), json!([]));
+    let form = format!(
+        "--XX\r\nContent-Disposition: form-data; name=\"file\"; filename=\"a.yaml\"\r\n\r\n{yaml}\r\n--XX--\r\n"
+    );
+    let query = format!("?server={}", upstream.url("/api"));
+    send(query, "multipart/form-data; boundary=XX", form).await.is(201);
+    call(&api, "get_a", json!({})).await;
+    assert_eq!(upstream.last().path, "/api/a");
+}
+
+#[tokio::test]
+async fn what_is_no_document_is_refused_and_says_why() {
+    let server = Server::start().await;
+    let api = server.api();
+    let path = "/projects/default/tools/import";
+    let url = "https://api.example.com";
+    let mut no_operations = document(url);
+    no_operations["paths"] = json!({});
+    for (body, word) in [
+        (json!({}), "openapi"),
+        (json!({ "swagger": "2.0" }), "Swagger 2"),
+        (json!({ "openapi": "3.1.0" }), "paths"),
+        (no_operations, "no operations"),
+        (json!([]), "mapping"),
+    ] {
+        let error = api.post(path, body).await.refused(422, "VALIDATION_ERROR");
+        assert!(error["message"].as_str().unwrap().contains(word), "{word}: {error}");
+    }
+    let bad_prefix = format!("{path}?prefix=a%20b");
+    api.post(&bad_prefix, document(url)).await.refused(422, "VALIDATION_ERROR");
+    let bad_server = format!("{path}?server=ftp://x");
+    api.post(&bad_server, document(url)).await.refused(422, "VALIDATION_ERROR");
+    api.post("/projects/nowhere/tools/import", document(url)).await.refused(404, "NOT_FOUND");
+    let request = api.request(Method::POST, path).header(CONTENT_TYPE, "application/yaml");
+    api.send(request.body("a: [")).await.refused(400, "BAD_REQUEST");
+    let large = json!({ "openapi": "3.1.0", "x": "y".repeat(3 << 20) });
+    api.post(path, large).await.refused(413, "PAYLOAD_TOO_LARGE");
+    // One name that is taken, and nothing is imported.
+    let mut taken = document(url);
+    taken["paths"]["/calc"] = json!({ "get": { "operationId": "calculation.eval" } });
+    api.post(path, taken).await.refused(409, "CONFLICT");
+    assert_eq!(api.get("/projects/default/tools").await.is(200), json!([]));
+}

@@ -1,0 +1,115 @@
+//! Where a definition cannot lead the server.
+
+use serde_json::{Value, json};
+
+use super::upstream::{Upstream, called};
+use crate::support::Server;
+
+async fn asked(server: &Server, url: &str) -> Value {
+    called(&server.api(), json!({ "http": { "url": url } }), json!({})).await["error"].clone()
+}
+
+#[tokio::test]
+async fn only_listed_hosts_with_https_and_its_port() {
+    let server = Server::with(|config| {
+        config.http.hosts = vec!["api.example.com".into()];
+        config.policy.max_retries = 0;
+    })
+    .await;
+    for url in [
+        "https://other.example.com/",
+        "http://api.example.com/",
+        "https://api.example.com:8443/",
+        "https://api.example.com.evil.org/",
+        "http://127.0.0.1:8080/",
+    ] {
+        let error = asked(&server, url).await;
+        assert_eq!(error["code"], "PERMISSION_DENIED", "{url}: {error}");
+        assert!(error["message"].as_str().unwrap().contains("http.hosts"), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn private_addresses_are_refused_in_every_spelling() {
+    let upstream = Upstream::start().await;
+    let port = upstream.address.rsplit(':').next().unwrap();
+    let hosts = [
+        "127.0.0.1",
+        "0x7f.1",
+        "2130706433",
+        "localhost",
+        "[::1]",
+        "[::ffff:127.0.0.1]",
+        "[::ffff:7f00:1]",
+        "[64:ff9b::7f00:1]",
+        "10.0.0.1",
+        "169.254.169.254",
+        "192.168.1.1",
+        "[fd00::1]",
+        "[fe80::1]",
+        "0.0.0.0",
+    ];
+    let listed: Vec<String> = hosts.iter().map(|host| format!("http://{host}:{port}")).collect();
+    let server = Server::with(|config| {
+        config.http.hosts = listed.clone();
+        config.policy.max_retries = 0;
+    })
+    .await;
+    for host in hosts {
+        let error = asked(&server, &format!("http://{host}:{port}/x")).await;
+        assert_eq!(error["code"], "PERMISSION_DENIED", "{host}: {error}");
+        assert!(error["message"].as_str().unwrap().contains("private"), "{host}: {error}");
+    }
+    assert!(upstream.asked().is_empty());
+}
+
+#[tokio::test]
+async fn a_name_that_resolves_to_a_private_address_is_not_connected_to() {
+    let upstream = Upstream::start().await;
+    let port = upstream.address.rsplit(':').next().unwrap().to_owned();
+    // The machine's own name leads to itself: a name that is looked at only when it is resolved.
+    let name = std::fs::read_to_string("/etc/hostname").unwrap_or_default().trim().to_owned();
+    let name = if name.is_empty() { "ip6-localhost".to_owned() } else { name };
+    let server = Server::with(|config| {
+        config.http.hosts = vec![format!("http://{name}:{port}")];
+        config.policy.max_retries = 0;
+    })
+    .await;
+    let error = asked(&server, &format!("http://{name}:{port}/x")).await;
+    assert_eq!(error["code"], "UPSTREAM_UNAVAILABLE", "{error}");
+    assert!(upstream.asked().is_empty());
+}
+
+#[tokio::test]
+async fn redirects_stay_on_their_host() {
+    let upstream = Upstream::start().await;
+    let server = upstream.server_with(|config| config.policy.max_retries = 0).await;
+    let api = server.api();
+    let at = |path: &str| json!({ "http": { "url": upstream.url(path) } });
+    let ended = called(&api, at("/redirect/same"), json!({})).await;
+    assert_eq!(ended["result"]["path"], "/landed", "{ended}");
+    let ended = called(&api, at("/redirect/elsewhere"), json!({})).await;
+    assert_eq!(ended["error"]["code"], "UPSTREAM_UNAVAILABLE", "{ended}");
+    let message = ended["error"]["message"].as_str().unwrap();
+    assert!(message.contains("another host, http://169.254.169.254"), "{message}");
+    let ended = called(&api, at("/redirect/round"), json!({})).await;
+    assert!(ended["error"]["message"].as_str().unwrap().contains("more than 5"), "{ended}");
+    let before = upstream.asked().len();
+    let post = json!({ "http": { "method": "POST", "url": upstream.url("/redirect/same") } });
+    let ended = called(&api, post, json!({})).await;
+    assert_eq!(ended["status"], "FAILED", "what does more than read is not sent on");
+    assert_eq!(upstream.asked().len(), before + 1);
+}
+
+#[tokio::test]
+async fn an_argument_cannot_leave_the_path() {
+    let upstream = Upstream::start().await;
+    let server = upstream.server().await;
+    let options = json!({ "http": { "url": upstream.url("/pets/{id}/toys") } });
+    let api = server.api();
+    let ended = called(&api, options.clone(), json!({ "id": "../../admin?x=#" })).await;
+    assert_eq!(ended["result"]["path"], "/pets/..%2F..%2Fadmin%3Fx%3D%23/toys", "{ended}");
+    let ended = called(&api, options, json!({ "id": ".." })).await;
+    assert_eq!(ended["error"]["code"], "BAD_REQUEST");
+    assert_eq!(upstream.asked().len(), 1);
+}

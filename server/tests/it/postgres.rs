@@ -1,0 +1,82 @@
+//! A server whose store is PostgreSQL: killed and started again, a second one beside it, the
+//! database away for a while, and tool services that write rows.
+
+mod rows;
+
+use serde_json::json;
+
+use crate::support::database::Database;
+use crate::support::process::{PATIENCE, Server, eventually};
+
+#[tokio::test]
+async fn what_was_acknowledged_is_there_after_a_kill() {
+    let Some(database) = Database::new().await else { return };
+    let mut server = Server::new().with("STORE__URL", &database.url);
+    server.start().await;
+    let done = server.evaluated("6*7").await;
+    assert_eq!(done["result"]["result"], 42, "{done}");
+    server.register("c1", "door.open", "idempotent").await;
+    let open = server.ticket("door.open", json!({ "run_id": "r", "args": {} })).await;
+    server.kill();
+    server.start().await;
+    let id = done["tool_call_id"].as_str().unwrap();
+    assert_eq!(server.call(id, 0).await["status"], "SUCCEEDED");
+    let taken = server.taken("c1", 1).await;
+    assert_eq!(taken[0]["tool_call_id"], open.as_str(), "{taken:?}");
+    server.submit(&open, json!({ "status": "SUCCEEDED", "result": { "open": true } })).await;
+    let call = server.call(&open, 5_000).await;
+    assert_eq!((&call["status"], &call["result"]), (&json!("SUCCEEDED"), &json!({ "open": true })));
+    assert!(!server.database().exists(), "nothing is kept in a file");
+    assert!(!server.log().contains("toolcrib-test"), "the password is in the log");
+    server.stop().await;
+    database.drop().await;
+}
+
+#[tokio::test]
+async fn a_second_server_on_the_same_database_is_refused() {
+    let Some(database) = Database::new().await else { return };
+    let mut first = Server::new().with("STORE__URL", &database.url);
+    first.start().await;
+    let mut second = Server::new().with("STORE__URL", &database.url);
+    second.spawn();
+    assert!(!second.ended(PATIENCE).await.success());
+    assert!(second.log().contains("another toolcrib serves this database"), "{}", second.log());
+    assert!(!second.log().contains("toolcrib-test"), "{}", second.log());
+    // An operator's command works beside the server.
+    let made = first.command(&["keys", "create", "--agent", "ada", "--role", "admin"]).output();
+    let made = made.unwrap();
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    eventually("the server asks for the key", PATIENCE, || async {
+        let answer = first.http.get(first.url("/v1/tools")).send().await.unwrap();
+        (answer.status() == 401).then_some(())
+    })
+    .await;
+    first.stop().await;
+    database.drop().await;
+}
+
+#[tokio::test]
+async fn a_database_that_goes_away_is_said_and_comes_back() {
+    let Some(database) = Database::new().await else { return };
+    let mut server = Server::new().with("STORE__URL", &database.url);
+    server.start().await;
+    database.shut(true).await;
+    let said = eventually("not ready", PATIENCE, || async {
+        let answer = server.http.get(server.url("/readyz?verbose")).send().await.unwrap();
+        let (status, text) = (answer.status(), answer.text().await.unwrap());
+        (status == 503).then_some(text)
+    })
+    .await;
+    assert!(said.contains("[-]store failed"), "{said}");
+    let body = json!({ "run_id": "r", "args": { "expression": "1+1" } });
+    let refused = server.invoking("calculation.eval", &body).send().await.unwrap();
+    assert_eq!(refused.status(), 503);
+    database.shut(false).await;
+    eventually("ready again", PATIENCE, || async {
+        (server.get("/readyz").await == 200).then_some(())
+    })
+    .await;
+    assert_eq!(server.evaluated("1+1").await["result"]["result"], 2);
+    server.stop().await;
+    database.drop().await;
+}

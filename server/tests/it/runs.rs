@@ -1,0 +1,189 @@
+//! Runs over HTTP, with a model behind its real wire: what a user sees of the loop.
+
+mod command;
+mod crash;
+mod faults;
+mod late;
+mod streaming;
+
+use serde_json::{Value, json};
+use toolcrib_bench::model::{Scripted, Turn, call, say};
+
+use crate::support::{Api, Server};
+
+/// A server whose model says this, one after the other.
+async fn site(turns: impl IntoIterator<Item = Turn>) -> (Server, Scripted) {
+    let model = Scripted::saying(turns).await.unwrap();
+    let url = model.url.clone();
+    let server = Server::with(|config| {
+        config.llm.base_url = Some(url);
+        config.llm.model = Some("large-1".into());
+        config.llm.retry_backoff_ms = 1;
+        config.llm.max_retries = 2;
+    })
+    .await;
+    (server, model)
+}
+
+fn question(text: &str) -> Value {
+    json!({ "model": "large-1", "messages": [{ "role": "user", "content": text }] })
+}
+
+fn eval(id: &str, expression: &str) -> Turn {
+    call(id, "calculation__eval", &json!({ "expression": expression }))
+}
+
+/// Starts a run and waits for its end.
+async fn run(api: &Api, mut body: Value) -> Value {
+    body["wait_ms"] = 30_000.into();
+    api.post("/v1/runs", body).await.is(200)
+}
+
+#[tokio::test]
+async fn a_conversation_goes_in_and_an_answer_comes_out() {
+    let (server, model) = site([eval("c1", "6*7"), say("It is 42.")]).await;
+    let run = run(&server.api(), question("What is 6 * 7?")).await;
+    assert_eq!((&run["status"], &run["answer"]), (&json!("SUCCEEDED"), &json!("It is 42.")));
+    assert_eq!(
+        run["usage"],
+        json!({
+            "prompt_tokens": 20, "completion_tokens": 10, "total_tokens": 30,
+        })
+    );
+    assert_eq!((&run["step_count"], &run["call_count"]), (&json!(2), &json!(1)));
+    let step = &run["steps"][0];
+    assert_eq!(step["calls"][0]["name"], "calculation__eval");
+    assert_eq!(step["results"][0]["status"], "SUCCEEDED");
+    let ticket = run["calls"][0]["tool_call_id"].as_str().unwrap();
+    assert_eq!(step["results"][0]["tool_call_id"], ticket);
+    let made = server.api().get(&format!("/v1/tool_calls/{ticket}")).await.is(200);
+    assert_eq!((&made["run_id"], &made["status"]), (&run["run_id"], &json!("SUCCEEDED")));
+    assert_eq!(run["messages"].as_array().unwrap().len(), 4);
+    // The model was offered the crib's tools, and told what came of its call.
+    let asked = model.asked();
+    assert!(asked[0].tools().contains(&"calculation__eval".to_owned()), "{:?}", asked[0].tools());
+    assert_eq!(asked[1].messages()[2]["tool_call_id"], "c1");
+    assert!(asked[1].last().contains("42"), "{}", asked[1].last());
+}
+
+#[tokio::test]
+async fn a_ticket_is_answered_at_once_and_the_run_is_found_by_it() {
+    let (server, _model) = site([say("Hello.")]).await;
+    let api = server.api();
+    let answer = api.post("/v1/runs", question("Hi")).await;
+    let place = answer.header("location").unwrap().to_owned();
+    let started = answer.is(202);
+    let id = started["run_id"].as_str().unwrap();
+    assert_eq!(place, format!("/v1/runs/{id}"));
+    let run = api.get(&format!("{place}?wait_ms=30000")).await.is(200);
+    assert_eq!(run["answer"], "Hello.");
+    api.get("/v1/runs/run_nobody").await.refused(404, "NOT_FOUND");
+}
+
+#[tokio::test]
+async fn runs_are_listed_newest_first_by_status_and_page() {
+    let (server, _model) = site((0..3).map(|n| say(format!("answer {n}")))).await;
+    let api = server.api();
+    let mut ids = Vec::new();
+    for n in 0..3 {
+        ids.push(run(&api, question(&format!("question {n}"))).await["run_id"].clone());
+    }
+    ids.reverse();
+    let of = |page: &Value| -> Vec<Value> {
+        page["runs"].as_array().unwrap().iter().map(|run| run["run_id"].clone()).collect()
+    };
+    let first = api.get("/v1/runs?limit=2&status=succeeded").await.is(200);
+    assert_eq!(of(&first), ids[..2]);
+    let cursor = first["next_cursor"].as_str().unwrap();
+    let second = api.get(&format!("/v1/runs?limit=2&cursor={cursor}")).await.is(200);
+    assert_eq!((of(&second), &second["next_cursor"]), (ids[2..].to_vec(), &Value::Null));
+    assert!(of(&api.get("/v1/runs?status=FAILED").await.is(200)).is_empty());
+    assert!(of(&api.get("/v1/runs?model=small").await.is(200)).is_empty());
+    assert_eq!(of(&api.get("/v1/runs?model=large-1").await.is(200)).len(), 3);
+    assert!(of(&api.clone().project("other").get("/v1/runs").await.is(200)).is_empty());
+    for bad in ["status=ended", "limit=0", "limit=201", "cursor=tc_1", "since=yesterday"] {
+        api.get(&format!("/v1/runs?{bad}")).await.refused(422, "VALIDATION_ERROR");
+    }
+}
+
+#[tokio::test]
+async fn the_user_speaks_again() {
+    let (server, model) = site([say("Hello."), say("It is Tuesday.")]).await;
+    let api = server.api();
+    let id = run(&api, question("Hi")).await["run_id"].as_str().unwrap().to_owned();
+    let more = json!({
+        "messages": [{ "role": "user", "content": "Which day is it?" }], "wait_ms": 30_000,
+    });
+    let answer = api.post(&format!("/v1/runs/{id}/messages"), more).await.is(200);
+    assert_eq!(answer["answer"], "It is Tuesday.", "{answer}");
+    assert_eq!(model.asked()[1].messages().len(), 3);
+    let bad = json!({ "messages": "hello" });
+    api.post(&format!("/v1/runs/{id}/messages"), bad).await.refused(422, "VALIDATION_ERROR");
+    let more = json!({ "messages": [{ "role": "user", "content": "?" }] });
+    api.post("/v1/runs/run_nobody/messages", more).await.refused(404, "NOT_FOUND");
+}
+
+#[tokio::test]
+async fn only_the_tools_that_were_named_are_offered() {
+    let (server, model) = site([say("ok"), say("ok")]).await;
+    let mut body = question("?");
+    body["tools"] = json!(["calculation.*"]);
+    run(&server.api(), body).await;
+    assert_eq!(model.asked()[0].tools(), ["calculation__eval", "result__read"]);
+    // Who may call little is offered little.
+    let agent = server.keyed("p", "ada", "agent", &["time.*"]).await;
+    run(&agent, question("?")).await;
+    let offered = model.asked()[1].tools();
+    assert!(offered.iter().all(|tool| tool.starts_with("time__") || tool == "result__read"));
+}
+
+#[tokio::test]
+async fn a_key_makes_one_run() {
+    let (server, model) = site([say("once")]).await;
+    let api = server.api();
+    let mut body = question("?");
+    body["idempotency_key"] = "k-1".into();
+    let first = run(&api, body.clone()).await;
+    let again = api.post("/v1/runs?wait_ms=30000", body.clone()).await;
+    assert_eq!(again.header("idempotent-replayed"), Some("true"));
+    assert_eq!(again.is(200)["run_id"], first["run_id"]);
+    assert_eq!(model.asked().len(), 1);
+    body["messages"][0]["content"] = "something else".into();
+    api.post("/v1/runs", body).await.refused(422, "IDEMPOTENCY_MISMATCH");
+}
+
+#[tokio::test]
+async fn a_request_that_makes_no_sense_is_refused_by_its_field() {
+    let (server, model) = site([]).await;
+    let api = server.api();
+    let changed = |field: &str, value: Value| {
+        let mut body = question("?");
+        body[field] = value;
+        body
+    };
+    let bad = [
+        (changed("messages", json!([])), "messages"),
+        (changed("messages", json!("hello")), "messages"),
+        (changed("messages", Value::Null), "messages"),
+        (changed("messages", json!([{ "role": "user" }])), "messages/0/content"),
+        (changed("messages", json!([{ "role": "tool", "content": "x" }])), "tool_call_id"),
+        (changed("model", json!(7)), "model"),
+        (changed("model", json!("")), "model"),
+        (changed("tools", json!("calc")), "tools"),
+        (changed("tools", json!(["calculation.evil"])), "tools/0"),
+        (changed("limits", json!({ "steps": 0 })), "limits/steps"),
+        (changed("limits", json!({ "stepps": 1 })), "stepps"),
+        (changed("policy", json!({ "mode": "sideways" })), "policy"),
+        (changed("policy", json!({ "timeout_ms": 0 })), "policy/timeout_ms"),
+        (changed("settings", json!({ "stream": true })), "settings/stream"),
+        (changed("stream", json!("yes")), "stream"),
+        (changed("wait_ms", json!(-1)), "wait_ms"),
+    ];
+    for (body, field) in bad {
+        let error = api.post("/v1/runs", body.clone()).await.refused(422, "VALIDATION_ERROR");
+        assert!(error["message"].as_str().unwrap().contains(field), "{field}: {error}");
+    }
+    api.post_raw("/v1/runs", "{\"messages\": [").await.refused(400, "BAD_REQUEST");
+    assert!(model.asked().is_empty());
+    assert!(api.get("/v1/runs").await.is(200)["runs"].as_array().unwrap().is_empty());
+}

@@ -1,0 +1,142 @@
+//! Killed in the middle of a run, on the real binary: it goes on from its last stored step.
+
+use serde_json::{Value, json};
+use toolcrib_bench::model::{Answer, Asked, Scripted, Turn, say};
+
+use crate::support::process::{PATIENCE, Server, eventually, text};
+
+async fn shown(server: &Server, id: &str) -> Value {
+    let url = server.url(&format!("/v1/runs/{id}?wait_ms=20000"));
+    server.http.get(url).send().await.unwrap().json().await.unwrap()
+}
+
+async fn started(server: &Server) -> String {
+    let body = json!({ "messages": [{ "role": "user", "content": "Pay, then report" }] });
+    let request = server.http.post(server.url("/v1/runs")).json(&body);
+    let answer: Value = request.send().await.unwrap().json().await.unwrap();
+    text(&answer, "run_id")
+}
+
+fn server(model: &Scripted) -> Server {
+    Server::new().with("LLM__BASE_URL", &model.url).with("LLM__MODEL", "large-1")
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_run_killed_while_its_tool_works_goes_on_and_repeats_nothing() {
+    // Two calls in one answer: one is done when the process is killed, one is with its client.
+    let both = Answer::text("").call("c1", "bank__pay", r#"{"amount":7}"#).call(
+        "c2",
+        "bank__report",
+        "{}",
+    );
+    let model = Scripted::saying([Turn::Say(both), say("Paid and reported.")]).await.unwrap();
+    let mut server = server(&model);
+    server.start().await;
+    let tools = json!([
+        { "name": "bank.pay", "timeout_ms": 60_000 }, { "name": "bank.report", "timeout_ms": 60_000 },
+    ]);
+    let offered = json!({ "client_id": "bank", "tools": tools });
+    server.post("/internal/tools/register", offered).await;
+    let id = started(&server).await;
+    let paid = server.taken("bank", 1).await.remove(0);
+    assert_eq!(paid["tool_name"], "bank.pay");
+    let done = json!({ "status": "SUCCEEDED", "result": { "receipt": 1 } });
+    server.submit(&text(&paid, "tool_call_id"), done).await;
+    // The second is handed out only when the first is stored as ended.
+    let report = server.taken("bank", 1).await.remove(0);
+    assert_eq!(report["tool_name"], "bank.report");
+    server.kill();
+
+    server.start().await;
+    let done = json!({ "status": "SUCCEEDED", "result": { "pages": 2 } });
+    server.submit(&text(&report, "tool_call_id"), done).await;
+    let run = shown(&server, &id).await;
+    assert_eq!(run["answer"], "Paid and reported.", "{run}\n{}", server.log());
+    assert_eq!(run["calls"].as_array().unwrap().len(), 2, "no call was made anew: {run}");
+    let asked = model.asked();
+    assert_eq!(asked.len(), 2, "a stored answer is not asked for again");
+    let told = asked[1].messages();
+    assert_eq!(told[2]["content"], "{\"receipt\":1}");
+    assert_eq!(told[3]["content"], "{\"pages\":2}");
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_run_killed_while_the_model_thinks_is_asked_that_again_and_nothing_else() {
+    let asked_so_far = |model: &Scripted| model.asked().len();
+    let first = Answer::text("").call("c1", "calculation__eval", r#"{"expression":"6*7"}"#);
+    let model = Scripted::saying([
+        Turn::Say(first),
+        // It is killed while this is being said.
+        Turn::Stall(Answer::text("It is for"), 2),
+        say("It is 42."),
+    ])
+    .await
+    .unwrap();
+    let mut server = server(&model);
+    server.start().await;
+    let id = started(&server).await;
+    eventually("the second request", PATIENCE, async || (asked_so_far(&model) == 2).then_some(()))
+        .await;
+    server.kill();
+
+    server.start().await;
+    let run = shown(&server, &id).await;
+    assert_eq!(run["answer"], "It is 42.", "{run}\n{}", server.log());
+    let asked = model.asked();
+    assert_eq!(asked.len(), 3);
+    assert_eq!(asked[1].body["messages"], asked[2].body["messages"], "the same question");
+    assert_eq!(run["call_count"], 1);
+    server.stop().await;
+}
+
+const RUNS: usize = 12;
+const STEPS: usize = 6;
+const KILLS: usize = 3;
+
+/// Calls once in each step, another sum each time, and then says how many there were.
+fn counts(asked: &Asked) -> Turn {
+    let told = asked.messages().iter().filter(|message| message["role"] == "tool").count();
+    if told == STEPS {
+        return say(format!("{told} sums"));
+    }
+    let sum = format!("{{\"expression\":\"{told}+1\"}}");
+    Turn::Say(Answer::text("").call(&format!("c{told}"), "calculation__eval", sum))
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn many_runs_killed_again_and_again_each_make_every_call_once() {
+    let model = Scripted::deciding(counts).await.unwrap();
+    let mut server = server(&model);
+    server.start().await;
+    let mut ids = Vec::new();
+    for _ in 0..RUNS {
+        ids.push(started(&server).await);
+    }
+    for n in 1..=KILLS {
+        // Somewhere in the middle, wherever each run is then.
+        let enough = n * RUNS * STEPS / (KILLS + 1);
+        eventually("requests", PATIENCE, async || (model.asked().len() >= enough).then_some(()))
+            .await;
+        server.kill();
+        server.start().await;
+    }
+    for id in &ids {
+        let run = shown(&server, id).await;
+        assert_eq!(run["answer"], format!("{STEPS} sums"), "{run}");
+        let calls = run["calls"].as_array().unwrap();
+        let ids: std::collections::BTreeSet<&str> =
+            calls.iter().map(|call| call["call_id"].as_str().unwrap()).collect();
+        assert_eq!((calls.len(), ids.len()), (STEPS, STEPS), "each call once: {run}");
+        let results: Vec<&Value> = run["messages"].as_array().unwrap().iter().collect();
+        let results = results.iter().filter(|message| message["role"] == "tool");
+        for (n, result) in results.enumerate() {
+            let sum = format!("{{\"result\":{0},\"text\":\"{0}\"}}", n + 1);
+            assert_eq!(result["content"], sum);
+        }
+    }
+    // Each kill can cost a run at most the answer that was on its way.
+    let most = RUNS * (STEPS + 1 + KILLS);
+    assert!(model.asked().len() <= most, "{} of {most}", model.asked().len());
+    server.stop().await;
+}

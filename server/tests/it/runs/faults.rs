@@ -1,0 +1,147 @@
+//! Models that misbehave: what is asked again, what the run becomes, what is kept, what is hidden.
+
+use serde_json::{Value, json};
+use toolcrib_bench::model::{Answer, Turn, say};
+
+use super::{eval, question, run, site};
+
+fn refuse(status: u16, retry_after: Option<&'static str>) -> Turn {
+    Turn::Refuse(status, retry_after, json!({ "error": { "message": "not now" } }))
+}
+
+#[tokio::test]
+async fn what_passes_is_asked_again() {
+    let cut = Answer::text("").call("c1", "calculation__eval", r#"{"expression":"6*7"}"#);
+    let (server, model) = site([
+        refuse(429, Some("0")),
+        refuse(503, None),
+        // Cut in the middle of the arguments: never half executed.
+        eval("c1", "6*7"),
+        Turn::Cut(cut, 3),
+        say("It is 42."),
+    ])
+    .await;
+    let run = run(&server.api(), question("?")).await;
+    assert_eq!(run["answer"], "It is 42.", "{run}");
+    assert_eq!(model.asked().len(), 5);
+    assert_eq!(run["call_count"], 1);
+    assert_eq!(run["calls"].as_array().unwrap().len(), 1, "nothing of the cut answer was done");
+}
+
+#[tokio::test]
+async fn a_model_that_stays_away_fails_the_run_and_resume_goes_on() {
+    let (server, model) = site([
+        eval("c1", "6*7"),
+        refuse(500, None),
+        refuse(500, None),
+        refuse(500, None),
+        say("Here again: 42."),
+    ])
+    .await;
+    let api = server.api();
+    let failed = run(&api, question("?")).await;
+    assert_eq!(failed["status"], "FAILED");
+    assert_eq!(failed["error"]["code"], "UPSTREAM_UNAVAILABLE");
+    assert_eq!(failed["messages"].as_array().unwrap().len(), 3, "everything so far is kept");
+    let id = failed["run_id"].as_str().unwrap();
+    let resumed = api.post(&format!("/v1/runs/{id}/resume?wait_ms=30000"), json!({})).await;
+    let resumed = resumed.is(200);
+    assert_eq!(
+        (&resumed["answer"], &resumed["call_count"]),
+        (&json!("Here again: 42."), &json!(1))
+    );
+    assert_eq!(model.asked().len(), 5);
+    api.post(&format!("/v1/runs/{id}/resume"), json!({})).await.refused(409, "CONFLICT");
+}
+
+#[tokio::test]
+async fn an_endpoint_that_is_not_there_or_a_model_that_is_unknown_fails_the_run() {
+    let (server, _model) = site([]).await;
+    let mut config = server.config.clone();
+    config.llm.base_url = Some("http://127.0.0.1:9/v1".into());
+    config.llm.other_models = false;
+    let server = server.restart_with(config).await;
+    for model in ["large-1", "nobody"] {
+        let mut body = question("?");
+        body["model"] = model.into();
+        let failed = run(&server.api(), body).await;
+        assert_eq!(failed["status"], "FAILED", "{failed}");
+        assert_eq!(failed["error"]["code"], "UPSTREAM_UNAVAILABLE", "{failed}");
+    }
+}
+
+#[tokio::test]
+async fn answers_that_make_no_sense_are_told_to_the_model() {
+    let nonsense = Answer::text("I try.")
+        .call("c1", "calculation__evil", "{}")
+        .call("c2", "calculation__eval", r#"{"expression":"6*7""#)
+        .call("c3", "calculation__eval", r#"{"expression":42}"#)
+        .call("c4", "calculation__eval", r#"{"expression":"6*7"}"#)
+        .call("c4", "calculation__eval", r#"{"expression":"1+1"}"#);
+    let (server, model) = site([Turn::Say(nonsense), say("I see.")]).await;
+    let run = run(&server.api(), question("?")).await;
+    assert_eq!(run["answer"], "I see.");
+    let asked = model.asked();
+    let told: Vec<&Value> = asked[1].messages()[2..].iter().collect();
+    let texts: Vec<&str> = told.iter().map(|one| one["content"].as_str().unwrap()).collect();
+    assert!(texts[0].contains("TOOL_NOT_FOUND") && texts[0].contains("calculation__eval"));
+    assert!(texts[1].contains("not JSON"), "{}", texts[1]);
+    assert!(texts[2].contains("VALIDATION_ERROR"), "{}", texts[2]);
+    assert!(texts[3].contains("42") && texts[4].contains('2'), "{texts:?}");
+    let ids: std::collections::HashSet<&str> =
+        told.iter().map(|one| one["tool_call_id"].as_str().unwrap()).collect();
+    assert_eq!(ids.len(), 5, "every call has its own answer");
+}
+
+#[tokio::test]
+async fn a_model_that_never_stops_is_cut_off() {
+    let (server, _model) = site([Turn::Endless, say("brief")]).await;
+    let failed = run(&server.api(), question("?")).await;
+    assert_eq!(failed["status"], "FAILED");
+    assert_eq!(failed["error"]["code"], "UPSTREAM_UNAVAILABLE");
+    let id = failed["run_id"].as_str().unwrap();
+    let path = format!("/v1/runs/{id}/resume?wait_ms=30000");
+    assert_eq!(server.api().post(&path, json!({})).await.is(200)["answer"], "brief");
+}
+
+#[tokio::test]
+async fn limits_and_repeated_calls_end_in_a_graceful_answer() {
+    let (server, model) = site([eval("c1", "1"), eval("c2", "2"), say("Only so far.")]).await;
+    let mut body = question("?");
+    body["limits"] = json!({ "steps": 2 });
+    let limited = run(&server.api(), body).await;
+    assert_eq!(limited["status"], "SUCCEEDED");
+    assert_eq!(
+        (&limited["answer"], &limited["limit_reached"]),
+        (&json!("Only so far."), &json!("steps"))
+    );
+    assert!(model.asked()[2].tools().is_empty(), "the last request is without tools");
+
+    let again = (0..5).map(|_| eval("c", "6*7")).chain([say("It stays 42.")]);
+    let (server, _model) = site(again).await;
+    let repeated = run(&server.api(), question("?")).await;
+    assert_eq!(repeated["limit_reached"], "repeats");
+    assert_eq!(repeated["call_count"], 3);
+}
+
+#[tokio::test]
+async fn a_canceled_run_stops_with_its_calls() {
+    let (server, _model) = site([super::call("c1", "slow__tool", &json!({})), say("over")]).await;
+    let api = server.api();
+    let tool = json!([{ "name": "slow.tool", "effect": "irreversible", "timeout_ms": 60_000 }]);
+    api.register("c1", tool).await;
+    let id = api.post("/v1/runs", question("?")).await.is(202)["run_id"].clone();
+    let id = id.as_str().unwrap();
+    let mut events = api.follow(&format!("/v1/runs/{id}/events"), None).await;
+    let requested = events.named("tool.call.requested").await;
+    let canceled = api.post(&format!("/v1/runs/{id}/cancel"), json!({ "reason": "enough" })).await;
+    assert_eq!(canceled.is(200)["status"], "CANCELED");
+    events.named("run.canceled").await;
+    let ticket = requested.data["tool_call_id"].as_str().unwrap();
+    let call = api.get(&format!("/v1/tool_calls/{ticket}?wait_ms=30000")).await.is(200);
+    assert_eq!(call["status"], "CANCELED");
+    // It can be taken up again; the call that was canceled is told to the model.
+    let path = format!("/v1/runs/{id}/resume?wait_ms=30000");
+    assert_eq!(api.post(&path, json!({})).await.is(200)["answer"], "over");
+    api.post(&format!("/v1/runs/{id}/cancel"), json!({})).await.refused(409, "CONFLICT");
+}

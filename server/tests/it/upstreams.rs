@@ -1,0 +1,54 @@
+//! MCP servers behind the crib: real programs on pipes and real servers over HTTP.
+
+mod asking;
+mod bad;
+mod calling;
+mod changing;
+mod cli;
+mod keeping;
+mod oauth;
+mod tasks;
+
+use serde_json::{Value, json};
+use toolcrib_server::sources::mcp::McpSettings;
+
+use crate::support::{Api, Server, until};
+
+/// A server with these upstreams in its configuration, all of them there.
+async fn server(upstreams: Vec<McpSettings>) -> Server {
+    let names: Vec<String> = upstreams.iter().map(|upstream| upstream.name.clone()).collect();
+    let server = Server::with(|config| config.mcp = upstreams).await;
+    for name in names {
+        in_state(&server.api(), &name, "ready").await;
+    }
+    server
+}
+
+/// Waits until a source is in this state, and gives it as it is shown.
+async fn in_state(api: &Api, name: &str, state: &str) -> Value {
+    until(&format!("{name} to be {state}"), || async {
+        let shown = api.get(&format!("/v1/sources/mcp/{name}")).await;
+        (shown.body["state"] == state).then_some(shown.body)
+    })
+    .await
+}
+
+/// Calls a tool and waits for its end.
+async fn call(api: &Api, tool: &str, args: Value) -> Value {
+    let path = format!("/v1/tools/{tool}/invoke?wait_ms=50000");
+    let body = json!({ "run_id": "run_1", "args": args });
+    let call = api.post(&path, body).await.body;
+    assert!(call["status"] != "PENDING" || !call["hold"].is_null(), "{call}");
+    call
+}
+
+/// The words of a result.
+fn words(call: &Value) -> &str {
+    assert_eq!(call["status"], "SUCCEEDED", "{call}");
+    call["result"]["content"][0]["text"].as_str().unwrap()
+}
+
+/// An upstream over HTTP.
+fn at(url: &str) -> McpSettings {
+    McpSettings { name: "fixture".into(), url: Some(url.to_owned()), ..McpSettings::default() }
+}

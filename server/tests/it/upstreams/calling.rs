@@ -1,0 +1,172 @@
+//! Tools of upstreams are tools like any other.
+
+use serde_json::json;
+use toolcrib_server::sources::mcp::McpSettings;
+
+use super::{at, call, in_state, server, words};
+use crate::support::mcp::Mcp;
+use crate::support::upstream::{Http, program};
+use crate::support::{Server, until};
+
+#[tokio::test]
+async fn tools_of_a_program_are_listed_and_called() {
+    let server = server(vec![program("good")]).await;
+    let api = server.api();
+    let echo = api.get("/v1/tools/fixture.echo").await.is(200);
+    assert_eq!((&echo["effect"], &echo["risk"]), (&json!("read"), &json!("low")), "{echo}");
+    let add = api.get("/v1/tools/fixture.add").await.is(200);
+    assert_eq!(add["effect"], "idempotent");
+    assert_eq!(api.get("/v1/tools/fixture.fail").await.is(200)["effect"], "irreversible");
+    let done = call(&api, "fixture.echo", json!({ "text": "hello" })).await;
+    assert_eq!((words(&done), &done["executor"]), ("hello", &json!("mcp")));
+    let done = call(&api, "fixture.add", json!({ "a": 2, "b": 40 })).await;
+    assert_eq!(done["result"]["structuredContent"], json!({ "sum": 42.0 }), "{done}");
+    let failed = call(&api, "fixture.fail", json!({})).await;
+    assert_eq!(failed["error"]["code"], "RUNTIME_ERROR", "{failed}");
+    assert_eq!(failed["error"]["message"], "it cannot be done");
+    let path = "/v1/tools/fixture.add/invoke";
+    let body = json!({ "run_id": "r", "args": { "a": "x" } });
+    api.post(path, body).await.refused(422, "VALIDATION_ERROR");
+    let shown = in_state(&api, "fixture", "ready").await;
+    assert_eq!(shown["transport"], "stdio");
+    assert_eq!(shown["server_name"], "fixture");
+    assert!(shown["pid"].is_number(), "{shown}");
+}
+
+#[tokio::test]
+async fn tools_over_http_are_called_by_mcp_clients_of_both_revisions() {
+    let upstream = Http::start().await;
+    let server = server(vec![at(&upstream.url())]).await;
+    let shown = in_state(&server.api(), "fixture", "ready").await;
+    assert_eq!(shown["protocol_version"], "2026-07-28", "{shown}");
+    let params = json!({ "name": "fixture.add", "arguments": { "a": 1, "b": 2 } });
+    for client in [Mcp::modern(&server.api()), Mcp::legacy(&server.api()).await] {
+        let result = client.ask("tools/call", params.clone()).await.result();
+        assert_eq!(result["structuredContent"], json!({ "sum": 3.0 }), "{result}");
+        assert_eq!(result["isError"], false);
+    }
+}
+
+#[tokio::test]
+async fn progress_is_passed_on() {
+    let upstream = Http::start().await;
+    let server = server(vec![at(&upstream.url())]).await;
+    let api = server.api();
+    let id = api.invoke("fixture.progress", json!({})).await;
+    api.finished(&id).await;
+    let mut events = api.follow(&format!("/v1/tool_calls/{id}/events"), None).await;
+    let all = events.rest().await;
+    let progress = all.iter().find(|event| event.name == "tool.call.progress").unwrap();
+    assert_eq!(progress.data["percent"], 50.0, "{:?}", progress.data);
+}
+
+#[tokio::test]
+async fn a_cancel_reaches_the_upstream() {
+    let upstream = Http::start().await;
+    let server = server(vec![at(&upstream.url())]).await;
+    let api = server.api();
+    let id = api.invoke("fixture.slow", json!({})).await;
+    until("the upstream to have the call", || async {
+        (upstream.fixture.calls() == 1).then_some(())
+    })
+    .await;
+    api.post(&format!("/v1/tool_calls/{id}/cancel"), json!({})).await.is(200);
+    until("the upstream to hear of it", || async {
+        (upstream.fixture.canceled() == 1).then_some(())
+    })
+    .await;
+    assert_eq!(api.finished(&id).await["status"], "CANCELED");
+}
+
+#[tokio::test]
+async fn only_named_variables_reach_a_program_and_their_values_are_nowhere_else() {
+    let mut settings = program("good");
+    settings.env.insert("TOKEN".into(), "sesame-open-123".into());
+    settings.env_from.push("CARGO_PKG_NAME".into());
+    let server = server(vec![settings]).await;
+    let api = server.api();
+    let done = call(&api, "fixture.env", json!({})).await;
+    let names: Vec<&str> = words(&done).split(' ').collect();
+    assert!(names.contains(&"TOKEN") && names.contains(&"CARGO_PKG_NAME"), "{names:?}");
+    assert!(!names.contains(&"CARGO_MANIFEST_DIR"), "{names:?}");
+    call(&api, "fixture.die", json!({})).await;
+    let shown = until("its last words", || async {
+        let shown = api.get("/v1/sources/mcp/fixture").await.is(200);
+        let lines = shown["stderr"].as_array().unwrap();
+        let said = lines.iter().any(|line| line.as_str().unwrap().contains("dying as asked"));
+        said.then_some(shown)
+    })
+    .await;
+    assert!(!shown.to_string().contains("sesame-open-123"), "{shown}");
+    assert!(shown["env"].to_string().contains("TOKEN"), "{shown}");
+}
+
+#[tokio::test]
+async fn resources_and_prompts_are_passed_through_to_who_may_have_them() {
+    let upstream = Http::start().await;
+    let server = server(vec![at(&upstream.url())]).await;
+    let client = Mcp::modern(&server.api());
+    let listed = client.ask("resources/list", json!({})).await.result();
+    assert_eq!(listed["resources"][0]["uri"], "fixture://notes", "{listed}");
+    let read = client.ask("resources/read", json!({ "uri": "fixture://notes" })).await.result();
+    assert_eq!(read["contents"][0]["text"], "what was noted");
+    let listed = client.ask("prompts/list", json!({})).await.result();
+    assert_eq!(listed["prompts"][0]["name"], "fixture.greet", "{listed}");
+    let prompt = client.ask("prompts/get", json!({ "name": "fixture.greet" })).await.result();
+    assert_eq!(prompt["messages"][0]["content"]["text"], "Greet the reader");
+    let outsider = server.keyed("default", "ada", "agent", &["weather.*"]).await;
+    let client = Mcp::modern(&outsider);
+    let listed = client.ask("resources/list", json!({})).await.result();
+    assert_eq!(listed["resources"], json!([]));
+    client.ask("resources/read", json!({ "uri": "fixture://notes" })).await.error(-32602);
+    let allowed = server.keyed("default", "eve", "agent", &["fixture.*"]).await;
+    let client = Mcp::modern(&allowed);
+    let listed = client.ask("prompts/list", json!({})).await.result();
+    assert_eq!(listed["prompts"][0]["name"], "fixture.greet");
+}
+
+#[tokio::test]
+async fn another_project_has_nothing_of_it() {
+    let upstream = Http::start().await;
+    let server = Server::with(|config| {
+        let mut settings = at(&upstream.url());
+        settings.project = "acme".into();
+        config.mcp = vec![settings];
+    })
+    .await;
+    let acme = server.api().project("acme");
+    in_state(&acme, "fixture", "ready").await;
+    assert_eq!(words(&call(&acme, "fixture.echo", json!({ "text": "x" })).await), "x");
+    let other = server.api();
+    other.get("/v1/sources/mcp/fixture").await.refused(404, "NOT_FOUND");
+    other.get("/v1/tools/fixture.echo").await.refused(404, "TOOL_NOT_FOUND");
+}
+
+#[tokio::test]
+async fn one_source_has_an_address_of_its_own_with_its_own_names() {
+    let upstream = Http::start().await;
+    let other = McpSettings { name: "other".into(), ..at(&upstream.url()) };
+    let server = server(vec![at(&upstream.url()), other]).await;
+    for client in [Mcp::modern(&server.api()), Mcp::legacy(&server.api()).await] {
+        let client = client.at("/mcp/fixture");
+        let listed = client.ask("tools/list", json!({})).await.result();
+        let tools = listed["tools"].as_array().unwrap();
+        let names: Vec<&str> = tools.iter().filter_map(|tool| tool["name"].as_str()).collect();
+        assert!(names.contains(&"echo") && names.contains(&"call.result"), "{names:?}");
+        assert!(names.iter().all(|name| !name.contains("fixture.")), "{names:?}");
+        assert!(!names.contains(&"calculation.eval"), "only that source's: {names:?}");
+        let params = json!({ "name": "echo", "arguments": { "text": "hello" } });
+        let result = client.ask("tools/call", params).await.result();
+        assert_eq!(result["content"][0]["text"], "hello", "{result}");
+        let prompts = client.ask("prompts/list", json!({})).await.result();
+        assert_eq!(prompts["prompts"][0]["name"], "greet", "{prompts}");
+        assert_eq!(prompts["prompts"].as_array().unwrap().len(), 1);
+        let prompt = client.ask("prompts/get", json!({ "name": "greet" })).await.result();
+        assert!(prompt["messages"].is_array(), "{prompt}");
+        let resources = client.ask("resources/list", json!({})).await.result();
+        assert_eq!(resources["resources"].as_array().unwrap().len(), 1, "{resources}");
+    }
+    let api = server.api();
+    let body = json!({ "jsonrpc": "2.0", "id": 1, "method": "tools/list" });
+    api.post("/mcp/no.such", body).await.refused(404, "NOT_FOUND");
+}

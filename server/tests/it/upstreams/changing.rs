@@ -1,0 +1,85 @@
+//! A definition that is another than it was is noticed and shown; a pinned one is refused.
+
+use std::sync::atomic::Ordering;
+
+use serde_json::json;
+
+use super::{at, call, in_state, server, words};
+use crate::support::until;
+use crate::support::upstream::Http;
+
+#[tokio::test]
+async fn a_changed_tool_is_noticed_and_shown() {
+    let upstream = Http::start().await;
+    let server = server(vec![at(&upstream.url())]).await;
+    let api = server.api();
+    upstream.fixture.change();
+    let tool = until("the new description", || async {
+        let tool = api.get("/v1/tools/fixture.echo").await.is(200);
+        (tool["description"] == "Says it back, twice").then_some(tool)
+    })
+    .await;
+    assert_eq!(tool["name"], "fixture.echo");
+    let shown = until("the change to be shown", || async {
+        let shown = api.get("/v1/sources/mcp/fixture").await.is(200);
+        (shown["changes"] != json!([])).then_some(shown)
+    })
+    .await;
+    let change = &shown["changes"][0];
+    assert_eq!((&change["tool"], &change["change"]), (&json!("fixture.echo"), &json!("changed")));
+    assert_eq!(change["fields"], json!(["description"]));
+    assert_eq!(words(&call(&api, "fixture.echo", json!({ "text": "x" })).await), "x");
+}
+
+#[tokio::test]
+async fn a_pinned_tool_that_changed_is_refused_until_it_is_accepted() {
+    let upstream = Http::start().await;
+    let mut settings = at(&upstream.url());
+    settings.pin = true;
+    let server = server(vec![settings]).await;
+    let api = server.api();
+    assert_eq!(words(&call(&api, "fixture.echo", json!({ "text": "x" })).await), "x");
+    upstream.fixture.change();
+    until("the change to be shown", || async {
+        let shown = api.get("/v1/sources/mcp/fixture").await.is(200);
+        (shown["pending"][0]["tool"] == "fixture.echo").then_some(())
+    })
+    .await;
+    let refused = call(&api, "fixture.echo", json!({ "text": "x" })).await;
+    assert_eq!(refused["error"]["code"], "CONFLICT", "{refused}");
+    let tool = api.get("/v1/tools/fixture.echo").await.is(200);
+    assert_eq!(tool["description"], "Says it back", "what was accepted is what is shown");
+    // It is remembered what was accepted.
+    let server = server.restart().await;
+    let api = server.api();
+    in_state(&api, "fixture", "ready").await;
+    let refused = call(&api, "fixture.echo", json!({ "text": "x" })).await;
+    assert_eq!(refused["error"]["code"], "CONFLICT", "{refused}");
+    // Others are not affected.
+    let sum = call(&api, "fixture.add", json!({ "a": 1, "b": 1 })).await;
+    assert_eq!(sum["status"], "SUCCEEDED", "{sum}");
+    let accepted = api.post("/v1/sources/mcp/fixture/accept", json!({})).await.is(200);
+    assert_eq!(accepted["accepted"][0]["tool"], "fixture.echo", "{accepted}");
+    assert_eq!(words(&call(&api, "fixture.echo", json!({ "text": "x" })).await), "x");
+    let tool = api.get("/v1/tools/fixture.echo").await.is(200);
+    assert_eq!(tool["description"], "Says it back, twice");
+}
+
+#[tokio::test]
+async fn a_tool_that_changes_under_a_running_call_does_not_disturb_it() {
+    let upstream = Http::start().await;
+    let server = server(vec![at(&upstream.url())]).await;
+    let api = server.api();
+    let id = api.invoke("fixture.slow", json!({})).await;
+    until("the call", || async { (upstream.fixture.calls() == 1).then_some(()) }).await;
+    upstream.fixture.shared.many.store(3, Ordering::SeqCst);
+    upstream.fixture.change();
+    until("the change", || async {
+        let shown = api.get("/v1/sources/mcp/fixture").await.is(200);
+        (shown["changes"].as_array().unwrap().len() == 4).then_some(())
+    })
+    .await;
+    upstream.fixture.let_go();
+    assert_eq!(words(&api.finished(&id).await), "let go");
+    assert_eq!(words(&call(&api, "fixture.tool_00001", json!({})).await), "tool_00001");
+}

@@ -1,0 +1,365 @@
+//! Calls: their SQL. New calls and new states go to the server beside each other.
+
+use tokio::sync::oneshot;
+use toolcrib::call::{Call, Status};
+use toolcrib::id::CallId;
+use toolcrib::store::{CallFilter, Created, IdempotencyKey, Open, Purged, Saved, StoreError};
+
+use super::link::{Broke, Session};
+use super::writer::{Change, Desk, Doing, Numbers};
+use super::{deliveries, limited};
+use crate::row::{CALL_COLUMNS, CallRow, Fields, RecordRow, read_call};
+
+/// The records of one call as columns, for one statement.
+#[derive(Default)]
+pub(super) struct Columns {
+    numbers: Vec<i64>,
+    kinds: Vec<&'static str>,
+    times: Vec<i64>,
+    attempts: Vec<i64>,
+    data: Vec<String>,
+}
+
+impl Columns {
+    pub(super) fn new(records: Vec<RecordRow>) -> Self {
+        let mut all = Self::default();
+        for record in records {
+            all.kinds.push(record.kind);
+            all.times.push(record.at_ms);
+            all.attempts.push(i64::from(record.attempt));
+            all.data.push(record.data);
+        }
+        all
+    }
+
+    pub(super) fn number(&mut self, numbers: &mut Numbers) {
+        let first = numbers.event + 1;
+        numbers.event += self.kinds.len() as i64;
+        self.numbers = (first..=numbers.event).collect();
+    }
+}
+
+/// A new call on its way.
+pub(super) struct Creating {
+    pub(super) row: Box<CallRow>,
+    pub(super) records: Columns,
+    pub(super) key: Option<IdempotencyKey>,
+    pub(super) reply: oneshot::Sender<Result<Created, StoreError>>,
+    pub(super) place: i64,
+    /// Somebody else's key; and then what it was used for.
+    pub(super) key_used: bool,
+    pub(super) known: Option<Created>,
+}
+
+const INSERT: &str = "WITH made AS (INSERT INTO calls (place, id, project, run_id, tool_name, \
+     executor, status, hold, created_ms, deadline_ms, started_ms, completed_ms, version, \
+     background, args, result, error, envelope, state) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, \
+     $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19)) \
+     INSERT INTO events (number, place, project, kind, at_ms, attempt, data) \
+     SELECT e.n, $1, $3, e.k, e.a, e.t, e.d FROM unnest($20::bigint[], $21::text[], \
+     $22::bigint[], $23::bigint[], $24::text[]) AS e (n, k, a, t, d)";
+
+impl Creating {
+    async fn insert(&mut self, session: &Session) -> Result<(), Broke> {
+        let (call, row, records) = (&self.row.call, &self.row, &self.records);
+        if let Some(key) = &self.key {
+            let sql = "INSERT INTO idempotency_keys VALUES ($1, $2, $3, $4, $5) \
+                       ON CONFLICT DO NOTHING";
+            let bound: super::link::Bound<'_> =
+                &[&call.project, &key.agent, &key.key, &key.fingerprint, &self.place];
+            self.key_used = session.execute(sql, bound).await? == 0;
+            if self.key_used {
+                return Ok(());
+            }
+        }
+        let bound: super::link::Bound<'_> = &[
+            &self.place,
+            &call.id.as_str(),
+            &call.project,
+            &call.run_id,
+            &call.tool_name,
+            &call.target.executor.as_str(),
+            &call.status.as_str(),
+            &row.hold,
+            &(call.created_ms as i64),
+            &(call.deadline_ms as i64),
+            &call.started_ms.map(|ms| ms as i64),
+            &call.completed_ms.map(|ms| ms as i64),
+            &(call.version as i64),
+            &call.asked.background,
+            &row.args.text(),
+            &row.result.as_ref().map(|result| result.text()),
+            &row.error,
+            &row.envelope,
+            &row.state,
+            &records.numbers,
+            &records.kinds,
+            &records.times,
+            &records.attempts,
+            &records.data,
+        ];
+        session.execute(INSERT, bound).await?;
+        deliveries::add(session, call, self.place).await
+    }
+}
+
+impl Change for Creating {
+    fn number(&mut self, numbers: &mut Numbers) {
+        numbers.place += 1;
+        self.place = numbers.place;
+        self.records.number(numbers);
+        (self.key_used, self.known) = (false, None);
+    }
+
+    fn send<'a>(&'a mut self, desk: &'a Desk) -> Option<Doing<'a, ()>> {
+        Some(Box::pin(async move {
+            desk.may_number()?;
+            self.insert(&desk.session).await
+        }))
+    }
+
+    fn run<'a>(&'a mut self, desk: &'a mut Desk) -> Option<Doing<'a, ()>> {
+        let key = self.key.as_ref().filter(|_| self.key_used)?;
+        let (known, project) = (&mut self.known, &self.row.call.project);
+        Some(Box::pin(async move {
+            *known = used(&desk.session, project, key).await?;
+            Ok(())
+        }))
+    }
+
+    fn tell(self: Box<Self>, committed: Result<(), StoreError>) {
+        let known = self.known.unwrap_or(Created::New);
+        let _ = self.reply.send(committed.map(|()| known));
+    }
+}
+
+/// A new state of a call on its way; without a call, only more of its history.
+pub(super) struct Saving {
+    pub(super) row: Box<CallRow>,
+    pub(super) records: Columns,
+    pub(super) reply: oneshot::Sender<Result<Saved, StoreError>>,
+    pub(super) saved: bool,
+}
+
+const SAVED: &str = "WITH saved AS (UPDATE calls SET executor = $3, status = $4, hold = $5, \
+     started_ms = $6, completed_ms = $7, version = $8, result = $9, error = $10, state = $11 \
+     WHERE project = $1 AND id = $2 AND version = $8::bigint - 1 RETURNING place), \
+     noted AS (INSERT INTO events (number, place, project, kind, at_ms, attempt, data) \
+     SELECT e.n, saved.place, $1, e.k, e.a, e.t, e.d FROM saved, unnest($12::bigint[], \
+     $13::text[], $14::bigint[], $15::bigint[], $16::text[]) AS e (n, k, a, t, d))";
+const DUE: &str = ", due AS (UPDATE deliveries SET status = 'pending', due_ms = $7, \
+     version = deliveries.version + 1 FROM saved WHERE deliveries.place = saved.place \
+     AND deliveries.status = 'waiting' AND $7 IS NOT NULL)";
+
+impl Saving {
+    async fn update(&mut self, session: &Session) -> Result<(), Broke> {
+        let (call, row, records) = (&self.row.call, &self.row, &self.records);
+        let due = if call.asked.callback_url.is_some() { DUE } else { "" };
+        let sql = format!("{SAVED}{due} SELECT place FROM saved");
+        let bound: super::link::Bound<'_> = &[
+            &call.project,
+            &call.id.as_str(),
+            &call.target.executor.as_str(),
+            &call.status.as_str(),
+            &row.hold,
+            &call.started_ms.map(|ms| ms as i64),
+            &call.completed_ms.map(|ms| ms as i64),
+            &(call.version as i64),
+            &row.result.as_ref().map(|result| result.text()),
+            &row.error,
+            &row.state,
+            &records.numbers,
+            &records.kinds,
+            &records.times,
+            &records.attempts,
+            &records.data,
+        ];
+        self.saved = session.row(&sql, bound).await?.is_some();
+        Ok(())
+    }
+}
+
+impl Change for Saving {
+    fn number(&mut self, numbers: &mut Numbers) {
+        self.records.number(numbers);
+    }
+
+    fn send<'a>(&'a mut self, desk: &'a Desk) -> Option<Doing<'a, ()>> {
+        Some(Box::pin(async move {
+            desk.may_number()?;
+            self.update(&desk.session).await
+        }))
+    }
+
+    fn run<'a>(&'a mut self, _: &'a mut Desk) -> Option<Doing<'a, ()>> {
+        None
+    }
+
+    fn tell(self: Box<Self>, committed: Result<(), StoreError>) {
+        let saved = if self.saved { Saved::Yes } else { Saved::Stale };
+        let _ = self.reply.send(committed.map(|()| saved));
+    }
+}
+
+/// More of a call's history.
+pub(super) struct Appending {
+    pub(super) project: String,
+    pub(super) id: CallId,
+    pub(super) records: Columns,
+    pub(super) reply: oneshot::Sender<Result<(), StoreError>>,
+}
+
+impl Change for Appending {
+    fn number(&mut self, numbers: &mut Numbers) {
+        self.records.number(numbers);
+    }
+
+    fn send<'a>(&'a mut self, desk: &'a Desk) -> Option<Doing<'a, ()>> {
+        let sql = "INSERT INTO events (number, place, project, kind, at_ms, attempt, data) \
+                   SELECT e.n, c.place, $1, e.k, e.a, e.t, e.d FROM calls c, \
+                   unnest($3::bigint[], $4::text[], $5::bigint[], $6::bigint[], $7::text[]) \
+                   AS e (n, k, a, t, d) WHERE c.project = $1 AND c.id = $2";
+        Some(Box::pin(async move {
+            desk.may_number()?;
+            let (id, records) = (self.id.as_str(), &self.records);
+            let bound: super::link::Bound<'_> = &[
+                &self.project,
+                &id,
+                &records.numbers,
+                &records.kinds,
+                &records.times,
+                &records.attempts,
+                &records.data,
+            ];
+            desk.session.execute(sql, bound).await?;
+            Ok(())
+        }))
+    }
+
+    fn run<'a>(&'a mut self, _: &'a mut Desk) -> Option<Doing<'a, ()>> {
+        None
+    }
+
+    fn tell(self: Box<Self>, committed: Result<(), StoreError>) {
+        let _ = self.reply.send(committed);
+    }
+}
+
+/// What a key was used for before.
+pub(super) async fn used(
+    session: &Session,
+    project: &str,
+    key: &IdempotencyKey,
+) -> Result<Option<Created>, Broke> {
+    let sql = format!(
+        "SELECT {CALL_COLUMNS}, fingerprint FROM calls JOIN \
+         (SELECT fingerprint, place AS at FROM idempotency_keys \
+         WHERE project = $1 AND agent = $2 AND key = $3) k ON k.at = calls.place"
+    );
+    let found = session.row(&sql, &[&project, &key.agent, &key.key]).await?;
+    let Some(row) = found else { return Ok(None) };
+    let (_, call) = read_call(&row)?;
+    if row.text(18)? != key.fingerprint {
+        return Ok(Some(Created::Mismatch(call.id)));
+    }
+    Ok(Some(Created::Replayed(Box::new(call))))
+}
+
+pub(super) async fn call(
+    session: &Session,
+    project: &str,
+    id: &CallId,
+) -> Result<Option<Call>, Broke> {
+    let sql = format!("SELECT {CALL_COLUMNS} FROM calls WHERE project = $1 AND id = $2");
+    let found = session.row(&sql, &[&project, &id.as_str()]).await?;
+    Ok(found.map(|row| read_call(&row)).transpose()?.map(|(_, call)| call))
+}
+
+/// A page; what a filter does not say is not in the statement, so that the server can choose an
+/// index for the rest.
+pub(super) async fn calls(session: &Session, filter: &CallFilter) -> Result<Vec<Call>, Broke> {
+    let mut sql = format!("SELECT {CALL_COLUMNS} FROM calls WHERE project = $1");
+    // Every id sorts before this.
+    let before = filter.before.as_ref().map_or("u", CallId::as_str);
+    // An id begins with the time its call was made.
+    let since_ms = filter.since_ms.unwrap_or(0);
+    let floor = CallId::floor_at(since_ms.min((1 << 48) - 1));
+    let since = i64::try_from(since_ms).unwrap_or(i64::MAX);
+    let limit = limited(filter.limit);
+    sql.push_str(" AND id < $2 AND id >= $3 AND created_ms >= $4");
+    let mut bound: Vec<&(dyn tokio_postgres::types::ToSql + Sync)> = vec![&filter.project, &before];
+    let floor = floor.as_str();
+    bound.extend([&floor as &(dyn tokio_postgres::types::ToSql + Sync), &since]);
+    if let Some(run_id) = &filter.run_id {
+        bound.push(run_id);
+        sql.push_str(&format!(" AND run_id = ${}", bound.len()));
+    }
+    if let Some(tool_name) = &filter.tool_name {
+        bound.push(tool_name);
+        sql.push_str(&format!(" AND tool_name = ${}", bound.len()));
+    }
+    // Spelled out, because partial indexes are only used for what is known beforehand.
+    if let Some(status) = filter.status {
+        sql.push_str(&format!(" AND status = '{}'", status.as_str()));
+        sql.push_str(match status {
+            Status::Pending | Status::Running => " AND completed_ms IS NULL",
+            Status::Succeeded => "",
+            Status::Failed | Status::Timeout | Status::Canceled => " AND error IS NOT NULL",
+        });
+    }
+    if filter.background {
+        sql.push_str(" AND background");
+    }
+    bound.push(&limit);
+    sql.push_str(&format!(" ORDER BY id DESC LIMIT ${}", bound.len()));
+    session.collect(&sql, &bound, |row| Ok(read_call(row)?.1)).await
+}
+
+pub(super) async fn open_calls(
+    session: &Session,
+    after: u64,
+    limit: usize,
+) -> Result<Vec<Open>, Broke> {
+    let sql = format!(
+        "SELECT {CALL_COLUMNS} FROM calls WHERE completed_ms IS NULL AND place > $1 \
+         ORDER BY place LIMIT $2"
+    );
+    let after = i64::try_from(after).unwrap_or(i64::MAX);
+    let read = |row: &tokio_postgres::Row| read_call(row).map(|(place, call)| Open { place, call });
+    session.collect(&sql, &[&after, &limited(limit)], read).await
+}
+
+/// Calls that ended before this, with all that belongs to them; old entries of the audit log, and
+/// runs.
+pub(super) async fn purge(
+    desk: &mut Desk,
+    (before, limit): &(u64, usize),
+) -> Result<Purged, Broke> {
+    let session = &desk.session;
+    let before = i64::try_from(*before).unwrap_or(i64::MAX);
+    let limit = limited(*limit);
+    let sql = "SELECT place FROM calls WHERE completed_ms < $1 ORDER BY completed_ms LIMIT $2";
+    let places = session.collect(sql, &[&before, &limit], |row| row.number(0)).await?;
+    let mut more = places.len() as i64 == limit;
+    if !places.is_empty() {
+        for table in ["events", "idempotency_keys", "tries", "deliveries", "calls"] {
+            let sql = format!("DELETE FROM {table} WHERE place = ANY($1)");
+            session.execute(&sql, &[&places]).await?;
+        }
+    }
+    for sql in [
+        "DELETE FROM audit WHERE number IN (SELECT number FROM audit \
+         WHERE at_ms < $1 ORDER BY number LIMIT $2)",
+        "DELETE FROM runs WHERE (project, run_id) IN (SELECT project, run_id FROM runs r \
+         WHERE updated_ms < $1 AND NOT EXISTS (SELECT 1 FROM calls c \
+         WHERE c.project = r.project AND c.run_id = r.run_id) ORDER BY updated_ms LIMIT $2)",
+        "WITH old AS (SELECT project, run_id FROM loops WHERE ended_ms < $1 \
+         ORDER BY ended_ms LIMIT $2), entries AS (DELETE FROM loop_entries e USING old \
+         WHERE e.project = old.project AND e.run_id = old.run_id) \
+         DELETE FROM loops USING old \
+         WHERE loops.project = old.project AND loops.run_id = old.run_id",
+    ] {
+        more |= session.execute(sql, &[&before, &limit]).await? == limit as u64;
+    }
+    Ok(Purged { calls: places.len(), more })
+}

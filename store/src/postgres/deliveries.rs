@@ -1,0 +1,121 @@
+//! Deliveries: their SQL. Only calls that are asked with a callback URL have rows here.
+
+use tokio_postgres::types::ToSql;
+use toolcrib::call::Call;
+use toolcrib::delivery::{Delivery, KEPT_TRIES, Try};
+use toolcrib::id::CallId;
+use toolcrib::store::{DeliveryFilter, Saved};
+
+use super::limited;
+use super::link::{Broke, Session};
+use super::writer::Desk;
+use crate::row::{DELIVERY_COLUMNS as COLUMNS, Fields, read_delivery, read_try};
+
+/// The delivery that a new call asks for.
+pub(super) async fn add(session: &Session, call: &Call, place: i64) -> Result<(), Broke> {
+    let Some(delivery) = Delivery::of(call) else { return Ok(()) };
+    let sql = format!(
+        "INSERT INTO deliveries ({COLUMNS}, place) \
+         VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)"
+    );
+    let bound: super::link::Bound<'_> = &[
+        &delivery.project,
+        &delivery.call_id.as_str(),
+        &delivery.url,
+        &delivery.status.as_str(),
+        &delivery.due_ms.map(|ms| ms as i64),
+        &i64::from(delivery.tries),
+        &i64::from(delivery.failures),
+        &delivery.last_error,
+        &(delivery.version as i64),
+        &place,
+    ];
+    session.execute(&sql, bound).await?;
+    Ok(())
+}
+
+pub(super) async fn save(
+    desk: &mut Desk,
+    (delivery, tried): &(Delivery, Option<Try>),
+) -> Result<Saved, Broke> {
+    let session = &desk.session;
+    let sql = "UPDATE deliveries SET status = $1, due_ms = $2, tries = $3, failures = $4, \
+               last_error = $5, version = $6 \
+               WHERE project = $7 AND call_id = $8 AND version = $6::bigint - 1 RETURNING place";
+    let bound: super::link::Bound<'_> = &[
+        &delivery.status.as_str(),
+        &delivery.due_ms.map(|ms| ms as i64),
+        &i64::from(delivery.tries),
+        &i64::from(delivery.failures),
+        &delivery.last_error.as_ref().map(|error| error.replace('\0', "")),
+        &(delivery.version as i64),
+        &delivery.project,
+        &delivery.call_id.as_str(),
+    ];
+    let Some(row) = session.row(sql, bound).await? else { return Ok(Saved::Stale) };
+    let place = row.number(0)?;
+    if let Some(tried) = tried {
+        let bound: super::link::Bound<'_> = &[
+            &place,
+            &i64::from(tried.number),
+            &(tried.at_ms as i64),
+            &(tried.duration_ms as i64),
+            &tried.status_code.map(i64::from),
+            &tried.error.as_ref().map(|error| error.replace('\0', "")),
+        ];
+        session.execute("INSERT INTO tries VALUES ($1, $2, $3, $4, $5, $6)", bound).await?;
+        let kept = i64::from(tried.number) - i64::from(KEPT_TRIES);
+        let sql = "DELETE FROM tries WHERE place = $1 AND number <= $2";
+        session.execute(sql, &[&place, &kept]).await?;
+    }
+    Ok(Saved::Yes)
+}
+
+pub(super) async fn pending(
+    session: &Session,
+    after: Option<&(u64, CallId)>,
+    limit: usize,
+) -> Result<Vec<Delivery>, Broke> {
+    let (after_ms, after_id) = after.map_or((-1, ""), |(ms, id)| (*ms as i64, id.as_str()));
+    let sql = format!(
+        "SELECT {COLUMNS} FROM deliveries WHERE due_ms IS NOT NULL \
+         AND (due_ms, call_id) > ($1, $2) ORDER BY due_ms, call_id LIMIT $3"
+    );
+    let bound: super::link::Bound<'_> = &[&after_ms, &after_id, &limited(limit)];
+    session.collect(&sql, bound, read_delivery).await
+}
+
+pub(super) async fn list(
+    session: &Session,
+    filter: &DeliveryFilter,
+) -> Result<Vec<Delivery>, Broke> {
+    let mut sql = format!("SELECT {COLUMNS} FROM deliveries WHERE project = $1");
+    let (status, limit) = (filter.status.map(|status| status.as_str()), limited(filter.limit));
+    let before = filter.before.as_ref().map(CallId::as_str);
+    let mut bound: Vec<&(dyn ToSql + Sync)> = vec![&filter.project];
+    if let Some(status) = &status {
+        bound.push(status);
+        sql.push_str(&format!(" AND status = ${}", bound.len()));
+    }
+    if let Some(before) = &before {
+        bound.push(before);
+        sql.push_str(&format!(" AND call_id < ${}", bound.len()));
+    }
+    bound.push(&limit);
+    sql.push_str(&format!(" ORDER BY call_id DESC LIMIT ${}", bound.len()));
+    session.collect(&sql, &bound, read_delivery).await
+}
+
+pub(super) async fn one(
+    session: &Session,
+    project: &str,
+    id: &CallId,
+) -> Result<Option<(Delivery, Vec<Try>)>, Broke> {
+    let sql =
+        format!("SELECT {COLUMNS}, place FROM deliveries WHERE project = $1 AND call_id = $2");
+    let Some(row) = session.row(&sql, &[&project, &id.as_str()]).await? else { return Ok(None) };
+    let sql = "SELECT number, at_ms, duration_ms, status_code, error FROM tries \
+               WHERE place = $1 ORDER BY number";
+    let tries = session.collect(sql, &[&row.number(9)?], read_try).await?;
+    Ok(Some((read_delivery(&row)?, tries)))
+}

@@ -1,0 +1,177 @@
+//! Cards in `public.cards`, where tool services read and write them themselves.
+//!
+//! That table knows a card by its id alone, and a result by the id of its call alone; here both
+//! belong to a project and a turn. Where the shorter name is taken, ours is stored under a longer
+//! one, and what the card truly says is in `toolcrib_body`.
+
+use serde_json::{Map, Value};
+use tokio_postgres::Row;
+use toolcrib::store::StoreError;
+use toolcrib::store::utp::CardPut;
+use toolcrib::utp::Card;
+use toolcrib::utp::card::TOOL_RESULT;
+
+use super::super::link::{Bound, Broke, Session};
+use super::super::storable;
+use super::super::writer::Desk;
+use crate::row::{Fields, decode, encode};
+
+/// The columns that a card is read from, in this order.
+const COLUMNS: &str = "card_id, tenant_id, content::text, tool_calls::text, tool_call_id, \
+     ttl_seconds::bigint, metadata::text, (extract(epoch FROM created_at) * 1000)::bigint, \
+     toolcrib_body";
+
+/// What the table keeps among a card's metadata.
+const KEPT_IN_METADATA: [&str; 4] = ["project_id", "type", "author_id", "created_at"];
+
+pub(super) async fn by_id(
+    session: &Session,
+    project: &str,
+    card_id: &str,
+) -> Result<Option<Card>, Broke> {
+    let sql = format!(
+        "SELECT {COLUMNS} FROM public.cards WHERE card_id IN ($2, $3) AND tenant_id = $1 \
+         AND deleted_at IS NULL"
+    );
+    let longer = format!("{project}:{card_id}");
+    let found = session.row(&sql, &[&project, &card_id, &longer]).await?;
+    Ok(found.map(|row| read(&row)).transpose()?)
+}
+
+/// The result of a call of a turn.
+pub(super) async fn result(
+    session: &Session,
+    project: &str,
+    turn_id: Option<&str>,
+    tool_call_id: Option<&str>,
+) -> Result<Option<Card>, Broke> {
+    let sql = format!(
+        "SELECT {COLUMNS} FROM public.cards WHERE tenant_id = $1 \
+         AND metadata->>'type' = 'tool.result' AND metadata->>'agent_turn_id' = $2 \
+         AND coalesce(tool_call_id, metadata->>'tool_call_id') = $3 AND deleted_at IS NULL \
+         ORDER BY toolcrib_seq LIMIT 1"
+    );
+    let found = session.row(&sql, &[&project, &turn_id, &tool_call_id]).await?;
+    Ok(found.map(|row| read(&row)).transpose()?)
+}
+
+fn object(text: Option<String>) -> Result<Map<String, Value>, StoreError> {
+    Ok(match text.map(|text| decode::<Value>(&text)).transpose()? {
+        Some(Value::Object(map)) => map,
+        _ => Map::new(),
+    })
+}
+
+fn read(row: &Row) -> Result<Card, StoreError> {
+    if let Some(body) = row.maybe_text(8)? {
+        return decode(&body);
+    }
+    let mut metadata = object(row.maybe_text(6)?)?;
+    let said = |metadata: &Map<String, Value>, pointer: &str| {
+        let value = Value::Object(metadata.clone());
+        value.pointer(pointer).and_then(Value::as_str).map(str::to_owned)
+    };
+    let kind = said(&metadata, "/type").or_else(|| said(&metadata, "/semantic_type"));
+    let author = said(&metadata, "/author_id").or_else(|| said(&metadata, "/producer/id"));
+    for name in KEPT_IN_METADATA {
+        metadata.remove(name);
+    }
+    let unknown = || "unknown".to_owned();
+    let call = row.maybe_text(4)?.or_else(|| said(&metadata, "/tool_call_id"));
+    let calls = row.maybe_text(3)?.map(|text| decode::<Value>(&text)).transpose()?;
+    Ok(Card {
+        card_id: row.text(0)?,
+        project: row.text(1)?,
+        kind: kind.unwrap_or_else(unknown),
+        content: object(row.maybe_text(2)?)?,
+        created_ms: row.whole(7)?,
+        author_id: author.unwrap_or_else(unknown),
+        metadata,
+        tool_calls: calls.filter(|calls| !calls.is_null()),
+        tool_call_id: call,
+        ttl_seconds: row.maybe_whole(5)?,
+    })
+}
+
+/// Whether the columns can say all that the card says.
+fn fits(card: &Card, body: &str) -> bool {
+    let taken = KEPT_IN_METADATA.iter().any(|name| card.metadata.contains_key(*name));
+    let unsaid = card.tool_call_id.is_none() && card.metadata.contains_key("tool_call_id");
+    // JSONB has neither the character 0 nor a negative zero.
+    !taken && !unsaid && !body.contains("\\u0000") && !body.contains("-0.0")
+}
+
+pub(in super::super) async fn put(desk: &mut Desk, card: &Card) -> Result<CardPut, Broke> {
+    let session = &desk.session;
+    if let Some(known) = known(session, card).await? {
+        return Ok(known);
+    }
+    let body = encode(card)?;
+    let exact = (!fits(card, &body)).then_some(&body);
+    if insert(session, card, exact, &card.card_id, card.tool_call_id.as_deref()).await? {
+        return Ok(CardPut::New);
+    }
+    // Somebody wrote it a moment ago, or one of the names is taken by another.
+    if let Some(known) = known(session, card).await? {
+        return Ok(known);
+    }
+    let longer = format!("{}:{}", card.project, card.card_id);
+    for (card_id, call) in
+        [(&card.card_id, None), (&longer, card.tool_call_id.as_deref()), (&longer, None)]
+    {
+        if insert(session, card, Some(&body), card_id, call).await? {
+            return Ok(CardPut::New);
+        }
+    }
+    Err(StoreError::Unavailable("the card's id is taken".to_owned()).into())
+}
+
+async fn known(session: &Session, card: &Card) -> Result<Option<CardPut>, Broke> {
+    let mut known = by_id(session, &card.project, &card.card_id).await?;
+    if known.is_none() && card.kind == TOOL_RESULT {
+        let (turn, call) = (card.turn_id(), card.tool_call_id.as_deref());
+        known = result(session, &card.project, turn, call).await?;
+    }
+    Ok(known.map(|known| match known.says_the_same(card) {
+        true => CardPut::Same,
+        false => CardPut::Other(Box::new(known)),
+    }))
+}
+
+async fn insert(
+    session: &Session,
+    card: &Card,
+    exact: Option<&String>,
+    card_id: &str,
+    tool_call_id: Option<&str>,
+) -> Result<bool, Broke> {
+    let mut metadata = card.metadata.clone();
+    metadata.insert("project_id".to_owned(), card.project.as_str().into());
+    metadata.insert("type".to_owned(), card.kind.as_str().into());
+    metadata.insert("author_id".to_owned(), card.author_id.as_str().into());
+    if tool_call_id.is_none()
+        && let Some(id) = &card.tool_call_id
+    {
+        metadata.insert("tool_call_id".to_owned(), id.as_str().into());
+    }
+    let sql = "INSERT INTO public.cards (card_id, tenant_id, content, tool_calls, tool_call_id, \
+               ttl_seconds, expires_at, metadata, created_at, toolcrib_body) \
+               SELECT $1, $2, $3, $4, $5, $6::bigint::int, \
+               at + make_interval(secs => $6::bigint), $7::jsonb || jsonb_build_object( \
+               'created_at', to_char(at AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.MS\"Z\"')), \
+               at, $9 FROM (SELECT to_timestamp($8::bigint / 1000.0) AS at) AS t \
+               ON CONFLICT DO NOTHING";
+    let ttl = card.ttl_seconds.map(|ttl| ttl.min(i32::MAX as u64) as i64);
+    let bound: Bound<'_> = &[
+        &card_id,
+        &card.project,
+        &storable(Value::Object(card.content.clone())),
+        &card.tool_calls.clone().map(storable),
+        &tool_call_id,
+        &ttl,
+        &storable(Value::Object(metadata)),
+        &(card.created_ms as i64),
+        &exact,
+    ];
+    Ok(session.execute(sql, bound).await? == 1)
+}

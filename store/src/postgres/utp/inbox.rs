@@ -1,0 +1,173 @@
+//! Inboxes in `state.agent_inbox`. What the crib puts in is accepted; a row that somebody else
+//! wrote is a report of a tool service, and becomes what is in the inbox once it has been judged.
+
+use serde_json::{Map, Value};
+use tokio_postgres::Row;
+use toolcrib::store::StoreError;
+use toolcrib::store::utp::Delivered;
+use toolcrib::utp::{InboxItem, Letter, Waiting};
+
+use super::super::link::{Bound, Broke, Session};
+use super::super::writer::Desk;
+use super::super::{limited, storable};
+use super::post;
+use crate::row::{Fields, decode, encode};
+
+/// The columns that an item is read from, in this order.
+const COLUMNS: &str = "inbox_id, project_id, agent_id, message_type, toolcrib_turn_id, \
+     toolcrib_tool_call_id, payload::text, traceparent, tracestate, parent_step_id, \
+     source_agent_id, recursion_depth::bigint, (extract(epoch FROM created_at) * 1000)::bigint, \
+     toolcrib_body";
+
+fn read(row: &Row) -> Result<InboxItem, StoreError> {
+    if let Some(body) = row.maybe_text(13)? {
+        return decode(&body);
+    }
+    let payload: Map<String, Value> = decode(&row.text(6)?)?;
+    Ok(InboxItem {
+        inbox_id: row.text(0)?,
+        project: row.text(1)?,
+        agent_id: row.text(2)?,
+        message_type: row.text(3)?,
+        turn_id: row.text(4)?,
+        tool_call_id: row.text(5)?,
+        payload,
+        traceparent: row.text(7)?,
+        tracestate: row.maybe_text(8)?,
+        parent_step_id: row.maybe_text(9)?,
+        source_agent_id: row.maybe_text(10)?,
+        depth: row.count(11)?,
+        created_ms: row.whole(12)?,
+    })
+}
+
+pub(super) async fn waiting(
+    session: &Session,
+    project: &str,
+    agent_id: &str,
+    limit: usize,
+) -> Result<Vec<InboxItem>, Broke> {
+    let sql = format!(
+        "SELECT {COLUMNS} FROM state.agent_inbox WHERE project_id = $1 AND agent_id = $2 \
+         AND toolcrib_accepted AND status = 'pending' ORDER BY toolcrib_seq LIMIT $3"
+    );
+    session.collect(&sql, &[&project, &agent_id, &limited(limit)], read).await
+}
+
+/// The oldest thing that waits for each agent.
+pub(super) async fn oldest(
+    session: &Session,
+    before_ms: u64,
+    limit: usize,
+) -> Result<Vec<InboxItem>, Broke> {
+    let sql = format!(
+        "SELECT {COLUMNS} FROM state.agent_inbox WHERE toolcrib_seq IN \
+         (SELECT min(toolcrib_seq) FROM state.agent_inbox WHERE toolcrib_accepted \
+         AND status = 'pending' GROUP BY project_id, agent_id) \
+         AND created_at < to_timestamp($1::bigint / 1000.0) ORDER BY toolcrib_seq LIMIT $2"
+    );
+    session.collect(&sql, &[&(before_ms as i64), &limited(limit)], read).await
+}
+
+/// Puts something into an inbox, unless the outcome of that call is there already.
+pub(super) async fn put(session: &Session, item: &InboxItem) -> Result<Delivered, Broke> {
+    let sql = "SELECT inbox_id FROM state.agent_inbox WHERE project_id = $1 \
+               AND toolcrib_turn_id = $2 AND toolcrib_tool_call_id = $3 AND toolcrib_accepted";
+    let bound: Bound<'_> = &[&item.project, &item.turn_id, &item.tool_call_id];
+    if let Some(row) = session.row(sql, bound).await? {
+        return Ok(Delivered::Known(row.text(0)?));
+    }
+    // A stop is about a turn, all else about a call. Where another turn has used the id of the
+    // call, ours is told apart from it.
+    let correlation = match item.message_type.as_str() {
+        "stop" => item.turn_id.clone(),
+        _ => item.tool_call_id.clone(),
+    };
+    let longer = format!("{}:{}", item.turn_id, item.tool_call_id);
+    for correlation in [correlation, longer] {
+        if insert(session, item, &correlation).await? {
+            return Ok(Delivered::New);
+        }
+    }
+    Err(StoreError::Unavailable("the place in the inbox is taken".to_owned()).into())
+}
+
+/// A report of the same call that waits to be judged is what is put in: it has been.
+async fn insert(session: &Session, item: &InboxItem, correlation: &str) -> Result<bool, Broke> {
+    let sql = "INSERT INTO state.agent_inbox AS i (inbox_id, project_id, agent_id, message_type, \
+               correlation_id, recursion_depth, traceparent, tracestate, trace_id, \
+               parent_step_id, source_agent_id, payload, created_at, toolcrib_accepted, \
+               toolcrib_turn_id, toolcrib_tool_call_id, toolcrib_body) \
+               VALUES ($1, $2, $3, $4, $5, $6::bigint::int, $7, $8, $9, $10, $11, $12, \
+               to_timestamp($13::bigint / 1000.0), true, $14, $15, $16) \
+               ON CONFLICT (project_id, message_type, md5(correlation_id)) DO UPDATE SET \
+               inbox_id = excluded.inbox_id, agent_id = excluded.agent_id, \
+               recursion_depth = excluded.recursion_depth, traceparent = excluded.traceparent, \
+               tracestate = excluded.tracestate, trace_id = excluded.trace_id, \
+               parent_step_id = excluded.parent_step_id, \
+               source_agent_id = excluded.source_agent_id, payload = excluded.payload, \
+               created_at = excluded.created_at, toolcrib_accepted = true, \
+               toolcrib_turn_id = excluded.toolcrib_turn_id, \
+               toolcrib_tool_call_id = excluded.toolcrib_tool_call_id, \
+               toolcrib_body = excluded.toolcrib_body, status = 'pending', processed_at = NULL \
+               WHERE NOT i.toolcrib_accepted AND i.status IN ('pending', 'consumed') \
+               AND i.payload->>'agent_turn_id' = excluded.toolcrib_turn_id";
+    let body = encode(item)?;
+    // JSONB has neither the character 0 nor a negative zero.
+    let exact = (body.contains("\\u0000") || body.contains("-0.0")).then_some(body);
+    let bound: Bound<'_> = &[
+        &item.inbox_id,
+        &item.project,
+        &item.agent_id,
+        &item.message_type,
+        &correlation,
+        &i64::from(item.depth),
+        &item.traceparent,
+        &item.tracestate,
+        &item.traceparent.split('-').nth(1),
+        &item.parent_step_id,
+        &item.source_agent_id,
+        &storable(Value::Object(item.payload.clone())),
+        &(item.created_ms as i64),
+        &item.turn_id,
+        &item.tool_call_id,
+        &exact,
+    ];
+    Ok(session.execute(sql, bound).await? == 1)
+}
+
+pub(super) async fn deliver(
+    desk: &mut Desk,
+    (item, card_id, letter): &(InboxItem, String, Vec<Letter>),
+) -> Result<Delivered, Broke> {
+    let session = &desk.session;
+    let delivered = put(session, item).await?;
+    let sql = "SELECT number, body FROM turn_calls WHERE project = $1 AND turn_id = $2 \
+               AND tool_call_id = $3 AND inbox_id IS NULL";
+    let bound: Bound<'_> = &[&item.project, &item.turn_id, &item.tool_call_id];
+    if let Some(row) = session.row(sql, bound).await? {
+        let mut waiting: Waiting = decode(&row.text(1)?)?;
+        waiting.result_card_id = Some(card_id.clone());
+        waiting.inbox_id = Some(item.inbox_id.clone());
+        // Also when it was put in before its step was stored.
+        let sql = "UPDATE turn_calls SET inbox_id = $1, body = $2 WHERE number = $3";
+        let bound: Bound<'_> = &[&item.inbox_id, &encode(&waiting)?, &row.number(0)?];
+        session.execute(sql, bound).await?;
+    }
+    if delivered == Delivered::New {
+        post(desk, letter).await?;
+    }
+    Ok(delivered)
+}
+
+pub(super) async fn take(
+    desk: &mut Desk,
+    (project, agent_id, ids, now_ms): &(String, String, Vec<String>, u64),
+) -> Result<usize, Broke> {
+    let sql = "UPDATE state.agent_inbox SET status = 'consumed', \
+               processed_at = to_timestamp($1::bigint / 1000.0) WHERE project_id = $2 \
+               AND agent_id = $3 AND inbox_id = ANY($4) AND toolcrib_accepted \
+               AND status = 'pending'";
+    let bound: Bound<'_> = &[&(*now_ms as i64), project, agent_id, ids];
+    Ok(desk.session.execute(sql, bound).await? as usize)
+}

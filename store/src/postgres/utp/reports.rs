@@ -1,0 +1,85 @@
+//! What tool services find and leave in the tables themselves: the cards of commands, and reports.
+
+use toolcrib::store::utp::{Judged, WrittenReport};
+use toolcrib::utp::{Card, Route};
+
+use super::super::limited;
+use super::super::link::{Bound, Broke, Session};
+use super::super::writer::Desk;
+use super::cards;
+use crate::row::Fields;
+
+/// The card of a command and the edge that says it was sent: a report is only written for a call
+/// that has one.
+pub(super) async fn show(
+    desk: &mut Desk,
+    (card, route, traceparent): &(Card, Route, String),
+) -> Result<(), Broke> {
+    cards::put(desk, card).await?;
+    let sql = "INSERT INTO state.execution_edges (edge_id, project_id, channel_id, primitive, \
+               edge_phase, source_agent_id, source_agent_turn_id, source_step_id, \
+               target_agent_id, target_agent_turn_id, correlation_id, recursion_depth, trace_id, \
+               parent_step_id, metadata) \
+               VALUES ($1, $2, $3, 'tool_call', 'request', $4, $5, $6, $4, $5, $7, \
+               $8::bigint::int, $9, $10, jsonb_build_object('tool_call_card_id', $11::text)) \
+               ON CONFLICT DO NOTHING";
+    let bound: Bound<'_> = &[
+        &format!("edge_{}", card.card_id),
+        &card.project,
+        &route.channel,
+        &route.agent_id,
+        &route.turn_id,
+        &route.step_id,
+        &route.tool_call_id,
+        &i64::from(route.depth),
+        &traceparent.split('-').nth(1),
+        &route.parent_step_id,
+        &card.card_id,
+    ];
+    desk.session.execute(sql, bound).await?;
+    Ok(())
+}
+
+/// Reports that nobody has judged. Rows of other kinds are not ours to judge.
+pub(super) async fn written(
+    session: &Session,
+    after: u64,
+    limit: usize,
+) -> Result<Vec<WrittenReport>, Broke> {
+    let sql = "SELECT toolcrib_seq, project_id, inbox_id, agent_id, correlation_id, \
+               recursion_depth::bigint, traceparent, source_agent_id, \
+               coalesce(payload::text, 'null') \
+               FROM state.agent_inbox WHERE NOT toolcrib_accepted AND status = 'pending' \
+               AND message_type IN ('tool_result', 'timeout') AND toolcrib_seq > $1 \
+               ORDER BY toolcrib_seq LIMIT $2";
+    let read = |row: &tokio_postgres::Row| {
+        Ok(WrittenReport {
+            number: row.whole(0)?,
+            project: row.text(1)?,
+            inbox_id: row.text(2)?,
+            agent_id: row.text(3)?,
+            correlation_id: row.maybe_text(4)?,
+            depth: u32::try_from(row.number(5)?).unwrap_or(u32::MAX),
+            traceparent: row.text(6)?,
+            source_agent_id: row.maybe_text(7)?,
+            payload: row.text(8)?,
+        })
+    };
+    session.collect(sql, &[&(after as i64), &limited(limit)], read).await
+}
+
+/// A report that was taken is in the inbox by now, or its agent has none. One that was not must not
+/// stand in the way of another about the same call.
+pub(super) async fn judged(desk: &mut Desk, (number, judged): &(u64, Judged)) -> Result<(), Broke> {
+    let (status, frees) = match judged {
+        Judged::Taken => ("consumed", false),
+        Judged::Late => ("skipped", false),
+        Judged::Refused => ("error", true),
+    };
+    let sql = "UPDATE state.agent_inbox SET status = $2, processed_at = now(), correlation_id = \
+               CASE WHEN $3 THEN correlation_id || ':refused:' || inbox_id \
+               ELSE correlation_id END \
+               WHERE toolcrib_seq = $1 AND NOT toolcrib_accepted AND status = 'pending'";
+    desk.session.execute(sql, &[&(*number as i64), &status, &frees]).await?;
+    Ok(())
+}

@@ -1,0 +1,103 @@
+//! Turns and the calls of their steps, and getting rid of what is old.
+
+use toolcrib::store::Saved;
+use toolcrib::store::utp::{REPLACED_FOR_MS, TurnChange};
+use toolcrib::utp::Turn;
+
+use super::super::limited;
+use super::super::link::{Bound, Broke};
+use super::super::writer::Desk;
+use super::{inbox, post};
+use crate::row::encode;
+
+/// Saves a turn with what belongs to it, unless its stored version is not the one before.
+pub(super) async fn save(
+    desk: &mut Desk,
+    (turn, change): &(Turn, TurnChange),
+) -> Result<Saved, Broke> {
+    let session = &desk.session;
+    let sql = match turn.version {
+        1 => "INSERT INTO turns VALUES ($1, $2, $3, $4, $5, $6, $7, $8) ON CONFLICT DO NOTHING",
+        _ => {
+            "UPDATE turns SET agent_id = $3, status = $4, lease_until_ms = $5, updated_ms = $6, \
+             version = $7, body = $8 WHERE project = $1 AND turn_id = $2 AND version = $7::bigint - 1"
+        }
+    };
+    let bound: Bound<'_> = &[
+        &turn.project,
+        &turn.turn_id,
+        &turn.agent_id,
+        &turn.status.as_str(),
+        &(turn.lease_until_ms as i64),
+        &(turn.updated_ms as i64),
+        &(turn.version as i64),
+        &encode(turn)?,
+    ];
+    if session.execute(sql, bound).await? == 0 {
+        return Ok(Saved::Stale);
+    }
+    for waiting in &change.waiting {
+        let sql = "INSERT INTO turn_calls (project, turn_id, tool_call_id, step_id, call_id, \
+                   inbox_id, body) VALUES ($1, $2, $3, $4, $5, $6, $7) ON CONFLICT DO NOTHING";
+        let bound: Bound<'_> = &[
+            &waiting.project,
+            &waiting.turn_id,
+            &waiting.tool_call_id,
+            &waiting.step_id,
+            &waiting.call_id,
+            &waiting.inbox_id,
+            &encode(waiting)?,
+        ];
+        session.execute(sql, bound).await?;
+    }
+    if change.takes_inbox {
+        let sql = "UPDATE state.agent_inbox SET status = 'consumed', \
+                   processed_at = to_timestamp($1::bigint / 1000.0) WHERE project_id = $2 \
+                   AND toolcrib_turn_id = $3 AND toolcrib_accepted AND status = 'pending'";
+        let bound: Bound<'_> = &[&(turn.updated_ms as i64), &turn.project, &turn.turn_id];
+        session.execute(sql, bound).await?;
+    }
+    for item in &change.inbox {
+        inbox::put(session, item).await?;
+    }
+    post(desk, &change.letters).await?;
+    Ok(Saved::Yes)
+}
+
+/// A time that PostgreSQL knows, too.
+const LATEST_MS: u64 = 253_402_300_000_000;
+
+/// What is old and of no more use, a little of each.
+pub(super) async fn purge(desk: &mut Desk, (before, limit): &(u64, usize)) -> Result<usize, Broke> {
+    let (before, limit) = ((*before).min(LATEST_MS) as i64, limited(*limit));
+    let mut count = 0;
+    for sql in [
+        "DELETE FROM public.cards WHERE toolcrib_seq IN (SELECT toolcrib_seq FROM public.cards \
+         ORDER BY toolcrib_seq LIMIT $2) AND created_at < to_timestamp($1::bigint / 1000.0)",
+        // Also what nobody took: the call and its cards are gone by now.
+        "DELETE FROM state.agent_inbox WHERE toolcrib_seq IN (SELECT toolcrib_seq \
+         FROM state.agent_inbox ORDER BY toolcrib_seq LIMIT $2) \
+         AND created_at < to_timestamp($1::bigint / 1000.0)",
+        "DELETE FROM state.execution_edges WHERE edge_id IN (SELECT edge_id \
+         FROM state.execution_edges ORDER BY created_at LIMIT $2) \
+         AND created_at < to_timestamp($1::bigint / 1000.0)",
+        "DELETE FROM dead_letters WHERE id IN (SELECT id FROM dead_letters ORDER BY id LIMIT $2) \
+         AND created_ms < $1::bigint",
+        "DELETE FROM turn_calls WHERE number IN (SELECT number FROM turn_calls \
+         WHERE inbox_id IS NOT NULL ORDER BY number LIMIT $2) \
+         AND NOT EXISTS (SELECT 1 FROM turns t WHERE t.project = turn_calls.project \
+         AND t.turn_id = turn_calls.turn_id AND t.updated_ms >= $1::bigint)",
+        "DELETE FROM turns WHERE (project, turn_id) IN (SELECT project, turn_id FROM turns \
+         WHERE updated_ms < $1::bigint ORDER BY updated_ms LIMIT $2) \
+         AND NOT EXISTS (SELECT 1 FROM turn_calls c \
+         WHERE c.project = turns.project AND c.turn_id = turns.turn_id)",
+    ] {
+        count += desk.session.execute(sql, &[&before, &limit]).await?;
+    }
+    // Definitions that were replaced before the oldest call that is kept was made.
+    let sql = "DELETE FROM tool_versions WHERE (project, name, version) IN \
+               (SELECT project, name, version FROM tool_versions WHERE replaced_ms + $3 < \
+               least($1::bigint, (SELECT created_ms FROM calls ORDER BY place LIMIT 1)) LIMIT $2)";
+    count += desk.session.execute(sql, &[&before, &limit, &(REPLACED_FOR_MS as i64)]).await?;
+    Ok(count as usize)
+}

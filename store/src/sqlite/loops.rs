@@ -1,0 +1,241 @@
+//! Runs and their journals in SQLite. Entries of journals take their numbers from the same row as
+//! the events of calls, so who follows a run sees both in the order of the commits.
+
+use async_trait::async_trait;
+use rusqlite::{Connection, OptionalExtension, params};
+use toolcrib::run::{Entry, Happened, Noted, Run};
+use toolcrib::store::loops::{LoopStore, RunCreated, RunFilter};
+use toolcrib::store::{EventScope, IdempotencyKey, Saved, StoreError};
+
+use super::op::Op;
+use super::reader::{collect, failed};
+use super::writer::Desk;
+use super::{SqliteStore, history};
+use crate::row::{LoopRow, read_entry, read_run, run_of};
+
+impl Desk {
+    /// Stores a new run; answers with the body and the fingerprint of the one that the key made
+    /// before.
+    pub(super) fn create_loop(
+        &mut self,
+        row: &LoopRow,
+    ) -> rusqlite::Result<Option<(String, String)>> {
+        let run = &row.run;
+        if let Some(key) = &row.key {
+            let known = self
+                .connection
+                .prepare_cached(
+                    "SELECT body, fingerprint FROM loops \
+                     WHERE project = ?1 AND agent = ?2 AND key = ?3",
+                )?
+                .query_row(params![run.project, key.agent, key.key], |row| {
+                    Ok((row.get(0)?, row.get(1)?))
+                })
+                .optional()?;
+            if known.is_some() {
+                return Ok(known);
+            }
+        }
+        self.connection
+            .prepare_cached(
+                "INSERT INTO loops VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11)",
+            )?
+            .execute(params![
+                run.project,
+                run.id,
+                run.status.as_str(),
+                run.model,
+                run.created_ms as i64,
+                run.ended_ms.map(|ms| ms as i64),
+                run.version as i64,
+                row.key.as_ref().map_or(run.asker.agent.as_str(), |key| key.agent.as_str()),
+                row.key.as_ref().map(|key| key.key.as_str()),
+                row.key.as_ref().map(|key| key.fingerprint.as_str()),
+                row.body,
+            ])?;
+        self.note(row)?;
+        Ok(None)
+    }
+
+    pub(super) fn save_loop(&mut self, row: &LoopRow) -> rusqlite::Result<Saved> {
+        let run = &row.run;
+        let changed = self
+            .connection
+            .prepare_cached(
+                "UPDATE loops SET status = ?1, ended_ms = ?2, version = ?3, body = ?4 \
+                 WHERE project = ?5 AND run_id = ?6 AND version = ?3 - 1",
+            )?
+            .execute(params![
+                run.status.as_str(),
+                run.ended_ms.map(|ms| ms as i64),
+                run.version as i64,
+                row.body,
+                run.project,
+                run.id,
+            ])?;
+        if changed == 0 {
+            return Ok(Saved::Stale);
+        }
+        self.note(row)?;
+        Ok(Saved::Yes)
+    }
+
+    fn note(&mut self, row: &LoopRow) -> rusqlite::Result<()> {
+        for entry in &row.entries {
+            self.last_number += 1;
+            self.connection
+                .prepare_cached("INSERT INTO loop_entries VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)")?
+                .execute(params![
+                    self.last_number,
+                    row.run.project,
+                    row.run.id,
+                    entry.kind,
+                    entry.at_ms,
+                    entry.data,
+                    entry.messages,
+                ])?;
+        }
+        Ok(())
+    }
+}
+
+/// Runs that ended before this, the oldest first, with their journals.
+pub(super) fn purge(
+    connection: &Connection,
+    before_ms: i64,
+    limit: usize,
+) -> rusqlite::Result<usize> {
+    let mut select = connection.prepare_cached(
+        "SELECT project, run_id FROM loops WHERE ended_ms < ?1 ORDER BY ended_ms LIMIT ?2",
+    )?;
+    let mut rows = select.query(params![before_ms, limit as i64])?;
+    let mut old: Vec<(String, String)> = Vec::new();
+    while let Some(row) = rows.next()? {
+        old.push((row.get(0)?, row.get(1)?));
+    }
+    let count = old.len();
+    for (project, run_id) in old {
+        for sql in [
+            "DELETE FROM loop_entries WHERE project = ?1 AND run_id = ?2",
+            "DELETE FROM loops WHERE project = ?1 AND run_id = ?2",
+        ] {
+            connection.prepare_cached(sql)?.execute(params![project, run_id])?;
+        }
+    }
+    Ok(count)
+}
+
+/// The highest number that an entry has.
+pub(super) fn newest_number(connection: &Connection) -> rusqlite::Result<i64> {
+    let sql = "SELECT coalesce(max(number), 0) FROM loop_entries";
+    connection.query_row(sql, [], |row| row.get(0))
+}
+
+fn entries(
+    connection: &Connection,
+    project: &str,
+    run_id: &str,
+    after: u64,
+    limit: usize,
+) -> Result<Vec<Noted>, StoreError> {
+    let sql = "SELECT number, run_id, kind, at_ms, data, messages FROM loop_entries \
+               WHERE project = ?1 AND run_id = ?2 AND number > ?3 ORDER BY number LIMIT ?4";
+    let (after, limit) =
+        (i64::try_from(after).unwrap_or(i64::MAX), i64::try_from(limit).unwrap_or(i64::MAX));
+    collect(connection, sql, params![project, run_id, after, limit], |row| read_entry(row))
+}
+
+fn page(connection: &Connection, filter: &RunFilter) -> Result<Vec<Run>, StoreError> {
+    let sql = "SELECT body FROM loops WHERE project = ?1 AND run_id < ?2 \
+               AND (?3 IS NULL OR status = ?3) AND (?4 IS NULL OR model = ?4) \
+               AND created_ms >= ?5 ORDER BY run_id DESC LIMIT ?6";
+    // Every id sorts before this.
+    let before = filter.before.as_deref().unwrap_or("s");
+    let since_ms = i64::try_from(filter.since_ms.unwrap_or(0)).unwrap_or(i64::MAX);
+    let limit = i64::try_from(filter.limit).unwrap_or(i64::MAX);
+    let status = filter.status.map(|status| status.as_str());
+    let bound = params![filter.project, before, status, filter.model, since_ms, limit];
+    collect(connection, sql, bound, |row| read_run(row))
+}
+
+#[async_trait]
+impl LoopStore for SqliteStore {
+    async fn create_loop(
+        &self,
+        run: Run,
+        key: Option<IdempotencyKey>,
+        entries: Vec<Entry>,
+    ) -> Result<RunCreated, StoreError> {
+        let fingerprint = key.as_ref().map(|key| key.fingerprint.clone());
+        let row = LoopRow::new(run, key, entries)?;
+        let Some((body, used_for)) = self.write(|reply| Op::CreateLoop { row, reply }).await?
+        else {
+            return Ok(RunCreated::New);
+        };
+        let run = run_of(&body)?;
+        Ok(match Some(used_for) == fingerprint {
+            true => RunCreated::Replayed(Box::new(run)),
+            false => RunCreated::Mismatch(run.id),
+        })
+    }
+
+    async fn save_loop(&self, run: Run, entries: Vec<Entry>) -> Result<Saved, StoreError> {
+        let row = LoopRow::new(run, None, entries)?;
+        self.write(|reply| Op::SaveLoop { row, reply }).await
+    }
+
+    async fn loop_run(&self, project: &str, run_id: &str) -> Result<Option<Run>, StoreError> {
+        let (project, run_id) = (project.to_owned(), run_id.to_owned());
+        self.read(move |connection| {
+            let sql = "SELECT body FROM loops WHERE project = ?1 AND run_id = ?2";
+            Ok(collect(connection, sql, params![project, run_id], |row| read_run(row))?.pop())
+        })
+        .await
+    }
+
+    async fn loop_runs(&self, filter: RunFilter) -> Result<Vec<Run>, StoreError> {
+        self.read(move |connection| page(connection, &filter)).await
+    }
+
+    async fn open_loops(
+        &self,
+        after: Option<(String, String)>,
+        limit: usize,
+    ) -> Result<Vec<Run>, StoreError> {
+        self.read(move |connection| {
+            let (project, run_id) = after.unwrap_or_default();
+            let sql = "SELECT body FROM loops WHERE ended_ms IS NULL \
+                       AND (project, run_id) > (?1, ?2) ORDER BY project, run_id LIMIT ?3";
+            collect(connection, sql, params![project, run_id, limit as i64], |row| read_run(row))
+        })
+        .await
+    }
+
+    async fn journal(&self, project: &str, run_id: &str) -> Result<Vec<Noted>, StoreError> {
+        let (project, run_id) = (project.to_owned(), run_id.to_owned());
+        self.read(move |connection| entries(connection, &project, &run_id, 0, usize::MAX)).await
+    }
+
+    async fn happened(
+        &self,
+        project: &str,
+        run_id: &str,
+        after: u64,
+        limit: usize,
+    ) -> Result<Vec<Happened>, StoreError> {
+        let (project, run_id) = (project.to_owned(), run_id.to_owned());
+        self.read(move |connection| {
+            // Both as of one moment: what is committed between the two would be passed over.
+            let moment = connection.unchecked_transaction().map_err(|error| failed(&error))?;
+            let noted = entries(&moment, &project, &run_id, after, limit)?;
+            let scope = EventScope::Run { project, run_id };
+            let events = history::events(&moment, &scope, after, limit)?;
+            let mut all: Vec<Happened> = noted.into_iter().map(Happened::Run).collect();
+            all.extend(events.into_iter().map(Happened::Call));
+            all.sort_by_key(Happened::number);
+            all.truncate(limit);
+            Ok(all)
+        })
+        .await
+    }
+}

@@ -1,0 +1,233 @@
+//! What only the PostgreSQL store has: a server that may go away, other servers, other programs.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use toolcrib::call::Status;
+use toolcrib::store::{Store, StoreError};
+use toolcrib::utp::card::into_map;
+use toolcrib_store::{PostgresError, PostgresStore};
+
+use crate::support::database::Database;
+use crate::support::{call, call_of, creating, ended, found, put, read, requested, save};
+
+#[tokio::test]
+async fn a_second_server_is_refused_until_the_first_is_gone() {
+    let Some(database) = Database::new().await else { return };
+    let first = PostgresStore::open(&database.url).await.unwrap();
+    let refused = PostgresStore::open(&database.url).await.err().unwrap();
+    assert!(matches!(refused, PostgresError::Taken), "{refused}");
+    assert!(refused.to_string().contains("another toolcrib"), "{refused}");
+    let kept = call();
+    put(&first, &kept).await;
+    // An operator may look and change the directory meanwhile, but makes no calls.
+    let beside = PostgresStore::open_briefly(&database.url).await.unwrap();
+    assert_eq!(read(&beside, &kept).await, kept);
+    let made = creating(&beside, &call(), vec![requested()], None).await;
+    assert!(matches!(made, Err(StoreError::Unavailable(_))), "{made:?}");
+    drop((first, beside));
+    let second = PostgresStore::open(&database.url).await.unwrap();
+    assert_eq!(read(&second, &kept).await, kept);
+    drop(second);
+    database.drop().await;
+}
+
+#[tokio::test]
+async fn numbers_go_on_after_a_restart() {
+    let Some(database) = Database::new().await else { return };
+    let store = PostgresStore::open(&database.url).await.unwrap();
+    let old = call();
+    put(&store, &old).await;
+    save(&store, &ended(&old, Status::Succeeded, old.created_ms + 1)).await;
+    let scope = || toolcrib::store::EventScope::Project("p".into());
+    let newest = store.newest_event(scope()).await.unwrap();
+    assert_eq!(store.purge(u64::MAX, 10).await.unwrap().calls, 1);
+    drop(store);
+    let store = PostgresStore::open(&database.url).await.unwrap();
+    put(&store, &call()).await;
+    assert!(store.newest_event(scope()).await.unwrap() > newest);
+    drop(store);
+    database.drop().await;
+}
+
+#[tokio::test]
+async fn a_connection_that_is_cut_between_two_calls_is_made_again() {
+    let Some(database) = Database::new().await else { return };
+    let store = PostgresStore::open(&database.url).await.unwrap();
+    let (before, after) = (call(), call());
+    put(&store, &before).await;
+    database.cut().await;
+    put(&store, &after).await;
+    assert_eq!(read(&store, &before).await, before);
+    assert_eq!(read(&store, &after).await, after);
+    drop(store);
+    database.drop().await;
+}
+
+/// Cuts the connection again and again while calls are made: whoever is told that a call is stored
+/// finds it, and whoever is told that it is not does not.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_was_told_is_true_however_often_the_connection_is_cut() {
+    let Some(database) = Database::new().await else { return };
+    let store = Arc::new(PostgresStore::open(&database.url).await.unwrap());
+    let making: Vec<_> = (0..8)
+        .map(|_| {
+            let store = store.clone();
+            tokio::spawn(async move {
+                let mut told = Vec::new();
+                for _ in 0..25 {
+                    let new = call();
+                    let made = creating(store.as_ref(), &new, vec![requested()], None).await;
+                    told.push((new, made.is_ok()));
+                }
+                told
+            })
+        })
+        .collect();
+    for _ in 0..6 {
+        database.cut().await;
+        tokio::task::yield_now().await;
+    }
+    for told in futures::future::join_all(making).await {
+        for (call, stored) in told.unwrap() {
+            let is_there = loop {
+                match store.call("p", &call.id).await {
+                    Ok(found) => break found.is_some(),
+                    // A reading connection was cut as well.
+                    Err(_) => tokio::task::yield_now().await,
+                }
+            };
+            assert_eq!(is_there, stored, "{}", call.id);
+        }
+    }
+    drop(store);
+    database.drop().await;
+}
+
+#[tokio::test]
+async fn a_database_that_is_away_is_said_to_be_away_and_is_used_again_when_it_is_back() {
+    let Some(database) = Database::new().await else { return };
+    let store = PostgresStore::open(&database.url).await.unwrap();
+    let old = call();
+    put(&store, &old).await;
+    database.shut(true).await;
+    let refused = store.check().await;
+    assert!(matches!(&refused, Err(StoreError::Unavailable(_))), "{refused:?}");
+    let made = creating(&store, &call(), vec![requested()], None).await;
+    let Err(StoreError::Unavailable(why)) = made else { panic!("{made:?}") };
+    assert!(why.contains("connection"), "{why}");
+    assert!(!why.contains("toolcrib-test"), "{why}");
+    database.shut(false).await;
+    while store.check().await.is_err() {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    put(&store, &call()).await;
+    assert!(found(&store, &old).await.is_some());
+    drop(store);
+    database.drop().await;
+}
+
+#[tokio::test]
+async fn a_server_that_was_overtaken_writes_no_more() {
+    let Some(database) = Database::new().await else { return };
+    let first = PostgresStore::open(&database.url).await.unwrap();
+    put(&first, &call()).await;
+    // What another server leaves behind that was started and stopped while this one was cut off.
+    let client = database.client().await;
+    client.batch_execute("UPDATE toolcrib.writer SET owner = owner + 1").await.unwrap();
+    database.cut().await;
+    let why = loop {
+        match first.check().await {
+            Err(StoreError::Unavailable(why)) if why.contains("restart") => break why,
+            Ok(()) => panic!("it wrote after another had"),
+            Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
+        }
+    };
+    assert!(why.contains("another toolcrib"), "{why}");
+    drop(first);
+    database.drop().await;
+}
+
+#[tokio::test]
+async fn one_bad_change_does_not_spoil_the_others_of_its_group() {
+    let Some(database) = Database::new().await else { return };
+    let store = PostgresStore::open(&database.url).await.unwrap();
+    let bad = call_of("p\0", "run", "x");
+    let good: Vec<_> = (0..20).map(|_| call()).collect();
+    let all = good.iter().take(10).chain([&bad]).chain(good.iter().skip(10));
+    let making = all.map(|call| creating(&store, call, vec![requested()], None));
+    let made = futures::future::join_all(making).await;
+    assert_eq!(made.iter().filter(|made| made.is_err()).count(), 1);
+    assert!(made[10].is_err());
+    for call in &good {
+        assert_eq!(read(&store, call).await, *call);
+    }
+    drop(store);
+    database.drop().await;
+}
+
+#[tokio::test]
+async fn what_cannot_be_used_is_refused_without_showing_the_password() {
+    for url in [
+        "postgres://u:secret@h/d?sslmode=require",
+        "postgres://u:secret@h:port/d",
+        "postgres://u:secret@127.0.0.1:1/d",
+    ] {
+        let refused = PostgresStore::open(url).await.err().unwrap().to_string();
+        assert!(!refused.contains("secret"), "{refused}");
+    }
+    let Some(database) = Database::new().await else { return };
+    let client = database.client().await;
+    client.batch_execute("CREATE TABLE public.cards (a INT)").await.unwrap();
+    let refused = PostgresStore::open(&database.url).await.err().unwrap();
+    assert!(matches!(refused, PostgresError::NotOurs), "{refused}");
+    let left = "SELECT count(*) FROM pg_namespace WHERE nspname = 'toolcrib'";
+    let left: i64 = client.query_one(left, &[]).await.unwrap().get(0);
+    assert_eq!(left, 0, "nothing of ours is left behind");
+    drop(client);
+    database.drop().await;
+}
+
+#[tokio::test]
+async fn a_newer_database_is_not_opened() {
+    let Some(database) = Database::new().await else { return };
+    drop(PostgresStore::open(&database.url).await.unwrap());
+    let client = database.client().await;
+    client.batch_execute("INSERT INTO toolcrib.schema_version VALUES (999)").await.unwrap();
+    let refused = PostgresStore::open(&database.url).await.err().unwrap();
+    assert!(matches!(refused, PostgresError::Newer { found: 999, .. }), "{refused}");
+    drop(client);
+    database.drop().await;
+}
+
+#[tokio::test]
+async fn cards_and_tools_are_in_the_tables_that_tool_services_read() {
+    let Some(database) = Database::new().await else { return };
+    let store = PostgresStore::open(&database.url).await.unwrap();
+    let content = serde_json::json!({ "__type__": "TextContent", "text": "a\0b" });
+    let card = toolcrib::utp::Card {
+        card_id: "c1".into(),
+        project: "p".into(),
+        kind: "task.instruction".into(),
+        content: into_map(content),
+        created_ms: 1_790_000_000_123,
+        author_id: "ada".into(),
+        metadata: into_map(serde_json::json!({ "agent_turn_id": "t1", "type": "mine" })),
+        tool_calls: None,
+        tool_call_id: None,
+        ttl_seconds: Some(60),
+    };
+    store.utp().put_card(card.clone()).await.unwrap();
+    assert_eq!(store.utp().card("p", "c1").await.unwrap(), Some(card), "to the letter");
+    let client = database.client().await;
+    let sql = "SELECT tenant_id, metadata->>'type', metadata->>'author_id', content->>'text', \
+               metadata->>'created_at', extract(epoch FROM expires_at - created_at)::int \
+               FROM public.cards WHERE card_id = 'c1'";
+    let row = client.query_one(sql, &[]).await.unwrap();
+    let text = |n: usize| row.get::<_, String>(n);
+    assert_eq!((text(0), text(1), text(2)), ("p".into(), "task.instruction".into(), "ada".into()));
+    assert_eq!((text(3), text(4)), ("ab".into(), "2026-09-21T14:13:20.123Z".into()));
+    assert_eq!(row.get::<_, i32>(5), 60);
+    drop((store, client));
+    database.drop().await;
+}

@@ -1,0 +1,214 @@
+//! Runs that are conversations with models, and their journals.
+
+use serde_json::json;
+use toolcrib::model::{Reply, Usage, Wanted};
+use toolcrib::run::{Asker, Entry, EntryKind, Happened, Run, RunStatus, Trouble};
+use toolcrib::store::loops::{RunCreated, RunFilter};
+use toolcrib::store::{IdempotencyKey, Saved, Store};
+use toolcrib::turn::{Awaited, FinalAnswer, Progress, Seen, Terms};
+
+use crate::support::{NOW, call_at, put};
+
+fn run(project: &str, id: &str) -> Run {
+    Run {
+        id: id.into(),
+        project: project.into(),
+        asker: Asker { agent: "ada".into(), role: "agent".into(), local: false, keyed: true },
+        model: "m".into(),
+        status: RunStatus::Running,
+        terms: Terms { tools: Some(vec!["calc.*".into()]), ..Terms::new("m", id) },
+        progress: Progress::default(),
+        answer: None,
+        error: None,
+        said: Vec::new(),
+        created_ms: NOW,
+        updated_ms: NOW,
+        ended_ms: None,
+        version: 1,
+    }
+}
+
+fn entry(kind: EntryKind, text: &str) -> Entry {
+    let message = json!({ "role": "user", "content": text });
+    Entry::new(kind, NOW, json!({ "text": text })).adding(vec![message])
+}
+
+async fn create(store: &dyn Store, run: &Run) {
+    let entries = vec![entry(EntryKind::Created, "hello \u{1F980}")];
+    let created = store.loops().create_loop(run.clone(), None, entries).await.unwrap();
+    assert_eq!(created, RunCreated::New);
+}
+
+async fn kept(store: &dyn Store, project: &str, id: &str) -> Option<Run> {
+    store.loops().loop_run(project, id).await.unwrap()
+}
+
+pub async fn a_run_is_read_back_as_it_was_created(store: &dyn Store) {
+    let call = Wanted { id: "c".into(), name: "n".into(), arguments: "{\"a\": 1.10".into() };
+    let usage = Usage { prompt_tokens: 3, completion_tokens: 4 };
+    let reply = Reply { text: "\u{fc}".into(), calls: vec![call], usage, ..Reply::default() };
+    let tool_call_id = call_at(NOW).id;
+    let awaited = Awaited { tool_call_id, call_id: "c".into(), name: "n".into() };
+    let mut full = run("p", "run_1");
+    full.progress = Progress { reply: Some(reply), awaited: vec![awaited], ..full.progress };
+    full.progress.seen.insert("f".into(), Seen { times: 2, told: u64::MAX });
+    full.said = vec![json!({ "role": "user", "content": "more" })];
+    create(store, &full).await;
+    assert_eq!(kept(store, "p", "run_1").await, Some(full));
+    assert_eq!(kept(store, "q", "run_1").await, None);
+    assert_eq!(kept(store, "p", "run_2").await, None);
+    let journal = store.loops().journal("p", "run_1").await.unwrap();
+    assert_eq!(journal.len(), 1);
+    assert_eq!(journal[0].entry, entry(EntryKind::Created, "hello \u{1F980}"));
+    assert!(store.loops().journal("q", "run_1").await.unwrap().is_empty());
+}
+
+pub async fn a_run_is_saved_by_version_with_its_journal(store: &dyn Store) {
+    let first = run("p", "run_1");
+    create(store, &first).await;
+    let answer = FinalAnswer { text: "42".into(), stopped: Default::default(), closing: None };
+    let next = Run {
+        status: RunStatus::Succeeded,
+        ended_ms: Some(NOW + 5),
+        answer: Some(answer),
+        version: 2,
+        ..first.clone()
+    };
+    let entries = vec![entry(EntryKind::Replied, "a"), entry(EntryKind::Finished, "b")];
+    let loops = store.loops();
+    assert_eq!(loops.save_loop(next.clone(), entries.clone()).await.unwrap(), Saved::Yes);
+    assert_eq!(loops.save_loop(next.clone(), entries).await.unwrap(), Saved::Stale);
+    let unknown = Run { version: 2, ..run("p", "run_9") };
+    assert_eq!(loops.save_loop(unknown, Vec::new()).await.unwrap(), Saved::Stale);
+    assert_eq!(kept(store, "p", "run_1").await, Some(next.clone()));
+    let journal = loops.journal("p", "run_1").await.unwrap();
+    let kinds: Vec<EntryKind> = journal.iter().map(|noted| noted.entry.kind).collect();
+    assert_eq!(kinds, [EntryKind::Created, EntryKind::Replied, EntryKind::Finished]);
+    // One that is over can go on, and fail.
+    let trouble = Trouble {
+        code: "UPSTREAM_UNAVAILABLE".into(),
+        message: "away".into(),
+        detail: None,
+        retryable: true,
+    };
+    let failed = Run { status: RunStatus::Failed, error: Some(trouble), version: 3, ..next };
+    assert_eq!(loops.save_loop(failed.clone(), Vec::new()).await.unwrap(), Saved::Yes);
+    assert_eq!(kept(store, "p", "run_1").await, Some(failed));
+}
+
+pub async fn a_key_makes_one_run(store: &dyn Store) {
+    let key = |agent: &str, fingerprint: &str| {
+        let (agent, key, fingerprint) = (agent.into(), "k".into(), fingerprint.into());
+        Some(IdempotencyKey { agent, key, fingerprint })
+    };
+    let loops = store.loops();
+    let made = |id, key| loops.create_loop(run("p", id), key, Vec::new());
+    assert_eq!(made("run_1", key("ada", "f")).await.unwrap(), RunCreated::New);
+    let again = made("run_2", key("ada", "f")).await.unwrap();
+    assert_eq!(again, RunCreated::Replayed(Box::new(run("p", "run_1"))));
+    let other = made("run_3", key("ada", "g")).await.unwrap();
+    assert_eq!(other, RunCreated::Mismatch("run_1".into()));
+    assert_eq!(made("run_4", key("bob", "f")).await.unwrap(), RunCreated::New);
+    let elsewhere = loops.create_loop(run("q", "run_5"), key("ada", "f"), Vec::new());
+    assert_eq!(elsewhere.await.unwrap(), RunCreated::New);
+    assert_eq!(kept(store, "p", "run_2").await, None);
+}
+
+pub async fn runs_are_listed_newest_first_by_project_status_model_and_time(store: &dyn Store) {
+    for n in 0..5_u64 {
+        let over = n % 2 == 1;
+        let listed = Run {
+            status: if over { RunStatus::Canceled } else { RunStatus::Waiting },
+            ended_ms: over.then_some(NOW),
+            model: if n < 3 { "small".into() } else { "large".into() },
+            created_ms: NOW + n,
+            ..run("p", &format!("run_{n}"))
+        };
+        create(store, &listed).await;
+    }
+    create(store, &run("q", "run_7")).await;
+    let ids = async |filter: RunFilter| -> Vec<String> {
+        let filter = RunFilter { project: "p".into(), limit: filter.limit.max(2), ..filter };
+        let listed = store.loops().loop_runs(filter).await.unwrap();
+        listed.into_iter().map(|run| run.id).collect()
+    };
+    let all = || RunFilter { limit: 100, ..RunFilter::default() };
+    assert_eq!(ids(all()).await, ["run_4", "run_3", "run_2", "run_1", "run_0"]);
+    assert_eq!(ids(RunFilter::default()).await, ["run_4", "run_3"]);
+    let before = Some("run_3".into());
+    assert_eq!(ids(RunFilter { before, ..RunFilter::default() }).await, ["run_2", "run_1"]);
+    let status = Some(RunStatus::Canceled);
+    assert_eq!(ids(RunFilter { status, ..all() }).await, ["run_3", "run_1"]);
+    let model = Some("large".into());
+    assert_eq!(ids(RunFilter { model, ..all() }).await, ["run_4", "run_3"]);
+    let since_ms = Some(NOW + 4);
+    assert_eq!(ids(RunFilter { since_ms, ..all() }).await, ["run_4"]);
+}
+
+pub async fn open_runs_of_all_projects_come_in_pages(store: &dyn Store) {
+    for (project, id) in [("a", "run_2"), ("b", "run_1"), ("a", "run_1"), ("c", "run_1")] {
+        create(store, &run(project, id)).await;
+    }
+    let over = Run { status: RunStatus::Failed, ended_ms: Some(NOW), ..run("b", "run_0") };
+    create(store, &over).await;
+    let (mut after, mut all) = (None, Vec::new());
+    loop {
+        let page = store.loops().open_loops(after, 3).await.unwrap();
+        let Some(last) = page.last() else { break };
+        after = Some((last.project.clone(), last.id.clone()));
+        all.extend(page.iter().map(|run| format!("{}/{}", run.project, run.id)));
+    }
+    assert_eq!(all, ["a/run_1", "a/run_2", "b/run_1", "c/run_1"]);
+}
+
+pub async fn entries_and_events_of_calls_are_numbered_together(store: &dyn Store) {
+    let mine = run("p", "run");
+    create(store, &mine).await;
+    let call = call_at(NOW);
+    put(store, &call).await;
+    let next = Run { version: 2, ..mine };
+    let entries = vec![entry(EntryKind::Results, "x")];
+    store.loops().save_loop(next, entries).await.unwrap();
+    // Neither another run nor another project is in it.
+    create(store, &run("p", "run_2")).await;
+    create(store, &run("q", "run")).await;
+    let all = store.loops().happened("p", "run", 0, 100).await.unwrap();
+    let numbers: Vec<u64> = all.iter().map(Happened::number).collect();
+    assert!(numbers.windows(2).all(|pair| pair[0] < pair[1]), "{numbers:?}");
+    let entries: Vec<usize> = (0..all.len())
+        .filter(|n| matches!(&all[*n], Happened::Run(noted) if noted.run_id == "run"))
+        .collect();
+    assert_eq!(entries, [0, 2], "with the call between them");
+    let (mut after, mut paged) = (0, Vec::new());
+    loop {
+        let page = store.loops().happened("p", "run", after, 1).await.unwrap();
+        let Some(one) = page.first() else { break };
+        after = one.number();
+        paged.push(one.clone());
+    }
+    assert_eq!(paged, all);
+}
+
+pub async fn old_runs_go_with_their_journals(store: &dyn Store) {
+    let over = |id: &str, ended_ms| Run {
+        status: RunStatus::Succeeded,
+        ended_ms: Some(ended_ms),
+        ..run("p", id)
+    };
+    create(store, &over("run_1", NOW)).await;
+    create(store, &over("run_2", NOW + 1)).await;
+    create(store, &over("run_3", NOW + 100)).await;
+    create(store, &run("p", "run_4")).await;
+    assert!(store.purge(NOW + 50, 1).await.unwrap().more);
+    assert_eq!(kept(store, "p", "run_1").await, None);
+    assert!(kept(store, "p", "run_2").await.is_some(), "in steps");
+    assert!(!store.purge(NOW + 50, 10).await.unwrap().more);
+    assert_eq!(kept(store, "p", "run_2").await, None);
+    assert!(store.loops().journal("p", "run_2").await.unwrap().is_empty());
+    assert!(kept(store, "p", "run_3").await.is_some());
+    assert!(kept(store, "p", "run_4").await.is_some(), "it is not over");
+    let before = store.loops().journal("p", "run_4").await.unwrap()[0].number;
+    create(store, &run("p", "run_5")).await;
+    let after = store.loops().journal("p", "run_5").await.unwrap()[0].number;
+    assert!(after > before, "numbers never come again");
+}
