@@ -14,6 +14,7 @@ pub mod models;
 pub mod openapi;
 pub mod operation;
 pub mod outbound;
+mod pages;
 pub mod serve;
 pub mod sources;
 pub(crate) mod sse;

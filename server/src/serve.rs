@@ -21,7 +21,7 @@ use tokio_util::task::TaskTracker;
 use toolcrib::{Caller, Engine, Executor};
 
 use crate::config::{Config, Kept};
-use crate::{assemble, telemetry};
+use crate::{assemble, pages, telemetry};
 
 /// How long connections may take to finish after the calls have.
 const HANG_UP: Duration = Duration::from_secs(2);
@@ -41,6 +41,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     served.listens(&config, address);
     let router = served.router(&config);
     first_screen(&config, &engine, address, began.elapsed());
+    pages::let_go();
     let stopping = CancellationToken::new();
     let limits = Limits::of(&config);
     let connections = TaskTracker::new();

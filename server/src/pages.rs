@@ -1,0 +1,85 @@
+//! Gives back the memory that only the start has needed.
+//!
+//! A start goes once through most of the program: settings, migrations, routes, descriptions. Every
+//! piece of code that it touches is then counted as this process's memory for as long as it runs,
+//! with what lies around it. After the start those pages are let go of; the few that calls need
+//! come back, from the system's cache, when they are touched.
+
+#[cfg(target_os = "linux")]
+mod linux {
+    use std::path::Path;
+
+    use rustix::mm::{Advice, madvise};
+
+    /// Where the code of this program is mapped: begin and length.
+    pub(super) fn code(maps: &str, program: &Path) -> Vec<(usize, usize)> {
+        let mapped = maps.lines().filter_map(|line| {
+            let mut words = line.split_ascii_whitespace();
+            let (range, rights, path) = (words.next()?, words.next()?, words.nth(3)?);
+            if rights != "r-xp" || Path::new(path) != program {
+                return None;
+            }
+            let (begin, end) = range.split_once('-')?;
+            let begin = usize::from_str_radix(begin, 16).ok()?;
+            let end = usize::from_str_radix(end, 16).ok()?;
+            Some((begin, end.checked_sub(begin)?))
+        });
+        mapped.collect()
+    }
+
+    pub(super) fn let_go() -> std::io::Result<()> {
+        let program = std::fs::read_link("/proc/self/exe")?;
+        let maps = std::fs::read_to_string("/proc/self/maps")?;
+        for (begin, length) in code(&maps, &program) {
+            let begin = std::ptr::with_exposed_provenance_mut(begin);
+            // SAFETY: these pages are private, cannot be written, and come from a file: what is let
+            // go of is read from there again, the same, when it is touched next.
+            #[allow(unsafe_code, reason = "there is no safe way to advise the system on memory")]
+            unsafe {
+                madvise(begin, length, Advice::LinuxDontNeed)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Lets go of the code that is not needed at present.
+pub(crate) fn let_go() {
+    #[cfg(target_os = "linux")]
+    if let Err(error) = linux::let_go() {
+        tracing::debug!(%error, "the pages of the start stay where they are");
+    }
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use std::path::Path;
+
+    /// What the system says this program has of its file in memory, in KiB.
+    fn resident_kib() -> u64 {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        let line = status.lines().find(|line| line.starts_with("RssFile:")).unwrap();
+        line.split_ascii_whitespace().nth(1).unwrap().parse().unwrap()
+    }
+
+    #[test]
+    fn only_code_of_the_program_is_found() {
+        let maps = "\
+55d000-56d000 r--p 00000000 fe:00 12 /opt/toolcrib
+56d000-57e000 r-xp 00010000 fe:00 12 /opt/toolcrib
+57e000-58e000 rw-p 00021000 fe:00 12 /opt/toolcrib
+7f0000-7f1000 r-xp 00000000 fe:00 99 /lib/libc.so.6
+7f2000-7f3000 r-xp 00000000 00:00 0 [vdso]
+";
+        let found = super::linux::code(maps, Path::new("/opt/toolcrib"));
+        assert_eq!(found, [(0x56d000, 0x11000)]);
+    }
+
+    #[test]
+    fn what_is_let_go_of_comes_back_when_it_is_needed() {
+        let before = resident_kib();
+        super::linux::let_go().unwrap();
+        let after = resident_kib();
+        assert!(after < before, "{after} of {before} KiB");
+    }
+}
