@@ -12,7 +12,7 @@ mod utp;
 
 use std::path::PathBuf;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use toolcrib_bench::report::Report;
 
 use super::Context;
@@ -32,6 +32,7 @@ Run it on a machine that does nothing else.
 Examples:
   toolcrib bench --quick
   toolcrib bench --seconds 10 --out bench.json
+  toolcrib bench --only nats --only mcp
   toolcrib bench --full --dir /var/lib/toolcrib-bench")]
 pub struct BenchArgs {
     /// How long each round of calls takes [default: 3]
@@ -46,12 +47,32 @@ pub struct BenchArgs {
     /// The same with so many stored calls
     #[arg(long, value_name = "N")]
     stored: Option<u64>,
+    /// Only this part (may be given several times)
+    #[arg(long, value_enum, value_name = "PART")]
+    only: Vec<Part>,
     /// Where the measured stores are put [default: the system's temporary directory]
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
     /// Also write the report there, as JSON
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
+}
+
+/// What can be measured by itself. (Comments and not documentation: the help stays short.)
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Part {
+    // Start, memory, calls one by one, at once and in batches
+    Calls,
+    // Tracing against none
+    Tracing,
+    // Digests of long results
+    Digest,
+    // Runs with a model
+    Runs,
+    // Tools over NATS
+    Nats,
+    // MCP both ways
+    Mcp,
 }
 
 #[derive(Debug, Args)]
@@ -115,7 +136,7 @@ pub async fn run(context: &Context, args: BenchArgs) -> Result<(), Failure> {
         output.note(&format!("{parent} is memory, where a flush costs nothing: name a --dir"));
     }
     let stored = args.stored.or(args.full.then_some(STORED));
-    let plan = Plan::new(args.quick, args.seconds, stored);
+    let plan = Plan::new(args.quick, args.seconds, stored).only(args.only);
     let scratch = Scratch::new(&parent)?;
     let bench = Bench::new(&scratch, plan, context.output)?;
     let report = bench.run().await?;

@@ -7,6 +7,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::ensure;
+use clap::ValueEnum;
 use indicatif::{ProgressBar, ProgressStyle};
 use toolcrib_bench::load;
 use toolcrib_bench::machine::Machine;
@@ -15,7 +16,7 @@ use toolcrib_bench::sample::Sample;
 use toolcrib_bench::sink::Sink;
 
 use super::child::{CALL_BODY, Filling, Kind, Scratch, Server, batch_body, call_path};
-use super::digest;
+use super::{Part, digest};
 use crate::cli::client::{Ask, Client};
 use crate::cli::output::{Output, now_ms};
 
@@ -31,7 +32,7 @@ const EXPORT_LIMIT: Duration = Duration::from_secs(15);
 const REST: Duration = Duration::from_secs(1);
 
 /// How much is measured.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct Plan {
     /// Product and floor take turns so often.
     pub(super) rounds: usize,
@@ -39,15 +40,25 @@ pub struct Plan {
     bursts: usize,
     starts: usize,
     stored: Option<u64>,
+    parts: Vec<Part>,
 }
 
 impl Plan {
     pub fn new(quick: bool, seconds: Option<u64>, stored: Option<u64>) -> Self {
+        let parts = Part::value_variants().to_vec();
         let round = Duration::from_secs(seconds.unwrap_or(if quick { 1 } else { 3 }));
         if quick {
-            return Self { rounds: 1, round, bursts: 5, starts: 1, stored };
+            return Self { rounds: 1, round, bursts: 5, starts: 1, stored, parts };
         }
-        Self { rounds: 3, round, bursts: 10, starts: 3, stored }
+        Self { rounds: 3, round, bursts: 10, starts: 3, stored, parts }
+    }
+
+    /// Only these parts, if any are named.
+    pub fn only(mut self, parts: Vec<Part>) -> Self {
+        if !parts.is_empty() {
+            self.parts.retain(|part| parts.contains(part));
+        }
+        self
     }
 
     /// Steps on the progress bar.
@@ -89,6 +100,26 @@ impl<'a> Bench<'a> {
     }
 
     async fn measure(&mut self) -> anyhow::Result<()> {
+        for part in self.plan.parts.clone() {
+            match part {
+                Part::Calls => self.single_calls().await?,
+                Part::Tracing => self.tracing().await?,
+                Part::Digest => self.digest()?,
+                Part::Runs => self.runs().await?,
+                Part::Nats => self.utp().await?,
+                Part::Mcp => {
+                    self.tools_list().await?;
+                    self.upstream().await?;
+                }
+            }
+        }
+        match self.plan.stored {
+            Some(count) => self.stored(count).await,
+            None => Ok(()),
+        }
+    }
+
+    async fn single_calls(&mut self) -> anyhow::Result<()> {
         let product = self.starts().await?;
         self.step("start of the floor");
         let (floor, _) = Server::start(Kind::Floor, &self.scratch.dir("floor")?).await?;
@@ -103,17 +134,7 @@ impl<'a> Bench<'a> {
         self.batch(&product).await?;
         let after = product.resident_mib()?;
         self.push(Measure::alone("memory after the load", "MiB", after, Limit::None));
-        drop((product, floor));
-        self.tools_list().await?;
-        self.tracing().await?;
-        self.digest()?;
-        self.runs().await?;
-        self.utp().await?;
-        self.upstream().await?;
-        match self.plan.stored {
-            Some(count) => self.stored(count).await,
-            None => Ok(()),
-        }
+        Ok(())
     }
 
     /// Starts with an empty store; the last server stays.
