@@ -5,6 +5,8 @@
 
 use std::str::FromStr;
 
+use serde::{Deserialize, Serialize};
+
 use crate::dialogue::Dialogue;
 use crate::fault::Fault;
 use crate::id::CallId;
@@ -144,6 +146,8 @@ pub struct Call {
     pub taken_by: Option<String>,
     /// What its tool has asked, and what it was answered.
     pub dialogue: Option<Box<Dialogue>>,
+    /// The last attempt that was reported to have failed and was followed by another.
+    pub failed: Option<Box<FailedAttempt>>,
     /// The process that is executing or has parked the attempt.
     pub node: Option<String>,
     pub created_ms: u64,
@@ -156,6 +160,28 @@ pub struct Call {
     pub outcome: Option<Outcome>,
     /// Counts the saved states, from 1.
     pub version: u64,
+}
+
+/// A failure that did not end its call. It is kept so that who reports it again, because the
+/// answer was lost, is answered as the first time.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FailedAttempt {
+    pub attempt: u32,
+    /// The code and the message of the fault.
+    pub code: String,
+    pub message: String,
+}
+
+impl FailedAttempt {
+    pub fn new(attempt: u32, fault: &Fault) -> Self {
+        let (code, message) = (fault.code.as_str().to_owned(), fault.message.clone());
+        Self { attempt, code, message }
+    }
+
+    /// Whether a report on this attempt says the same.
+    pub fn is_same(&self, attempt: u32, fault: &Fault) -> bool {
+        self.attempt == attempt && self.code == fault.code.as_str() && self.message == fault.message
+    }
 }
 
 impl Call {

@@ -17,7 +17,7 @@ mod elsewhere;
 
 use serde_json::{Map, Value};
 
-use crate::call::{Call, Hold, Metrics, Outcome, Status};
+use crate::call::{Call, FailedAttempt, Hold, Metrics, Outcome, Status};
 use crate::dialogue::{Dialogue, Questions};
 use crate::event::{Kind, Record};
 use crate::fault::{Code, Fault, Happened};
@@ -173,6 +173,9 @@ fn report(
     result: &Result<Json, Fault>,
     now_ms: u64,
 ) -> Result<Step, Refusal> {
+    if said_before(call, attempt, result) {
+        return Err(Refusal::Repeated);
+    }
     if call.status.is_terminal() {
         if says_the_same(call, result) {
             return Err(Refusal::Repeated);
@@ -225,7 +228,7 @@ fn failed(mut next: Call, mut records: Vec<Record>, fault: &Fault, now_ms: u64) 
                 .with("tool", next.target.tool.as_str())
                 .with("next_attempt_at_ms", at_ms),
         );
-        put_back(&mut next, at_ms);
+        put_back(&mut next, fault, at_ms);
         return committed(next, records, vec![Action::Enqueue]);
     }
     let may_replace = harmless || next.target.effect == Effect::Read;
@@ -239,7 +242,7 @@ fn failed(mut next: Call, mut records: Vec<Record>, fault: &Fault, now_ms: u64) 
         );
         next.target = alternate;
         next.target_attempts = 0;
-        put_back(&mut next, now_ms);
+        put_back(&mut next, fault, now_ms);
         return committed(next, records, vec![Action::Enqueue]);
     }
     let end = end(next, Status::Failed, (false, None, Some(fault.clone())), now_ms);
@@ -400,7 +403,8 @@ fn begin(next: &mut Call, now_ms: u64) -> Record {
     Record::new(Kind::Started, now_ms, next.attempt).with("tool", next.target.tool.as_str())
 }
 
-fn put_back(next: &mut Call, at_ms: u64) {
+fn put_back(next: &mut Call, fault: &Fault, at_ms: u64) {
+    next.failed = Some(Box::new(FailedAttempt::new(next.attempt, fault)));
     next.status = Status::Pending;
     next.hold = Some(Hold::Retry { at_ms });
     next.taken_by = None;
@@ -446,6 +450,15 @@ fn with_report(record: Record, by: Option<&str>, result: &Result<Json, Fault>) -
         Ok(data) => record.with("reported", "SUCCEEDED").with("result_bytes", data.text().len()),
         Err(fault) => record.with("reported", "FAILED").with("code", fault.code.as_str()),
     }
+}
+
+/// Whether a report says again what has led to another attempt. Without a number it can mean the
+/// one before only while no other is out.
+fn said_before(call: &Call, attempt: Option<u32>, result: &Result<Json, Fault>) -> bool {
+    let (Some(failed), Err(fault)) = (&call.failed, result) else { return false };
+    let meant = attempt.or((!call.attempt_is_out()).then_some(failed.attempt));
+    let over = failed.attempt < call.attempt || !call.attempt_is_out();
+    over && meant.is_some_and(|attempt| failed.is_same(attempt, fault))
 }
 
 fn says_the_same(call: &Call, result: &Result<Json, Fault>) -> bool {

@@ -60,6 +60,7 @@ fn finished(minter: &Minter, n: u64, at_ms: u64) -> NewCall {
         target_attempts: 0,
         taken_by: None,
         dialogue: None,
+        failed: None,
         node: None,
         created_ms: at_ms,
         deadline_ms: at_ms + 30_000,

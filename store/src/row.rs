@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use toolcrib::call::{Asked, Call, Hold, Metrics, Outcome, Status, Target};
+use toolcrib::call::{Asked, Call, FailedAttempt, Hold, Metrics, Outcome, Status, Target};
 use toolcrib::dialogue::Dialogue;
 use toolcrib::event::{Kind, Record};
 use toolcrib::fault::{Code, Fault, Happened};
@@ -88,6 +88,8 @@ struct State<'a> {
     node: Option<Cow<'a, str>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     dialogue: Option<Cow<'a, Dialogue>>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    failed: Option<Cow<'a, FailedAttempt>>,
     #[serde(default, skip_serializing_if = "is_false")]
     partial: bool,
 }
@@ -200,6 +202,7 @@ impl CallRow {
             taken_by: call.taken_by.as_deref().map(Cow::Borrowed),
             node: call.node.as_deref().map(Cow::Borrowed),
             dialogue: call.dialogue.as_deref().map(Cow::Borrowed),
+            failed: call.failed.as_deref().map(Cow::Borrowed),
             partial: outcome.is_some_and(|outcome| outcome.partial),
         };
         let state = encode(&state)?;
@@ -308,6 +311,7 @@ pub(crate) fn read_call(row: &impl Fields) -> Result<(u64, Call), StoreError> {
         taken_by: state.taken_by.map(Cow::into_owned),
         node: state.node.map(Cow::into_owned),
         dialogue: state.dialogue.map(|dialogue| Box::new(dialogue.into_owned())),
+        failed: state.failed.map(|failed| Box::new(failed.into_owned())),
         created_ms,
         deadline_ms: number(9)? as u64,
         started_ms,

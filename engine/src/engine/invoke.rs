@@ -194,6 +194,7 @@ impl Inner {
             dialogue: asked
                 .answers
                 .map(|answers| Box::new(Dialogue { answers, ..Dialogue::default() })),
+            failed: None,
             node: None,
             created_ms: now_ms,
             deadline_ms: now_ms + timeout_ms,

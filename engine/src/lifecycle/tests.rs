@@ -1,6 +1,8 @@
 //! The table: every status (with its hold) times every event, all rows present. A new status or
 //! event does not compile or pass until it has its rows.
 
+mod again;
+
 use super::*;
 use crate::call::{Asked, Target};
 use crate::id::CallId;
@@ -117,6 +119,7 @@ fn call(executor: Executor, effect: Effect) -> Call {
         target_attempts: 0,
         taken_by: None,
         dialogue: None,
+        failed: None,
         node: None,
         created_ms: CREATED,
         deadline_ms: DEADLINE,

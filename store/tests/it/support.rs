@@ -95,6 +95,7 @@ pub fn call_at(created_ms: u64) -> Call {
         target_attempts: 0,
         taken_by: None,
         dialogue: None,
+        failed: None,
         node: None,
         created_ms,
         deadline_ms: created_ms + 30_000,

@@ -119,6 +119,8 @@ async fn between_two_attempts_the_call_says_when_the_next_is() {
     // The wait is cut to 30 s by the policy's own longest wait.
     let answer = api.fail(&id, json!("later")).await;
     assert_eq!(answer["status"], "PENDING");
+    // Whose answer was lost reports it again.
+    assert_eq!(api.fail(&id, json!("later")).await, answer);
     let call = api.call(&id).await;
     assert_eq!((&call["status"], &call["hold"]["reason"]), (&json!("PENDING"), &json!("retry")));
     let due = call["hold"]["until_ms"].as_u64().unwrap() - call["created_at_ms"].as_u64().unwrap();

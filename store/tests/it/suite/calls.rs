@@ -1,7 +1,7 @@
 //! Calls: what is stored is read back, and a save replaces exactly the version before it.
 
 use serde_json::json as value;
-use toolcrib::call::{Asked, Call, Hold, Status, Target};
+use toolcrib::call::{Asked, Call, FailedAttempt, Hold, Status, Target};
 use toolcrib::dialogue::Dialogue;
 use toolcrib::event::Kind;
 use toolcrib::fault::{Code, Fault};
@@ -123,7 +123,9 @@ pub async fn a_call_of_another_project_is_none(store: &dyn Store) {
 
 pub async fn every_status_and_hold_is_read_back(store: &dyn Store) {
     for hold in [Hold::Queue, Hold::Parked, Hold::Retry { at_ms: NOW + 5 }] {
-        let held = Call { hold: Some(hold), ..call() };
+        let failed = matches!(hold, Hold::Retry { .. })
+            .then(|| Box::new(FailedAttempt::new(1, &Fault::runtime("no paper"))));
+        let held = Call { hold: Some(hold), failed, ..call() };
         put(store, &held).await;
         assert_eq!(read(store, &held).await, held);
     }

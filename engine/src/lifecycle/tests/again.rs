@@ -1,0 +1,33 @@
+//! A failure that led to another attempt, reported a second time.
+
+use super::*;
+
+fn report(attempt: Option<u32>, fault: Fault) -> Event {
+    Event::Report { attempt, by: None, result: Err(fault) }
+}
+
+#[test]
+fn a_failure_that_is_tried_again_is_answered_the_same_when_it_is_reported_again() {
+    let fault = || Fault::runtime("no paper").retryable(true);
+    let waits = step(&running(Effect::Read), &report(Some(1), fault()), NOW).unwrap().call;
+    assert!(matches!(waits.hold, Some(Hold::Retry { .. })), "{:?}", waits.hold);
+    for attempt in [None, Some(1)] {
+        let again = step(&waits, &report(attempt, fault()), NOW + 1);
+        assert_eq!(again, Err(Refusal::Repeated), "{attempt:?}");
+    }
+    let other = step(&waits, &report(Some(1), Fault::runtime("no ink")), NOW + 1);
+    assert!(matches!(other, Err(Refusal::WrongAttempt(_))), "{other:?}");
+    // Also while the next one is out, if it says which it means.
+    let claim = Event::Claim { node: "n".into() };
+    let next = step(&waits, &claim, DEADLINE - 1).unwrap().call;
+    assert_eq!((next.status, next.attempt), (Status::Running, 2));
+    assert_eq!(step(&next, &report(Some(1), fault()), DEADLINE - 1), Err(Refusal::Repeated));
+    let late = step(&next, &report(Some(1), Fault::runtime("no ink")), DEADLINE - 1);
+    assert!(matches!(late, Err(Refusal::WrongAttempt(_))), "{late:?}");
+    // Without a number it means the one that is out, which may fail in the same way.
+    let taken = step(&next, &report(None, fault()), DEADLINE - 1).unwrap().call;
+    assert_eq!(taken.status, Status::Failed, "there was no time for a third");
+    // And after the end the first is still known.
+    let ended = step(&next, &done(result()), DEADLINE - 1).unwrap().call;
+    assert_eq!(step(&ended, &report(Some(1), fault()), DEADLINE), Err(Refusal::Repeated));
+}
