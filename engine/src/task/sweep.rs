@@ -42,5 +42,9 @@ pub async fn run_once(engine: &Engine) -> usize {
         });
         // A thousand deadlines at one instant share a few commits.
         futures::future::join_all(acts).await;
+        // What could not be stored is still due; the next start settles it.
+        if inner.stopping.is_cancelled() {
+            return count;
+        }
     }
 }

@@ -19,6 +19,8 @@ use toolcrib::{
     Call, Caller, Effect, Engine, Fault, FnTool, Invocation, Limits, Progress, Status, ToolContext,
 };
 
+use crate::support::{Chance, FlakyStore};
+
 #[derive(Deserialize, JsonSchema)]
 struct Add {
     a: i64,
@@ -215,6 +217,29 @@ async fn deadlines_retries_and_retention_follow_the_clock() {
     clock.advance(1_001);
     assert_eq!(purge::run_once(&engine, 1_000).await.unwrap(), 1);
     assert_eq!(engine.call(&caller, &stuck).await.err().unwrap().code(), Code::NotFound);
+}
+
+#[tokio::test]
+async fn who_stops_does_not_wait_for_a_store_that_cannot_write() {
+    let clock = ManualClock::at(1_700_000_000_000);
+    let store = FlakyStore::new(Chance::of(1));
+    let stuck = FnTool::new("t.stuck", "Never ends", |_: Nothing| async {
+        std::future::pending::<Result<u32, Fault>>().await
+    });
+    let engine = Engine::builder().store(store.clone()).clock(Arc::new(clock.clone()));
+    let engine = engine.tool(stuck.timeout_ms(5_000)).idle().await.unwrap();
+    let asked = Invocation::new("t.stuck", "{}").unwrap();
+    engine.invoke(&Caller::local("default"), asked).await.unwrap();
+    store.fail(100);
+    clock.advance(5_000);
+    let sweeping = tokio::spawn({
+        let engine = engine.clone();
+        async move { sweep::run_once(&engine).await }
+    });
+    engine.shut_down(std::time::Duration::ZERO).await;
+    // What is overdue and cannot be stored is left to the next start.
+    let swept = tokio::time::timeout(std::time::Duration::from_secs(60), sweeping).await;
+    assert_eq!(swept.unwrap().unwrap(), 1);
 }
 
 #[tokio::test]
