@@ -30,8 +30,9 @@ use elsewhere::{handed, told};
 pub enum Event {
     /// A place is free: the next attempt begins on this node.
     Claim { node: String },
-    /// Whoever the attempt was parked with has taken it.
-    Taken { attempt: u32, by: String },
+    /// Whoever the attempt was parked with has taken it; in place of another, where that one had
+    /// taken it, has stayed away, and the attempt was given on.
+    Taken { attempt: u32, by: String, instead_of: Option<String> },
     /// How an attempt went. No attempt number = the one that is out.
     Report { attempt: Option<u32>, by: Option<String>, result: Result<Json, Fault> },
     /// An attempt ended with questions.
@@ -101,7 +102,9 @@ pub enum Refusal {
 pub fn step(call: &Call, event: &Event, now_ms: u64) -> Result<Step, Refusal> {
     match event {
         Event::Claim { node } => claim(call, node, now_ms),
-        Event::Taken { attempt, by } => taken(call, *attempt, by, now_ms),
+        Event::Taken { attempt, by, instead_of } => {
+            taken(call, *attempt, by, instead_of.as_deref(), now_ms)
+        }
         Event::Report { attempt, by, result } => {
             report(call, *attempt, by.as_deref(), result, now_ms)
         }
@@ -142,7 +145,13 @@ fn claim(call: &Call, node: &str, now_ms: u64) -> Result<Step, Refusal> {
     Ok(committed(next, vec![record], vec![Action::Start]))
 }
 
-fn taken(call: &Call, attempt: u32, by: &str, now_ms: u64) -> Result<Step, Refusal> {
+fn taken(
+    call: &Call,
+    attempt: u32,
+    by: &str,
+    instead_of: Option<&str>,
+    now_ms: u64,
+) -> Result<Step, Refusal> {
     if call.status.is_terminal() {
         return Err(Refusal::Ended(late(call, now_ms, "taken after the end").with("by", by)));
     }
@@ -155,6 +164,13 @@ fn taken(call: &Call, attempt: u32, by: &str, now_ms: u64) -> Result<Step, Refus
     let handed_over = call.target.executor.parks() && call.status == Status::Running;
     if (call.hold != Some(Hold::Parked) && !handed_over) || call.attempt != attempt {
         let why = "taken, but this attempt is not out";
+        return Err(Refusal::WrongAttempt(late(call, now_ms, why).with("by", by)));
+    }
+    // What one has taken no other can take; given on is only what may be done twice.
+    let holder = call.taken_by.as_deref().filter(|_| handed_over);
+    let given_on = instead_of == holder && call.target.effect != Effect::Irreversible;
+    if holder.is_some() && !given_on {
+        let why = "taken, but another has taken it before";
         return Err(Refusal::WrongAttempt(late(call, now_ms, why).with("by", by)));
     }
     let mut next = call.clone();

@@ -39,8 +39,21 @@ struct InHand {
     acknowledged: bool,
     /// The connection it was given on; none = its client hung up.
     session: Option<u64>,
-    /// When an unacknowledged request that was handed over goes back in line.
+    /// It left with the answer to a poll, whose client is never seen to go away.
+    polled: bool,
+    /// When it goes back in line.
     lease_until_ms: Option<u64>,
+}
+
+impl InHand {
+    /// How long an acknowledged request stays with a client that is never seen to go away. Where
+    /// twice is as good as once, that is half of the call's time.
+    fn stays(&mut self, request: &Request, now_ms: u64) {
+        let rest_ms = request.deadline_ms.saturating_sub(now_ms);
+        let until_ms = now_ms.saturating_add(POLL_LEASE_MS.max(rest_ms / 2));
+        let harmless = request.effect != Effect::Irreversible;
+        self.lease_until_ms = (harmless && self.polled).then_some(until_ms);
+    }
 }
 
 #[derive(Default)]
@@ -123,6 +136,7 @@ impl State {
             if harmless || memory == Memory::Remembers {
                 parked.request.redelivered = true;
                 held.session = Some(connection.number);
+                (held.polled, held.lease_until_ms) = (false, None);
                 let _ = connection.sender.send(Message::Request(parked.request.clone()));
             }
         }
@@ -217,8 +231,12 @@ impl State {
         let parked = Parked { request, pinned: pinned.clone(), order, holder: holder.clone() };
         self.requests.insert(id.clone(), parked);
         if let Some(key) = holder {
-            // Acknowledged before a restart: it is still that client's.
-            let held = InHand { acknowledged: true, session: None, lease_until_ms: None };
+            // Acknowledged before a restart: it is still that client's, however it had it.
+            let mut held =
+                InHand { acknowledged: true, session: None, polled: true, lease_until_ms: None };
+            if let Some(parked) = self.requests.get(&id) {
+                held.stays(&parked.request, now_ms);
+            }
             let client = self.clients.entry(key.clone()).or_default();
             client.last_seen_ms = client.last_seen_ms.max(now_ms);
             client.in_hand.insert(id, held);
@@ -307,11 +325,13 @@ impl State {
         };
         let Some(connection) = client.open_place() else { return };
         let (number, message) = (connection.number, Message::Request(parked.request.clone()));
+        let polled = connection.line == Line::Poll;
         let _ = connection.sender.send(message);
         parked.holder = Some(key.clone());
         client.last_turn = turn;
         client.last_seen_ms = now_ms;
-        let held = InHand { acknowledged: false, session: Some(number), lease_until_ms: None };
+        let session = Some(number);
+        let held = InHand { acknowledged: false, session, polled, lease_until_ms: None };
         client.in_hand.insert(id, held);
     }
 
@@ -323,19 +343,21 @@ impl State {
         now_ms: u64,
     ) {
         let key = (project.to_owned(), client_id.to_owned());
-        let Some(client) = self.clients.get_mut(&key) else { return };
-        let Some(held) = client.in_hand.get_mut(id) else { return };
-        held.acknowledged = true;
-        held.lease_until_ms = None;
-        let session = client.sessions.iter().find(|c| Some(c.number) == held.session);
-        let Some(parked) = self.requests.get(id) else { return };
-        let harmless = parked.request.effect != Effect::Irreversible;
-        if session.is_some_and(|session| session.line == Line::Poll) && harmless {
-            // A client that polls is never seen to go away. Where twice is as good as once, it has
-            // half of the call's time before the request is given again.
-            let rest_ms = parked.request.deadline_ms.saturating_sub(now_ms);
-            held.lease_until_ms = Some(now_ms.saturating_add(POLL_LEASE_MS.max(rest_ms / 2)));
+        let Some(parked) = self.requests.get_mut(id) else { return };
+        if parked.holder.as_ref().is_some_and(|holder| *holder != key) {
+            return;
         }
+        // Who takes what nobody was given has it from now on, and nobody else is given it.
+        parked.holder = Some(key.clone());
+        let client = self.clients.entry(key).or_default();
+        let held = client.in_hand.entry(id.clone()).or_insert_with(|| InHand {
+            acknowledged: true,
+            session: None,
+            polled: true,
+            lease_until_ms: None,
+        });
+        held.acknowledged = true;
+        held.stays(&parked.request, now_ms);
     }
 
     pub(super) fn lend(&mut self, key: &ClientKey, id: &CallId, now_ms: u64) {

@@ -29,6 +29,16 @@ impl Room {
     }
 
     async fn put(&self, effect: Effect, pinned: Option<&str>, taken_by: Option<&str>) -> CallId {
+        self.put_until(u64::MAX, effect, pinned, taken_by).await
+    }
+
+    async fn put_until(
+        &self,
+        deadline_ms: u64,
+        effect: Effect,
+        pinned: Option<&str>,
+        taken_by: Option<&str>,
+    ) -> CallId {
         let id = self.minter.call(self.clock.now_ms());
         let attempt = Attempt {
             call_id: id.clone(),
@@ -40,7 +50,7 @@ impl Room {
             effect,
             args: Json::empty_object(),
             command: None,
-            deadline_ms: u64::MAX,
+            deadline_ms,
             traceparent: None,
             client_id: pinned.map(str::to_owned),
             taken_by: taken_by.map(str::to_owned),
@@ -155,6 +165,57 @@ async fn a_polled_request_comes_again_when_its_lease_is_over() {
     room.desk.run_once();
     let mut poll = room.connect("one", Line::Poll, Memory::Forgets, 1);
     assert_eq!(ids(&mut poll), [(call, true)]);
+}
+
+#[tokio::test]
+async fn what_was_taken_after_a_poll_comes_again_after_half_of_its_time() {
+    let room = Room::new();
+    // Taken with the poll, taken after it, and taken before a restart.
+    for how in ["with", "after", "before"] {
+        let deadline_ms = room.clock.now_ms() + 4 * POLL_LEASE_MS;
+        let taken_by = (how == "before").then_some("one");
+        let read = room.put_until(deadline_ms, Effect::Read, None, taken_by).await;
+        let once = room.put_until(deadline_ms, Effect::Irreversible, None, taken_by).await;
+        if how != "before" {
+            let mut poll = room.connect("one", Line::Poll, Memory::Forgets, 8);
+            assert_eq!(ids(&mut poll).len(), 2);
+            let take = || {
+                [&read, &once].iter().for_each(|id| room.desk.acknowledged("p", "one", id));
+            };
+            [&read, &once].iter().for_each(|id| poll.lend(id));
+            if how == "with" {
+                take();
+            }
+            drop(poll);
+            if how == "after" {
+                take();
+            }
+        }
+        // It polls on, so it is never away.
+        for wait_ms in [AWAY_GRACE_MS - 1, AWAY_GRACE_MS - 1, 1] {
+            room.clock.advance(wait_ms);
+            room.desk.run_once();
+            let mut poll = room.connect("one", Line::Poll, Memory::Forgets, 8);
+            assert_eq!(ids(&mut poll), [], "{how}");
+        }
+        room.clock.advance(1);
+        room.desk.run_once();
+        let mut poll = room.connect("one", Line::Poll, Memory::Forgets, 8);
+        assert_eq!(ids(&mut poll), [(read.clone(), true)], "{how}, never the irreversible one");
+        [read, once].iter().for_each(|id| room.desk.settled(id, 1));
+    }
+}
+
+#[tokio::test]
+async fn what_somebody_takes_unasked_is_given_to_nobody_else() {
+    let room = Room::new();
+    let call = room.put(Effect::Irreversible, None, None).await;
+    room.desk.acknowledged("p", "one", &call);
+    assert_eq!(room.desk.holder(&call).as_deref(), Some("one"));
+    let mut two = room.connect("two", Line::Open, Memory::Forgets, 8);
+    assert_eq!(ids(&mut two), []);
+    room.desk.acknowledged("p", "two", &call);
+    assert_eq!(room.desk.holder(&call).as_deref(), Some("one"), "one has it");
 }
 
 #[tokio::test]

@@ -95,7 +95,7 @@ impl Engine {
                 () = inner.stopping.cancelled() => return,
             }
             if inner.live.get(&id).is_some_and(|entry| entry.call().hold.is_some()) {
-                let taken = crate::lifecycle::Event::Taken { attempt, by };
+                let taken = crate::lifecycle::Event::Taken { attempt, by, instead_of: None };
                 inner.advance_surely(&project, &id, taken).await;
             }
         });

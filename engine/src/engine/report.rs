@@ -39,7 +39,10 @@ impl Engine {
     ) -> Result<Arc<Call>, Error> {
         let call = self.inner.provided(caller, id, Some(client_id)).await?;
         let attempt = attempt.unwrap_or(call.attempt);
-        let event = Event::Taken { attempt, by: client_id.to_owned() };
+        // Who is given what another had taken is in that one's place.
+        let given = self.inner.desk.holder(id).as_deref() == Some(client_id);
+        let other = call.taken_by.clone().filter(|other| given && other != client_id);
+        let event = Event::Taken { attempt, by: client_id.to_owned(), instead_of: other };
         let call = settled(self.inner.decide(caller, id, event).await?)?;
         self.inner.desk.acknowledged(&call.project, client_id, id);
         Ok(call)
@@ -143,7 +146,8 @@ impl Inner {
             return Err(Error::refused(Code::PermissionDenied, message));
         }
         let catalog = self.catalog();
-        let holder = call.taken_by.clone().or_else(|| self.desk.holder(id));
+        // The desk may have given on what one had taken who stayed away.
+        let holder = self.desk.holder(id).or_else(|| call.taken_by.clone());
         if let Some(client_id) = client_id {
             require_owner(&catalog, caller, client_id)?;
             let other = holder.as_deref().filter(|holder| *holder != client_id);

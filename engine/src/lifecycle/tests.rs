@@ -191,7 +191,7 @@ fn answers(keys: &[&str]) -> Event {
 }
 
 fn event(did: Did) -> (Event, u64) {
-    let taken = |attempt, by: &str| Event::Taken { attempt, by: by.into() };
+    let taken = |attempt, by: &str| Event::Taken { attempt, by: by.into(), instead_of: None };
     let told = |attempt, told| Event::Told { attempt, by: "c1".into(), told };
     let event = match did {
         Did::ToldPartial => told(2, Told::Partial(result())),
@@ -244,7 +244,7 @@ fn expected(at: At, did: Did) -> Expect {
         (D::Claim, _) => NotNow,
         (D::Taken, A::Parked) => To(S::Running, None),
         (D::Taken, A::Running) => Repeated,
-        (D::TakenByOther, A::Parked | A::Running) => To(S::Running, None),
+        (D::TakenByOther, A::Parked) => To(S::Running, None),
         (D::Taken | D::TakenByOther | D::TakenOldAttempt, _) if open => WrongAttempt,
         (D::Taken | D::TakenByOther | D::TakenOldAttempt, _) => Ended,
         (D::Done | D::DoneOtherwise, A::Parked | A::Running) => To(S::Succeeded, None),

@@ -1,4 +1,4 @@
-//! A failure that led to another attempt, reported a second time.
+//! What is said a second time: a failure that led to another attempt, an attempt that is taken.
 
 use super::*;
 
@@ -30,4 +30,27 @@ fn a_failure_that_is_tried_again_is_answered_the_same_when_it_is_reported_again(
     // And after the end the first is still known.
     let ended = step(&next, &done(result()), DEADLINE - 1).unwrap().call;
     assert_eq!(step(&ended, &report(Some(1), fault()), DEADLINE), Err(Refusal::Repeated));
+}
+
+#[test]
+fn what_one_has_taken_another_takes_only_in_its_place() {
+    let taken = |by: &str, instead_of: Option<&str>| Event::Taken {
+        attempt: 1,
+        by: by.into(),
+        instead_of: instead_of.map(str::to_owned),
+    };
+    for effect in [Effect::Read, Effect::Idempotent, Effect::Irreversible] {
+        let parked = step(&call(Executor::Client, effect), &Event::Claim { node: "n".into() }, NOW);
+        let first = step(&parked.unwrap().call, &taken("c1", None), NOW).unwrap().call;
+        assert_eq!(step(&first, &taken("c1", None), NOW), Err(Refusal::Repeated));
+        for instead_of in [None, Some("c3")] {
+            let second = step(&first, &taken("c2", instead_of), NOW);
+            assert!(matches!(second, Err(Refusal::WrongAttempt(_))), "{effect:?} {second:?}");
+        }
+        let given_on = step(&first, &taken("c2", Some("c1")), NOW);
+        match effect {
+            Effect::Irreversible => assert!(matches!(given_on, Err(Refusal::WrongAttempt(_)))),
+            _ => assert_eq!(given_on.unwrap().call.taken_by.as_deref(), Some("c2")),
+        }
+    }
 }

@@ -191,3 +191,27 @@ async fn two_connections_of_one_client_are_one_client() {
     let request = first.hear_a("tool_request").await;
     assert_eq!(request["tool_call_id"], json!(id));
 }
+
+#[tokio::test]
+async fn of_many_who_take_it_at_once_one_has_it() {
+    let server = Server::start().await;
+    let api = server.api();
+    let names: Vec<String> = (0..6).map(|n| format!("c{n}")).collect();
+    for name in &names {
+        api.register(name, json!([offer("a.tool")])).await;
+    }
+    for _ in 0..10 {
+        let id = api.invoke("a.tool", json!({})).await;
+        let path = format!("/internal/tool_calls/{id}/ack");
+        let takes =
+            names.iter().map(|name| api.post(&path, json!({ "client_id": name, "attempt": 1 })));
+        let answers = futures::future::join_all(takes).await;
+        let taken: Vec<&String> =
+            names.iter().zip(&answers).filter(|(_, a)| a.status == 200).map(|(n, _)| n).collect();
+        assert_eq!(taken.len(), 1, "{taken:?}");
+        assert!(answers.iter().all(|answer| matches!(answer.status.as_u16(), 200 | 403 | 409)));
+        assert_eq!(api.call(&id).await["taken_by"], json!(taken[0]));
+        let history = api.history(&id).await;
+        assert_eq!(history.iter().filter(|name| *name == "tool.call.taken").count(), 1);
+    }
+}
