@@ -3,6 +3,8 @@
 //! A snapshot of the directory that is replaced as a whole. Schemas are compiled when a tool is
 //! registered or first loaded, never when it is called.
 
+mod offers;
+
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, OnceLock};
 
@@ -14,13 +16,12 @@ use crate::bus::Topic;
 use crate::caller::{Caller, Trust};
 use crate::directory::{AuditEntry, Change, Client, Directory, Key, Others};
 use crate::fault::{Code, Error, Fault};
-use crate::json;
 use crate::names;
 use crate::policy::{self, Decision};
 use crate::retry::TIMEOUT_MS_RANGE;
 use crate::schema::Schema;
 use crate::store::Saved;
-use crate::tool::{Definition, Executor, check_name};
+use crate::tool::{Definition, check_name};
 
 /// A tool, ready to be called.
 #[derive(Debug)]
@@ -118,7 +119,13 @@ impl Catalog {
     /// latter is looked for only among the tools the caller may call, so that nobody learns of
     /// others; and a name that could be two of them is neither.
     pub fn named(&self, caller: &Caller, name: &str) -> Option<Arc<Entry>> {
-        self.find(&caller.project, name).or_else(|| {
+        let exact = self.find(&caller.project, name);
+        // A tool that is really called so is meant only by who may call it.
+        let model_form = name.contains("__") || name.contains("--");
+        if exact.is_some() && (!model_form || self.decide(caller, name) == Decision::Allowed) {
+            return exact;
+        }
+        let meant = || {
             let index = self.for_models.get_or_init(|| self.index());
             let here = |entry: &Entry| match &entry.definition.project {
                 Some(project) => *project == caller.project,
@@ -129,7 +136,8 @@ impl Catalog {
             let mut meant = index.get(name)?.iter().filter(|entry| here(entry) && allowed(entry));
             let first = meant.next()?;
             meant.next().is_none().then(|| first.clone())
-        })
+        };
+        meant().or(exact)
     }
 
     fn index(&self) -> HashMap<String, Vec<Arc<Entry>>> {
@@ -302,7 +310,12 @@ impl Engine {
         let count = registration.tools.len();
         inner
             .change(|catalog| {
-                check_against(catalog, caller, &registration, inner.limits.max_tools_per_project)?;
+                offers::check_against(
+                    catalog,
+                    caller,
+                    &registration,
+                    inner.limits.max_tools_per_project,
+                )?;
                 let client = Client {
                     project: caller.project.clone(),
                     client_id: registration.client_id.clone(),
@@ -448,51 +461,4 @@ pub(super) fn check_definition(tool: &Definition) -> Result<(), Error> {
         return Err(invalid(format!("{}: at most 8 fallback tools", tool.name)));
     }
     Entry::compile(tool.clone()).map(|_| ()).map_err(Error::from)
-}
-
-fn check_against(
-    catalog: &Catalog,
-    caller: &Caller,
-    registration: &Registration,
-    limit: usize,
-) -> Result<(), Error> {
-    let client_id = registration.client_id.as_str();
-    require_owner(catalog, caller, client_id)?;
-    let conflict = |tool: &str, message: String| {
-        Error::from(Fault::new(Code::Conflict, message).with_detail(json!({ "tool": tool })))
-    };
-    for tool in &registration.tools {
-        if catalog.shared.contains_key(&tool.name) {
-            let message = format!("\"{}\" is a built-in tool; choose another name", tool.name);
-            return Err(conflict(&tool.name, message));
-        }
-        let place = (caller.project.clone(), tool.name.clone());
-        let Some(known) = catalog.own.get(&place) else { continue };
-        if known.definition.executor != Executor::Client {
-            let message = format!("\"{}\" is not a tool of clients", tool.name);
-            return Err(conflict(&tool.name, message));
-        }
-        let others = catalog.offered_by(&caller.project, &tool.name);
-        let only_mine = others.iter().all(|other| other == client_id);
-        if !only_mine && !same_schemas(&known.definition, tool) {
-            let message = format!(
-                "\"{}\" is offered by another client with a different schema; offer it with the \
-                 same schema, or under another name",
-                tool.name
-            );
-            return Err(conflict(&tool.name, message));
-        }
-    }
-    let owned = catalog.own.keys().filter(|(project, _)| *project == caller.project).count();
-    if owned + registration.tools.len() > limit + catalog.shared.len() {
-        let message = format!("the project would have more than {limit} tools");
-        return Err(Error::refused(Code::PayloadTooLarge, message));
-    }
-    Ok(())
-}
-
-fn same_schemas(one: &Definition, two: &Definition) -> bool {
-    let canonical = |schema: &json::Json| json::canonical(&schema.value());
-    canonical(&one.input_schema) == canonical(&two.input_schema)
-        && one.output_schema.as_ref().map(canonical) == two.output_schema.as_ref().map(canonical)
 }

@@ -1,0 +1,96 @@
+//! What a client may offer beside what is there already.
+
+use serde_json::json;
+
+use super::{Catalog, Registration, require_owner};
+use crate::caller::Caller;
+use crate::fault::{Code, Error, Fault};
+use crate::json::{self, Json};
+use crate::names;
+use crate::tool::{Definition, Executor};
+
+pub(super) fn check_against(
+    catalog: &Catalog,
+    caller: &Caller,
+    registration: &Registration,
+    limit: usize,
+) -> Result<(), Error> {
+    require_owner(catalog, caller, &registration.client_id)?;
+    for tool in &registration.tools {
+        if let Some(message) = trouble(catalog, caller, &registration.client_id, tool) {
+            let fault = Fault::new(Code::Conflict, message);
+            return Err(fault.with_detail(json!({ "tool": tool.name })).into());
+        }
+    }
+    let owned = catalog.own.keys().filter(|(project, _)| *project == caller.project).count();
+    if owned + registration.tools.len() > limit + catalog.shared.len() {
+        let message = format!("the project would have more than {limit} tools");
+        return Err(Error::refused(Code::PayloadTooLarge, message));
+    }
+    Ok(())
+}
+
+/// Why a tool cannot be offered by this client.
+fn trouble(
+    catalog: &Catalog,
+    caller: &Caller,
+    client_id: &str,
+    tool: &Definition,
+) -> Option<String> {
+    let name = &tool.name;
+    if catalog.shared.contains_key(name) {
+        return Some(format!("\"{name}\" is a built-in tool; choose another name"));
+    }
+    // Models call a built-in by this name: another tool of the name would be called in its place.
+    if let Some(meant) = catalog.shared.keys().find(|shared| names::for_model(shared) == *name) {
+        let message = format!("models know \"{meant}\" as \"{name}\"; choose another name");
+        return Some(message);
+    }
+    let place = (caller.project.clone(), name.clone());
+    let known = &catalog.own.get(&place)?.definition;
+    if known.executor != Executor::Client {
+        return Some(format!("\"{name}\" is not a tool of clients"));
+    }
+    let others = catalog.offered_by(&caller.project, name).iter().filter(|id| *id != client_id);
+    let others: Vec<&String> = others.collect();
+    if others.is_empty() {
+        return None;
+    }
+    if !same_schemas(known, tool) {
+        return Some(format!(
+            "\"{name}\" is offered by another client with a different schema; offer it with the \
+             same schema, or under another name"
+        ));
+    }
+    let client = |id: &String| catalog.client(&caller.project, id);
+    let foreign = others.iter().any(|id| client(id).is_some_and(|c| c.owner != caller.agent));
+    if !foreign || caller.may_administer() {
+        return None;
+    }
+    let field = difference(known, tool)?;
+    Some(format!(
+        "\"{name}\" is offered by a client of another key with a different {field}; offer it as it \
+         is, or under another name"
+    ))
+}
+
+fn same_schemas(one: &Definition, two: &Definition) -> bool {
+    let canonical = |schema: &Json| json::canonical(&schema.value());
+    canonical(&one.input_schema) == canonical(&two.input_schema)
+        && one.output_schema.as_ref().map(canonical) == two.output_schema.as_ref().map(canonical)
+}
+
+/// What is different about the same tool beside its schemas: what decides how it is executed, and
+/// what models are told of it.
+fn difference(one: &Definition, two: &Definition) -> Option<&'static str> {
+    let same = [
+        ("effect", one.effect == two.effect),
+        ("risk", one.risk == two.risk),
+        ("timeout_ms", one.timeout_ms == two.timeout_ms),
+        ("async", one.background == two.background),
+        ("policy", one.policy == two.policy),
+        ("fallback", one.fallback == two.fallback),
+        ("description", one.description == two.description),
+    ];
+    same.into_iter().find(|(_, same)| !same).map(|(field, _)| field)
+}
