@@ -291,9 +291,14 @@ fn problem(status: StatusCode, body: &Value, calls_tool: bool) -> Failure {
     let exit = match status {
         StatusCode::FORBIDDEN if calls_tool && code == "PERMISSION_DENIED" => exit::DENIED,
         StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => exit::AUTH,
+        // What is wrong with a tool's arguments comes as a list; everything else was an option.
+        _ if code == "VALIDATION_ERROR" && error["detail"]["problems"].is_null() => exit::USAGE,
         _ => exit::FAILURE,
     };
     let mut failure = refused(code, message, exit);
+    if exit == exit::USAGE {
+        failure.hint = Some("--help shows what can be said here".to_owned());
+    }
     if failure.hint.is_none() {
         // A code of a newer server, which explains it itself.
         failure.hint = body["hint"].as_str().map(plain);
@@ -361,6 +366,8 @@ mod tests {
         assert_eq!(exit(StatusCode::FORBIDDEN, "PERMISSION_DENIED", true), exit::DENIED);
         assert_eq!(exit(StatusCode::FORBIDDEN, "PERMISSION_DENIED", false), exit::AUTH);
         assert_eq!(exit(StatusCode::NOT_FOUND, "TOOL_NOT_FOUND", true), exit::FAILURE);
+        let unusable = StatusCode::UNPROCESSABLE_ENTITY;
+        assert_eq!(exit(unusable, "VALIDATION_ERROR", true), exit::USAGE);
         let odd = problem(StatusCode::BAD_GATEWAY, &json!([1]), false);
         assert_eq!(odd.message, "the server answered with status 502");
     }
@@ -372,5 +379,6 @@ mod tests {
                 {"pointer": "/n", "message": "/n must be a number"}, {"message": "not fit"}, 5]}}});
         let failure = problem(StatusCode::UNPROCESSABLE_ENTITY, &body, true);
         assert_eq!(failure.message, "args do not fit\n  /q: is missing\n  /n must be a number");
+        assert_eq!(failure.exit, exit::FAILURE);
     }
 }
