@@ -82,7 +82,8 @@ pub struct Reply {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Piece {
     Text(String),
-    /// More of the call at this place in the answer. Id and name come with its first piece.
+    /// More of the call at this place in the answer. Id and name come with its first piece; an id
+    /// that the endpoint gives only later comes with that piece, and stands.
     Call {
         index: usize,
         id: Option<String>,

@@ -153,6 +153,11 @@ pub fn retry_after_ms(headers: &HeaderMap) -> Option<u64> {
     if let Ok(seconds) = text.parse::<u64>() {
         return Some(seconds.saturating_mul(1_000));
     }
+    // Some say it more exactly than the standard has it.
+    if let Ok(seconds) = text.parse::<f64>() {
+        let fits = (0.0..=u32::MAX.into()).contains(&seconds);
+        return fits.then_some((seconds * 1_000.0).ceil() as u64);
+    }
     let at = jiff::fmt::rfc2822::parse(text).ok()?.timestamp();
     u64::try_from(at.as_millisecond() - Timestamp::now().as_millisecond()).ok()
 }

@@ -5,6 +5,9 @@ use serde_json::Value;
 /// An event longer than this ends the stream: no server of ours sends one.
 const MAX_EVENT_BYTES: usize = 64 << 20;
 
+/// What some servers begin with; it is no part of the first line.
+const BYTE_ORDER: &[u8] = "\u{feff}".as_bytes();
+
 /// One event.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Message {
@@ -31,6 +34,8 @@ pub struct Parser {
     after_return: bool,
     message: Message,
     has_data: bool,
+    /// The first line has been read; a mark of the byte order may stand before it.
+    begun: bool,
 }
 
 impl Parser {
@@ -53,11 +58,13 @@ impl Parser {
 
     fn end_of_line(&mut self) -> Option<Message> {
         let line = std::mem::take(&mut self.line);
+        let marked = if std::mem::replace(&mut self.begun, true) { &[][..] } else { BYTE_ORDER };
+        let line = line.strip_prefix(marked).unwrap_or(&line);
         if line.is_empty() {
             let message = std::mem::take(&mut self.message);
             return std::mem::take(&mut self.has_data).then_some(message);
         }
-        let line = String::from_utf8_lossy(&line);
+        let line = String::from_utf8_lossy(line);
         let (field, value) = line.split_once(':').unwrap_or((&line, ""));
         let value = value.strip_prefix(' ').unwrap_or(value);
         match field {
@@ -101,6 +108,17 @@ mod tests {
             let wanted =
                 [(Some("7"), "{\"a\":1}"), (None, "one\ntwo"), (Some("8"), "x"), (None, "")];
             assert_eq!(seen, wanted, "in pieces of {size}");
+        }
+    }
+
+    #[test]
+    fn a_mark_of_the_byte_order_is_no_part_of_the_first_line() {
+        for size in [1, 2, 100] {
+            let mut parser = Parser::default();
+            let pieces = "\u{feff}data: one\n\n\u{feff}data: two\n\n".as_bytes().chunks(size);
+            let all: Vec<Message> = pieces.flat_map(|piece| parser.push(piece).unwrap()).collect();
+            let seen: Vec<&str> = all.iter().map(|message| message.data.as_str()).collect();
+            assert_eq!(seen, ["one"], "only at the beginning");
         }
     }
 

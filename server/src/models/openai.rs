@@ -1,5 +1,6 @@
 //! OpenAI's chat completions, as most endpoints speak them, always asked for as a stream.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 
 use async_trait::async_trait;
@@ -71,6 +72,8 @@ async fn whole(line: &Line, answer: Answer<'_>, listener: Listener<'_>) -> Resul
 struct Chunks<'l> {
     line: &'l Line,
     reply: Reply,
+    /// What is known of each call of the answer beside what it says.
+    forming: Vec<Forming>,
     /// From the number that the endpoint gives a call to its place.
     places: HashMap<u64, usize>,
     /// The model said why it stopped, or the endpoint that this is all.
@@ -81,7 +84,7 @@ struct Chunks<'l> {
 impl<'l> Chunks<'l> {
     fn new(line: &'l Line) -> Self {
         let (reply, places) = (Reply::default(), HashMap::new());
-        Self { line, reply, places, done: false, stopped: None }
+        Self { line, reply, forming: Vec::new(), places, done: false, stopped: None }
     }
 
     fn take_chunk(
@@ -122,67 +125,140 @@ impl<'l> Chunks<'l> {
 
     fn take_delta(&mut self, delta: &Map<String, Value>, whole: bool, listener: Listener<'_>) {
         // What a model says when it will not answer is its answer.
-        for said in ["content", "refusal"].iter().filter_map(|field| text(delta.get(*field))) {
-            self.reply.text.push_str(said);
-            listener(Piece::Text(said.to_owned()));
+        for said in ["content", "refusal"].iter().filter_map(|field| words(delta.get(*field))) {
+            self.reply.text.push_str(&said);
+            listener(Piece::Text(said));
         }
         let calls = delta.get("tool_calls").and_then(Value::as_array);
-        for (n, call) in calls.into_iter().flatten().enumerate() {
-            let index = call.get("index").and_then(Value::as_u64);
-            self.take_call(call, index.or(whole.then_some(n as u64)), listener);
+        let calls = calls.map_or(&[][..], Vec::as_slice);
+        for (n, call) in calls.iter().enumerate() {
+            let piece = Fragment::of(call);
+            // What has a name and no number, and comes beside another, is a call of its own.
+            let beside = n > 0 && piece.index.is_none() && piece.name.is_some();
+            let known = if whole || beside { None } else { self.known(&piece) };
+            self.take_call(&piece, known, listener);
         }
     }
 
-    fn take_call(&mut self, piece: &Value, index: Option<u64>, listener: Listener<'_>) {
-        let id = text(piece.get("id"));
-        let function = piece.get("function");
-        let field = |name: &str| function.and_then(|function| function.get(name));
-        let name = text(field("name"));
-        let arguments = match field("arguments") {
-            Some(Value::String(text)) => text.clone(),
-            None | Some(Value::Null) => String::new(),
-            // Some endpoints give them as what they stand for.
-            Some(other) => other.to_string(),
+    /// Takes a piece of this call, or of a new one.
+    fn take_call(&mut self, piece: &Fragment<'_>, known: Option<usize>, listener: Listener<'_>) {
+        let fresh = known.is_none();
+        let place = known.unwrap_or_else(|| self.begin(piece));
+        let Some((call, forming)) =
+            self.reply.calls.get_mut(place).zip(self.forming.get_mut(place))
+        else {
+            return;
         };
-        let (place, fresh) = self.place(index, id);
-        let Some(call) = self.reply.calls.get_mut(place) else { return };
-        if let Some(name) = name.filter(|_| fresh || call.name.is_empty()) {
+        // An id that comes after the first piece goes before one that was made up.
+        let late = piece.id.filter(|_| forming.made_up && !fresh);
+        if let Some(id) = late {
+            id.clone_into(&mut call.id);
+            forming.made_up = false;
+        }
+        if let Some(name) = piece.name.filter(|_| call.name.is_empty()) {
             name.clone_into(&mut call.name);
         }
-        call.arguments.push_str(&arguments);
+        call.arguments.push_str(&piece.arguments);
+        forming.nesting.read(&piece.arguments);
         listener(Piece::Call {
             index: place,
-            id: fresh.then(|| call.id.clone()),
+            id: (fresh || late.is_some()).then(|| call.id.clone()),
             name: fresh.then(|| call.name.clone()),
-            arguments,
+            arguments: piece.arguments.to_string(),
         });
     }
 
-    /// The call that a piece belongs to, and whether it begins with it. Endpoints differ: some
-    /// number every call 0, some give no numbers. An id that was not there before is a new call.
-    fn place(&mut self, index: Option<u64>, id: Option<&str>) -> (usize, bool) {
-        let known = match index {
-            Some(index) => self.places.get(&index).copied(),
-            None => self.reply.calls.len().checked_sub(1),
+    /// The call that a piece goes on with; none where it begins one. Endpoints differ: some number
+    /// every call 0, some give no numbers, some give all calls one id or none, some say the name
+    /// with every piece.
+    fn known(&self, piece: &Fragment<'_>) -> Option<usize> {
+        let place = match piece.index {
+            Some(index) => self.places.get(&index).copied()?,
+            None => self.reply.calls.len().checked_sub(1)?,
         };
-        if let Some(place) = known {
-            let same = match (id, self.reply.calls.get(place)) {
-                (Some(id), Some(call)) => call.id == id,
-                // Without a number and without an id there is nothing to tell two calls by but
-                // that pieces of one have no name again.
-                _ => true,
-            };
-            if same {
-                return (place, false);
-            }
-        }
+        let (call, forming) = (self.reply.calls.get(place)?, self.forming.get(place)?);
+        // An id that was not there before is a new call.
+        let other_id = !forming.made_up && piece.id.is_some_and(|id| id != call.id);
+        // A name again is the same call, unless it is another one, or more arguments come though
+        // all of them are there.
+        let named = piece.name.is_some_and(|name| {
+            let more = !piece.arguments.trim().is_empty();
+            !call.name.is_empty() && (name != call.name || (more && forming.nesting.is_whole()))
+        });
+        (!other_id && !named).then_some(place)
+    }
+
+    /// Begins a call with this piece.
+    fn begin(&mut self, piece: &Fragment<'_>) -> usize {
         let place = self.reply.calls.len();
-        let id = id.map_or_else(|| format!("call_{}", ulid::Ulid::generate()), str::to_owned);
+        let made_up = || format!("call_{}", ulid::Ulid::generate());
+        let id = piece.id.map_or_else(made_up, str::to_owned);
         self.reply.calls.push(Wanted { id, ..Wanted::default() });
-        if let Some(index) = index {
+        self.forming.push(Forming { made_up: piece.id.is_none(), nesting: Nesting::default() });
+        if let Some(index) = piece.index {
             self.places.insert(index, place);
         }
-        (place, true)
+        place
+    }
+}
+
+/// A piece of a call.
+struct Fragment<'a> {
+    /// The number that the endpoint gives the call.
+    index: Option<u64>,
+    id: Option<&'a str>,
+    name: Option<&'a str>,
+    arguments: Cow<'a, str>,
+}
+
+impl<'a> Fragment<'a> {
+    fn of(piece: &'a Value) -> Self {
+        let index = piece.get("index").and_then(Value::as_u64);
+        let function = piece.get("function");
+        let field = |name: &str| function.and_then(|function| function.get(name));
+        let arguments = match field("arguments") {
+            Some(Value::String(text)) => Cow::Borrowed(text.as_str()),
+            None | Some(Value::Null) => Cow::default(),
+            // Some endpoints give them as what they stand for.
+            Some(other) => Cow::Owned(other.to_string()),
+        };
+        Self { index, id: text(piece.get("id")), name: text(field("name")), arguments }
+    }
+}
+
+/// A call that may not be whole yet.
+struct Forming {
+    /// Its id is of our own making: the endpoint has given none so far.
+    made_up: bool,
+    nesting: Nesting,
+}
+
+/// How deep in an object the arguments are, read piece by piece: each is looked at once.
+#[derive(Default)]
+struct Nesting {
+    begun: bool,
+    depth: usize,
+    in_text: bool,
+    escaped: bool,
+}
+
+impl Nesting {
+    fn read(&mut self, arguments: &str) {
+        for byte in arguments.bytes() {
+            match byte {
+                _ if std::mem::take(&mut self.escaped) => {}
+                b'\\' if self.in_text => self.escaped = true,
+                b'"' => self.in_text = !self.in_text,
+                b'{' | b'[' if !self.in_text => (self.begun, self.depth) = (true, self.depth + 1),
+                b'}' | b']' if !self.in_text => self.depth = self.depth.saturating_sub(1),
+                _ => {}
+            }
+        }
+    }
+
+    /// Whether what was opened is closed.
+    fn is_whole(&self) -> bool {
+        self.begun && self.depth == 0 && !self.in_text
     }
 }
 
@@ -208,6 +284,21 @@ impl Assembly for Chunks<'_> {
         };
         Ok(self.reply)
     }
+}
+
+/// What is said: a text, or the texts among several parts.
+fn words(value: Option<&Value>) -> Option<String> {
+    let said = match value? {
+        Value::Array(parts) => {
+            let says = |part: &&Value| {
+                let kind = part.get("type").and_then(Value::as_str);
+                matches!(kind, None | Some("text" | "output_text"))
+            };
+            parts.iter().filter(says).filter_map(|part| text(part.get("text"))).collect()
+        }
+        other => text(Some(other))?.to_owned(),
+    };
+    Some(said).filter(|said| !said.is_empty())
 }
 
 fn text(value: Option<&Value>) -> Option<&str> {

@@ -2,6 +2,7 @@
 
 mod endpoints;
 mod misbehaving;
+mod pieces;
 
 use std::sync::Mutex;
 use std::time::Duration;

@@ -64,6 +64,15 @@ async fn refusals_say_whether_and_when_to_come_again() {
     assert!(limited.passing);
     assert_eq!(limited.retry_after, Some(Duration::from_secs(7)));
     assert!(limited.fault.message.contains("answered 429: No."), "{limited}");
+    let exact = asked(429, Some("1.5"), "rate_limit_exceeded").await;
+    assert!(
+        exact.retry_after.is_some_and(|wait| wait >= Duration::from_millis(1_500)),
+        "{exact:?}"
+    );
+    for odd in ["-1.5", "1e400", "NaN", "soon"] {
+        let odd = asked(429, Some(odd), "rate_limit_exceeded").await;
+        assert!(odd.passing && odd.retry_after.is_none(), "{odd:?}");
+    }
     for status in [408, 500, 502, 503, 529] {
         let silence = asked(status, None, "x").await;
         assert!(silence.passing && silence.retry_after.is_none(), "{status}: {silence}");
