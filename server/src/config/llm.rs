@@ -104,11 +104,12 @@ pub struct NamedModelSettings {
     /// `openai` or `anthropic`.
     pub kind: Option<ModelKind>,
     /// Where it is asked. With another kind or address than `[llm]`, the key of `[llm]` is not
-    /// sent.
+    /// sent; and at an address that is not the vendor's own, no key unless one is named here.
     pub base_url: Option<String>,
     /// The model as the endpoint names it; unless said, the name of this table.
     pub model: Option<String>,
-    /// The environment variable with the key. Empty: no key is sent.
+    /// The environment variable with the key. Empty: no key is sent. Unless said: as `[llm]` has
+    /// it at the address of `[llm]`, the usual variable of the kind at the vendor's own, else none.
     pub api_key_env: Option<String>,
     /// A file with the key.
     pub api_key_file: Option<PathBuf>,
@@ -165,24 +166,28 @@ impl LlmSettings {
 
     fn named_endpoint(&self, named: &NamedModelSettings) -> Endpoint {
         let kind = named.kind.unwrap_or(self.kind);
-        // A key goes only where it was meant for.
-        let same = named.base_url.is_none() && kind == self.kind;
-        let (usual_env, usual_file) = match same {
-            true => (self.api_key_env.as_deref(), self.api_key_file.clone()),
-            false => (None, None),
-        };
-        let own_key = named.api_key_env.is_some() || named.api_key_file.is_some();
-        let key = match own_key {
-            true => key_place(named.api_key_env.as_deref(), named.api_key_file.clone(), kind),
-            false => key_place(usual_env, usual_file, kind),
-        };
+        let same_kind = kind == self.kind;
         let base = named.base_url.as_deref();
-        let base = base.or_else(|| self.base_url.as_deref().filter(|_| same));
+        let base = base.or_else(|| self.base_url.as_deref().filter(|_| same_kind));
+        let base_url = address(base, kind.into());
+        let same = same_kind && base_url == address(self.base_url.as_deref(), self.kind.into());
+        let own_key = named.api_key_env.is_some() || named.api_key_file.is_some();
+        // A key goes only where it was meant for.
+        let key = if own_key {
+            key_place(named.api_key_env.as_deref(), named.api_key_file.clone(), kind)
+        } else if same {
+            key_place(self.api_key_env.as_deref(), self.api_key_file.clone(), kind)
+        } else if base_url == address(None, kind.into()) {
+            key_place(None, None, kind)
+        } else {
+            // The usual variable may hold the key of `[llm]`, or the vendor's.
+            KeyPlace { variable: None, file: None, needed: false }
+        };
         let whole = named.timeout_ms.unwrap_or(self.timeout_ms);
         let idle = named.idle_timeout_ms.unwrap_or(self.idle_timeout_ms);
         Endpoint {
             kind: kind.into(),
-            base_url: address(base, kind.into()),
+            base_url,
             key,
             max_tokens: named.max_tokens.or(self.max_tokens),
             patience: Patience {

@@ -40,11 +40,14 @@ impl Model for Anthropic {
         let credential = Credential::Header(HeaderName::from_static("x-api-key"));
         let answer = self.line.post("/messages", headers, credential, body).await?;
         let mut blocks = Blocks::new(&self.line);
-        if answer.is_stream() {
-            return answer.events(blocks, listener).await;
-        }
-        blocks.take_message(&answer.json().await?, listener)?;
-        blocks.whole()
+        let reply = match answer.is_stream() {
+            true => answer.events(blocks, listener).await?,
+            false => {
+                blocks.take_message(&answer.json().await?, listener)?;
+                blocks.whole()?
+            }
+        };
+        Ok(self.line.discreet(reply))
     }
 }
 

@@ -27,6 +27,10 @@ const CONNECT: Duration = Duration::from_secs(10);
 const REFUSAL_BYTES: usize = 64 << 10;
 const REFUSAL_SHOWN: usize = 300;
 
+/// A key that is shorter is none that anybody must hide: endpoints on one's own machine are given
+/// any word, and that word may be in an answer for its own sake.
+const SECRET_BYTES: usize = 16;
+
 /// How long the end of an answer is waited for after all was said, so that its connection can be
 /// used again.
 const LAST_BYTES: Duration = Duration::from_secs(1);
@@ -185,6 +189,18 @@ impl Line {
             false => format!("the connection to the model at {} broke", self.host),
         };
         passing(last.map_or_else(|| what.clone(), |last| format!("{what}: {last}")))
+    }
+
+    /// The answer without the key, if the endpoint says it there.
+    pub(super) fn discreet(&self, mut reply: Reply) -> Reply {
+        let key = self.endpoint.key.key().ok().flatten();
+        let Some(key) = key.filter(|key| key.len() >= SECRET_BYTES) else { return reply };
+        let calls = reply.calls.iter_mut();
+        let said = calls.flat_map(|call| [&mut call.id, &mut call.name, &mut call.arguments]);
+        for text in said.chain([&mut reply.text]).filter(|text| text.contains(&key)) {
+            *text = without(text, Some(&key));
+        }
+        reply
     }
 
     /// The answer ended before the model said that it was done.

@@ -52,11 +52,11 @@ impl Model for OpenAi {
         let body = self.request(prompt);
         let path = "/chat/completions";
         let answer = self.line.post(path, HeaderMap::new(), Credential::Bearer, body).await?;
-        if answer.is_stream() {
-            let assembly = Chunks::new(&self.line);
-            return answer.events(assembly, listener).await;
-        }
-        whole(&self.line, answer, listener).await
+        let reply = match answer.is_stream() {
+            true => answer.events(Chunks::new(&self.line), listener).await,
+            false => whole(&self.line, answer, listener).await,
+        };
+        reply.map(|reply| self.line.discreet(reply))
     }
 }
 

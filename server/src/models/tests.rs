@@ -38,12 +38,30 @@ fn a_key_goes_only_where_it_was_meant_for() {
         ..Default::default()
     };
     settings.models.insert("same".into(), named(None));
+    settings.models.insert("said".into(), named(Some("https://one.example/v1")));
     settings.models.insert("other".into(), named(Some("https://two.example/v1")));
+    settings.models.insert("vendor".into(), named(Some("https://api.openai.com/v1/")));
+    let claude = Some(crate::config::ModelKind::Anthropic);
+    settings.models.insert("claude".into(), NamedModelSettings { kind: claude, ..named(None) });
+    let proxy = named(Some("https://one.example/v1"));
+    settings.models.insert("proxy".into(), NamedModelSettings { kind: claude, ..proxy });
+    let own = NamedModelSettings {
+        api_key_env: Some("TWO_KEY".into()),
+        ..named(Some("https://two.example/v1"))
+    };
+    settings.models.insert("own".into(), own);
     let place = |name: &str| {
         let found = settings.named().find(|(named, ..)| *named == name).unwrap();
         (found.2.base_url, found.2.key.variable)
     };
     assert_eq!(place("same"), ("https://one.example/v1".into(), Some("ONE_KEY".into())));
-    let usual = Some("OPENAI_API_KEY".to_owned());
-    assert_eq!(place("other"), ("https://two.example/v1".into(), usual));
+    assert_eq!(place("said"), place("same"), "the same address, though it is said again");
+    let key = |name: &str| place(name).1;
+    assert_eq!(key("other"), None, "another address");
+    assert_eq!(key("proxy"), None, "another kind at the same address");
+    assert_eq!(key("own").as_deref(), Some("TWO_KEY"));
+    // To the vendor itself, the vendor's usual variable.
+    assert_eq!(key("vendor").as_deref(), Some("OPENAI_API_KEY"));
+    let usual = ("https://api.anthropic.com/v1".to_owned(), Some("ANTHROPIC_API_KEY".to_owned()));
+    assert_eq!(place("claude"), usual);
 }

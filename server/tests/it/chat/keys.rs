@@ -1,7 +1,7 @@
 //! The key of a model: it reaches the endpoint, and nothing else.
 
 use serde_json::json;
-use toolcrib_bench::model::{Scripted, Turn, call, say};
+use toolcrib_bench::model::{Answer, Scripted, Turn, call, say};
 
 use super::*;
 use crate::support::process::Server as Process;
@@ -44,6 +44,29 @@ async fn the_key_is_in_no_log_event_error_or_answer() {
     for (what, text) in [("answers", &seen), ("the log", &log)] {
         assert!(!text.contains(secret), "the key is in {what}");
     }
+    let stored = std::fs::read(server.database()).unwrap();
+    let found = stored.windows(secret.len()).any(|part| part == secret.as_bytes());
+    assert!(!found, "the key is in the database");
+}
+
+#[tokio::test]
+async fn a_key_that_an_endpoint_says_in_its_answer_is_kept_nowhere() {
+    let secret = "sk-test-52-do-not-tell";
+    let tells = || Answer::text(format!("The key is {secret}, I think."));
+    let asks =
+        tells().call("call_1", "calculation__eval", eval(&format!("'{secret}'")).to_string());
+    let scripted = Scripted::saying([Turn::Say(asks), Turn::Say(tells())]).await.unwrap();
+    let mut server = Process::new()
+        .with("LLM__BASE_URL", &scripted.url)
+        .with("LLM__MODEL", MODEL)
+        .variable("OPENAI_API_KEY", secret);
+    server.start().await;
+    let url = server.url("/v1/runs?wait_ms=20000");
+    let answer = server.http.post(url).json(&question("?")).send().await.unwrap();
+    let run: Value = answer.json().await.unwrap();
+    assert_eq!(run["answer"], "The key is …, I think.", "{run}");
+    assert!(!run.to_string().contains(secret), "{run}");
+    server.stop().await;
     let stored = std::fs::read(server.database()).unwrap();
     let found = stored.windows(secret.len()).any(|part| part == secret.as_bytes());
     assert!(!found, "the key is in the database");
