@@ -239,6 +239,21 @@ pub struct Noted {
     pub entry: Entry,
 }
 
+/// A journal with every answer once. Older servers wrote an answer down again when it was taken up
+/// after a crash.
+pub fn without_doubles(mut journal: Vec<Noted>) -> Vec<Noted> {
+    let mut last = None;
+    journal.retain(|Noted { entry, .. }| {
+        if entry.kind != EntryKind::Replied {
+            return true;
+        }
+        let step = entry.data.get("step").and_then(Value::as_u64);
+        let before = std::mem::replace(&mut last, step);
+        step.is_none() || before != step || !entry.messages.is_empty()
+    });
+    journal
+}
+
 /// Anything that happened in a run: to itself or to one of its calls.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Happened {

@@ -17,7 +17,7 @@ use toolcrib::engine::{LiveNote, NewRun, RunQuery};
 use toolcrib::model::{Listener, Model, Prompt, Reply, Silence};
 use toolcrib::retry::Backoff;
 use toolcrib::run::{EntryKind, Happened, Run, RunStatus};
-use toolcrib::store::MemoryStore;
+use toolcrib::store::{MemoryStore, Store};
 use toolcrib::turn::{Asking, Closing};
 use toolcrib::{Caller, Code, Effect, Engine, FnTool, Status};
 

@@ -212,11 +212,13 @@ impl Driven<'_> {
             }
             self.take_said().await;
             self.check_standing()?;
+            // One that was stored before is in the journal.
+            let is_new = self.talk.progress.reply.is_none();
             self.turns.ask(&mut self.talk).await?;
             let progress = &self.talk.progress;
             let reply = progress.reply.clone().unwrap_or_default();
             let acts = !reply.calls.is_empty() && progress.closing.is_none();
-            if acts {
+            if acts && is_new {
                 let data = replied(&self.talk, &reply);
                 self.keep(Some((EntryKind::Replied, data)), None).await?;
             }

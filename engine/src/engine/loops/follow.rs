@@ -10,7 +10,7 @@ use crate::caller::Caller;
 use crate::engine::{Engine, unavailable};
 use crate::fault::Error;
 use crate::model::Piece;
-use crate::run::{Happened, Noted, Trouble};
+use crate::run::{Happened, Noted, Trouble, without_doubles};
 use crate::turn::Happening;
 
 /// Something that is told while it happens, and not kept.
@@ -92,7 +92,7 @@ impl Engine {
     /// A run's whole journal, in order.
     pub async fn journal(&self, caller: &Caller, run_id: &str) -> Result<Vec<Noted>, Error> {
         let read = self.inner.store.loops().journal(&caller.project, run_id).await;
-        read.map_err(unavailable)
+        read.map(without_doubles).map_err(unavailable)
     }
 
     /// What happened in a run and to its calls after this number, waiting until there is

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use serde_json::{Value, json};
 
 use crate::caller::Caller;
-use crate::engine::{Engine, unavailable};
+use crate::engine::Engine;
 use crate::fault::{Code, Error, Fault};
 use crate::model::{Reply, Wanted};
 use crate::run::{EntryKind, Noted};
@@ -71,8 +71,7 @@ impl Engine {
         watch: Watch<'_>,
     ) -> Result<Replayed, Error> {
         let run = self.loop_run(caller, run_id).await?;
-        let journal = self.inner.store.loops().journal(&caller.project, run_id).await;
-        let mut tape = Tape::of(&journal.map_err(unavailable)?, &run.terms.limits);
+        let mut tape = Tape::of(&self.journal(caller, run_id).await?, &run.terms.limits);
         let name = model.unwrap_or(&run.model);
         let chosen = self.models().find(name).ok_or_else(|| {
             let message = format!("there is no model \"{name}\"");

@@ -144,3 +144,87 @@ async fn a_run_that_waits_only_for_a_late_result_sleeps_through_a_restart_and_is
         .collect();
     assert!(kinds.contains(&"run.late"), "{kinds:?}");
 }
+
+/// The steps whose answers are in the journal, as they stand there.
+async fn answered(engine: &Engine, run_id: &str) -> Vec<u64> {
+    let journal = engine.journal(&me(), run_id).await.unwrap();
+    let answers = journal.iter().filter(|noted| noted.entry.kind == EntryKind::Replied);
+    answers.map(|noted| noted.entry.data["step"].as_u64().unwrap()).collect()
+}
+
+/// Waits in its first call, and adds in the others.
+fn once_endless(began: &Arc<tokio::sync::Notify>) -> FnTool {
+    let (began, first) = (began.clone(), Mutex::new(true));
+    let add = FnTool::new("calc.add", "Adds", move |args: Add| {
+        let first = std::mem::take(&mut *first.lock());
+        let began = began.clone();
+        async move {
+            if first {
+                began.notify_one();
+                std::future::pending::<()>().await;
+            }
+            Ok::<i64, String>(args.a + args.b)
+        }
+    });
+    add.effect(Effect::Idempotent)
+}
+
+/// What a model says that is played again.
+fn played_again(script: Script) -> Script {
+    script.calls(&[("x1", "calc__add", SUM)]).says("done")
+}
+
+#[tokio::test]
+async fn a_stored_answer_that_is_taken_up_is_written_down_once() {
+    let began = Arc::new(tokio::sync::Notify::new());
+    let script = Script::default().calls(&[("c1", "calc__add", SUM)]).says("done");
+    let models = Arc::new(Only(Arc::new(played_again(script))));
+    let builder = Engine::builder().models(models).tool(once_endless(&began));
+    let engine = builder.start().await.unwrap();
+    let id = engine.start_run(&me(), new_run("How much?")).await.unwrap().run.id;
+    began.notified().await;
+    engine.cancel_run(&me(), &id, None).await.unwrap();
+    engine.resume_run(&me(), &id).await.unwrap();
+    assert_eq!(ended(&engine, &id).await.answer.unwrap().text, "done");
+    assert_eq!(answered(&engine, &id).await, [1, 2]);
+    let quiet = toolcrib::turn::unwatched;
+    let replayed = engine.replay_run(&me(), &id, None, &quiet).await.unwrap();
+    assert_eq!(replayed.differences, [], "it went the same way");
+}
+
+#[tokio::test]
+async fn a_journal_that_has_an_answer_twice_is_read_as_if_it_had_it_once() {
+    let store: Arc<MemoryStore> = Arc::default();
+    let began = Arc::new(tokio::sync::Notify::new());
+    let builder = |script: Script| {
+        let models = Arc::new(Only(Arc::new(script)));
+        Engine::builder().store(store.clone()).models(models)
+    };
+    let first = builder(Script::default().calls(&[("c1", "calc__add", SUM)]));
+    let engine = first.tool(once_endless(&began)).start().await.unwrap();
+    let id = engine.start_run(&me(), new_run("How much?")).await.unwrap().run.id;
+    began.notified().await;
+    engine.shut_down(Duration::ZERO).await;
+    // As it was written by an older server.
+    let journal = store.loops().journal("default", &id).await.unwrap();
+    let twice = journal.last().unwrap().entry.clone();
+    assert_eq!(twice.kind, EntryKind::Replied);
+    let mut run = engine.loop_run(&me(), &id).await.unwrap();
+    run.version += 1;
+    let twice = toolcrib::run::Entry { messages: Vec::new(), ..twice };
+    store.loops().save_loop(run, vec![twice]).await.unwrap();
+
+    let second = builder(played_again(Script::default().says("done")));
+    let add =
+        FnTool::new(
+            "calc.add",
+            "Adds",
+            |args: Add| async move { Ok::<i64, String>(args.a + args.b) },
+        );
+    let engine = second.tool(add.effect(Effect::Idempotent)).start().await.unwrap();
+    assert_eq!(ended(&engine, &id).await.answer.unwrap().text, "done");
+    assert_eq!(answered(&engine, &id).await, [1, 2]);
+    let quiet = toolcrib::turn::unwatched;
+    let replayed = engine.replay_run(&me(), &id, None, &quiet).await.unwrap();
+    assert_eq!((replayed.differences.as_slice(), replayed.unrecorded), (&[][..], 0));
+}

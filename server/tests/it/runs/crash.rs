@@ -53,6 +53,9 @@ async fn a_run_killed_while_its_tool_works_goes_on_and_repeats_nothing() {
     let run = shown(&server, &id).await;
     assert_eq!(run["answer"], "Paid and reported.", "{run}\n{}", server.log());
     assert_eq!(run["calls"].as_array().unwrap().len(), 2, "no call was made anew: {run}");
+    let steps: Vec<&Value> =
+        run["steps"].as_array().unwrap().iter().map(|step| &step["step"]).collect();
+    assert_eq!(steps, [1, 2], "each step is shown once: {run}");
     let asked = model.asked();
     assert_eq!(asked.len(), 2, "a stored answer is not asked for again");
     let told = asked[1].messages();
