@@ -5,6 +5,7 @@
 //! anybody is told.
 
 mod conduct;
+mod ears;
 mod follow;
 mod hold;
 mod replay;

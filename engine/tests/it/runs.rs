@@ -1,6 +1,7 @@
 //! Runs that are kept: they go on after a restart, sleep, are woken, canceled and taken up again.
 
 mod hazards;
+mod news;
 mod replays;
 mod restart;
 

@@ -2,8 +2,7 @@
 
 use std::sync::Arc;
 
-use tokio::sync::broadcast;
-
+use super::ears::Ear;
 use super::hold::LiveRun;
 use crate::bus::Topic;
 use crate::caller::Caller;
@@ -24,9 +23,22 @@ pub enum LiveNote {
     Call { step: u32, index: usize, id: Option<String>, name: Option<String>, arguments: String },
     /// There was no answer, and what was told of it is void; it is asked again after a wait.
     AskingAgain { step: u32, retry: u32, wait_ms: u64, why: Trouble },
+    /// Who listens was too slow: here are pieces missing. The whole answer is kept.
+    Missed { step: u32 },
 }
 
 impl LiveNote {
+    /// The step that it is about.
+    pub fn step(&self) -> u32 {
+        match self {
+            Self::Asking { step, .. }
+            | Self::Text { step, .. }
+            | Self::Call { step, .. }
+            | Self::AskingAgain { step, .. }
+            | Self::Missed { step } => *step,
+        }
+    }
+
     pub(super) fn of(happening: &Happening<'_>) -> Option<Self> {
         Some(match happening {
             Happening::Asking { step, last } => Self::Asking { step: *step, last: *last },
@@ -50,30 +62,27 @@ impl LiveNote {
 
 /// What a run says while it goes on.
 pub struct RunNews {
-    notes: Option<broadcast::Receiver<LiveNote>>,
+    ear: Option<Arc<Ear>>,
 }
 
 impl RunNews {
     pub(super) fn of(live: Option<&Arc<LiveRun>>) -> Self {
-        Self { notes: live.map(|live| live.listen()) }
+        Self { ear: live.map(|live| live.listen()) }
     }
 
     /// The next thing it says. Never returns where it says nothing more: what is kept of the run
-    /// tells that. Who is too slow misses some; the whole answer is kept.
+    /// tells that. Who is too slow misses some, and is told [`LiveNote::Missed`] in their place;
+    /// the whole answer is kept.
     pub async fn next(&mut self) -> LiveNote {
-        loop {
-            let Some(notes) = &mut self.notes else { return std::future::pending().await };
-            match notes.recv().await {
-                Ok(note) => return note,
-                Err(broadcast::error::RecvError::Lagged(_)) => {}
-                Err(broadcast::error::RecvError::Closed) => self.notes = None,
-            }
+        match &self.ear {
+            Some(ear) => ear.next().await,
+            None => std::future::pending().await,
         }
     }
 
     /// What it has said and nobody has taken yet.
     pub fn take(&mut self) -> Option<LiveNote> {
-        self.notes.as_mut()?.try_recv().ok()
+        self.ear.as_ref()?.take()
     }
 }
 

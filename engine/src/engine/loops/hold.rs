@@ -6,8 +6,9 @@ use std::sync::atomic::AtomicUsize;
 
 use parking_lot::Mutex;
 use serde_json::{Value, json};
-use tokio::sync::{Mutex as Held, Notify, OwnedMutexGuard, broadcast};
+use tokio::sync::{Mutex as Held, Notify, OwnedMutexGuard};
 
+use super::ears::{Ear, Ears};
 use super::{LiveNote, RunNews, StartedRun, conduct, no_run};
 use crate::bus::Topic;
 use crate::engine::{Engine, Inner, measure, unavailable};
@@ -15,9 +16,6 @@ use crate::fault::{Code, Error, Fault};
 use crate::run::{Entry, Run, RunStatus};
 use crate::store::loops::RunCreated;
 use crate::store::{IdempotencyKey, Saved};
-
-/// How many pieces of an answer who follows a run may be behind.
-const PIECES: usize = 512;
 
 /// The runs that are in hand of this process.
 #[derive(Default)]
@@ -37,8 +35,7 @@ pub(super) struct LiveRun {
     pub(super) driving: Held<()>,
     /// The user has spoken.
     pub(super) said: Notify,
-    /// Made for the first who listens.
-    notes: Mutex<Option<broadcast::Sender<LiveNote>>>,
+    ears: Ears,
     /// Its status, for who only looks.
     pub(super) shown: Mutex<RunStatus>,
 }
@@ -59,23 +56,19 @@ impl LiveRun {
             stop: Notify::new(),
             driving: Held::new(()),
             said: Notify::new(),
-            notes: Mutex::default(),
+            ears: Ears::default(),
             shown,
         })
     }
 
     /// Hears what is said from now on.
-    pub(super) fn listen(&self) -> broadcast::Receiver<LiveNote> {
-        let mut notes = self.notes.lock();
-        notes.get_or_insert_with(|| broadcast::channel(PIECES).0).subscribe()
+    pub(super) fn listen(&self) -> Arc<Ear> {
+        self.ears.listen()
     }
 
     /// Tells who listens.
     pub(super) fn tell(&self, note: LiveNote) {
-        if let Some(notes) = self.notes.lock().as_ref() {
-            // Nobody listening any more is nobody's loss.
-            let _ = notes.send(note);
-        }
+        self.ears.tell(note);
     }
 }
 

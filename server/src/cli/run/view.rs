@@ -20,8 +20,12 @@ pub(super) struct View {
     wanted: HashMap<String, String>,
     /// When calls began.
     began: HashMap<String, u64>,
-    /// Words of the answer under way that were printed.
-    said: usize,
+    /// What was printed of the answer under way.
+    said: String,
+    /// Words of it are missing here, so what follows them is not printed before the whole.
+    gap: bool,
+    /// The last step whose whole answer was shown.
+    step: Option<u64>,
     /// Whether the cursor is behind some words.
     in_line: bool,
     end: Option<Value>,
@@ -35,7 +39,9 @@ impl View {
             began_ms: None,
             wanted: HashMap::new(),
             began: HashMap::new(),
-            said: 0,
+            said: String::new(),
+            gap: false,
+            step: None,
             in_line: false,
             end: None,
         }
@@ -58,10 +64,19 @@ impl View {
             return self.output.value_line(event);
         }
         match kind {
+            "run.asking" => {
+                self.begin();
+                Ok(())
+            }
+            "run.text" if self.gap => Ok(()),
             "run.text" => self.words(text(event, "text")),
+            "run.missed" => {
+                self.gap = true;
+                Ok(())
+            }
             "run.asking_again" => {
                 self.new_line()?;
-                self.said = 0;
+                self.begin();
                 let wait = duration(number(event, "wait_ms").unwrap_or_default());
                 let why = plain(text(&event["error"], "message"));
                 self.note(&format!("{why}; asking again in {wait}"), Tone::Doubtful);
@@ -97,11 +112,14 @@ impl View {
             _ => {
                 let error = &end["error"];
                 let (code, message) = (text(error, "code"), text(error, "message"));
+                let detail = error.get("detail").filter(|detail| !detail.is_null()).cloned();
+                let retryable = error["retryable"] == true;
                 let hint = format!(
                     "everything so far is kept; toolcrib run --resume {} goes on",
                     self.run_id
                 );
-                Err(Failure::new(exit::FAILURE, code, message).hint(hint))
+                let failure = Failure::new(exit::FAILURE, code, message).hint(hint);
+                Err(Failure { detail, retryable, ..failure })
             }
         })
     }
@@ -111,12 +129,19 @@ impl View {
         if self.in_line {
             let _ = self.new_line();
         }
-        self.said = 0;
+        self.begin();
+        self.gap = true;
         self.note("stream lost; connecting again", Tone::Doubtful);
     }
 
+    /// Nothing was said yet.
+    fn begin(&mut self) {
+        self.said.clear();
+        self.gap = false;
+    }
+
     fn words(&mut self, words: &str) -> Result<(), Failure> {
-        self.said += words.len();
+        self.said.push_str(words);
         self.in_line = !words.ends_with('\n');
         let mut out = std::io::stdout().lock();
         write!(out, "{}", paragraph(words))?;
@@ -132,13 +157,24 @@ impl View {
     }
 
     fn replied(&mut self, event: &Value) -> Result<(), Failure> {
-        let whole = text(event, "text");
-        // Who came late has not heard all of it.
-        if self.said < whole.len() && !whole.is_empty() {
-            self.new_line()?;
-            self.words(whole)?;
+        let step = number(event, "step");
+        // Older servers wrote an answer down again when it was taken up after a crash.
+        if step.is_some() && std::mem::replace(&mut self.step, step) == step {
+            return Ok(());
         }
-        self.said = 0;
+        let whole = text(event, "text");
+        match whole.strip_prefix(self.said.as_str()) {
+            Some(rest) if rest.is_empty() => {}
+            Some(rest) => self.words(rest)?,
+            None if whole.is_empty() => {}
+            // Who came in the middle has not heard its beginning.
+            None => {
+                self.new_line()?;
+                self.note("words are missing above; the answer from its beginning:", Tone::Quiet);
+                self.words(whole)?;
+            }
+        }
+        self.begin();
         self.new_line()?;
         for call in event["calls"].as_array().into_iter().flatten() {
             self.wanted.insert(text(call, "id").to_owned(), text(call, "arguments").to_owned());

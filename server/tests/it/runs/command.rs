@@ -2,8 +2,8 @@
 
 use std::process::Output;
 
-use serde_json::Value;
-use toolcrib_bench::model::{Scripted, say};
+use serde_json::{Value, json};
+use toolcrib_bench::model::{Scripted, Turn, say};
 
 use super::eval;
 use crate::support::process::Server;
@@ -86,4 +86,49 @@ async fn a_replay_that_differs_says_where_and_ends_with_1() {
     let (code, _, shown) = ended(&server, &["run", "--replay", "run_nobody"]).await;
     assert_eq!(code, 1);
     assert!(shown.contains("there is no run"), "{shown}");
+}
+
+/// The words of an answer, in very small pieces that come all at once.
+fn burst(words: usize) -> (String, Turn) {
+    let (mut whole, mut stream) = (String::new(), String::new());
+    for n in 0..words {
+        let word = format!("w{n} ");
+        let delta = json!({ "choices": [{ "index": 0, "delta": { "content": word } }] });
+        stream.push_str(&format!("data: {delta}\n\n"));
+        whole.push_str(&word);
+    }
+    let end = json!({ "choices": [{ "index": 0, "delta": {}, "finish_reason": "stop" }] });
+    stream.push_str(&format!("data: {end}\n\ndata: [DONE]\n\n"));
+    (whole, Turn::Raw("text/event-stream", stream.into_bytes()))
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_answer_in_a_burst_of_pieces_is_printed_once_and_without_gaps() {
+    let (whole, turn) = burst(20_000);
+    let model = Scripted::saying([turn]).await.unwrap();
+    let server = Server::new().with("LLM__BASE_URL", &model.url).with("LLM__MODEL", "large-1");
+    let (code, said, shown) = ended(&server, &["run", "Count"]).await;
+    assert_eq!(code, 0, "{shown}");
+    let (said, whole) = (said.trim_end(), whole.trim_end());
+    let apart = said.bytes().zip(whole.bytes()).position(|(said, whole)| said != whole);
+    assert_eq!((said.len(), apart), (whole.len(), None));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn programs_are_told_why_a_run_failed_as_the_run_tells_it() {
+    let busy = Turn::Refuse(503, None, json!({ "error": { "message": "busy" } }));
+    let model = Scripted::saying([busy]).await.unwrap();
+    let server = Server::new()
+        .with("LLM__BASE_URL", &model.url)
+        .with("LLM__MODEL", "large-1")
+        .with("LLM__MAX_RETRIES", 0);
+    let (code, said, shown) = ended(&server, &["run", "Well?", "--json"]).await;
+    assert_eq!(code, 1, "{said}");
+    let (events, failure) = (lines(&said), lines(&shown).pop().unwrap());
+    let own = &events.last().unwrap()["error"];
+    assert_eq!(failure["error"]["retryable"], true, "{failure}");
+    assert_eq!(failure["error"]["detail"]["http_status"], 503, "{failure}");
+    for field in ["code", "message", "detail", "retryable"] {
+        assert_eq!(failure["error"][field], own[field], "{field}");
+    }
 }

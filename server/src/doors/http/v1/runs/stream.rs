@@ -23,9 +23,8 @@ use crate::auth::Standing;
 /// How many events are read from the store at once.
 const PAGE: usize = 200;
 
-/// How many pieces of an answer wait for their place; who is too slow misses the oldest, and has
-/// them with the whole answer.
-const HELD: usize = 2_048;
+/// How many notes wait here for their place; what is more waits where it is said.
+const HELD: usize = 256;
 
 type Reading = Pin<Box<dyn Future<Output = Result<Vec<Happened>, Error>> + Send>>;
 
@@ -96,8 +95,10 @@ impl Following {
     async fn next(&mut self) -> Option<Message> {
         self.standing.check(&self.engine).ok()?;
         loop {
-            while let Some(note) = self.news.take() {
-                self.hold(note);
+            while self.held.len() < HELD
+                && let Some(note) = self.news.take()
+            {
+                self.held.push_back(note);
             }
             if let Some(note) = self.due() {
                 return Some(live_message(&self.run_id, &note));
@@ -116,7 +117,7 @@ impl Following {
             });
             tokio::select! {
                 biased;
-                note = self.news.next() => self.hold(note),
+                note = self.news.next(), if self.held.len() < HELD => self.held.push_back(note),
                 read = reading => {
                     self.reading = None;
                     self.page = read.ok()?.into();
@@ -128,16 +129,9 @@ impl Following {
         }
     }
 
-    fn hold(&mut self, note: LiveNote) {
-        if self.held.len() == HELD {
-            self.held.pop_front();
-        }
-        self.held.push_back(note);
-    }
-
     /// What was said and can be told: in its place, or at the latest before the whole answer.
     fn due(&mut self) -> Option<LiveNote> {
-        let step = step_of(self.held.front()?);
+        let step = self.held.front()?.step();
         let whole_is_next = match self.page.front() {
             Some(Happened::Run(noted)) if noted.entry.kind == EntryKind::Replied => {
                 noted.entry.data["step"].as_u64().is_some_and(|whole| whole >= u64::from(step))
@@ -146,15 +140,6 @@ impl Following {
         };
         let none_before = self.page.is_empty() && self.order.has_reached(step);
         if whole_is_next || none_before { self.held.pop_front() } else { None }
-    }
-}
-
-fn step_of(note: &LiveNote) -> u32 {
-    match note {
-        LiveNote::Asking { step, .. }
-        | LiveNote::Text { step, .. }
-        | LiveNote::Call { step, .. }
-        | LiveNote::AskingAgain { step, .. } => *step,
     }
 }
 
@@ -172,6 +157,7 @@ fn live_message(run_id: &str, note: &LiveNote) -> Message {
             "run.asking_again",
             json!({ "step": step, "retry": retry, "wait_ms": wait_ms, "error": why }),
         ),
+        LiveNote::Missed { step } => ("run.missed", json!({ "step": step })),
     };
     data["type"] = name.into();
     data["run_id"] = run_id.into();
