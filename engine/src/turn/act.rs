@@ -50,6 +50,7 @@ impl<'a> Plan<'a> {
         let mut fates = Vec::with_capacity(reply.calls.len());
         for (place, (call, fingerprint)) in reply.calls.iter().zip(&fingerprints).enumerate() {
             let told = |content| Fate::Told { content, repeated: false };
+            let has_room = entries.len() < most;
             let mut made = |tool: &str| {
                 entries.push(entry(call, tool));
                 places.push(place);
@@ -68,7 +69,7 @@ impl<'a> Plan<'a> {
             } else if rules::is_repeated(progress, limits, fingerprint) {
                 Fate::Told { content: rules::repeated(call, limits), repeated: true }
             } else if let Some(tool) = offer.tool(&call.name) {
-                match fates.iter().filter(|fate| matches!(fate, Fate::Made(_))).count() < most {
+                match has_room {
                     true => made(tool),
                     false => told(rules::too_many(limits, left)),
                 }

@@ -14,6 +14,10 @@ use crate::engine::measure;
 use crate::fault::{Code, Fault};
 use crate::model::{Model, Piece, Prompt, Reply, Silence, Stopped};
 
+/// The calls that one answer may have. Each of them is answered, executed or not, so this bounds
+/// what a single answer can make of a conversation.
+const MAX_CALLS: usize = 1_000;
+
 /// A request with what it needs to be made again.
 pub(super) struct Request<'a> {
     pub(super) model: &'a dyn Model,
@@ -102,6 +106,9 @@ impl Request<'_> {
         if reply.text.len() + bytes > most {
             return Err(too_long(most));
         }
+        if reply.calls.len() > MAX_CALLS {
+            return Err(too_many());
+        }
         let empty = reply.calls.is_empty() && reply.text.trim().is_empty();
         if !empty || self.may_be_empty {
             return Ok(reply);
@@ -131,6 +138,11 @@ fn silence(message: String, passing: bool) -> Silence {
 
 fn too_long(most: usize) -> Silence {
     silence(format!("the model's answer was cut off: it is longer than {most} bytes"), false)
+}
+
+fn too_many() -> Silence {
+    let message = format!("the model's answer was refused: it has more than {MAX_CALLS} calls");
+    silence(message, false)
 }
 
 fn too_slow(within_ms: u64) -> Silence {

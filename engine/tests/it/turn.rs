@@ -372,3 +372,28 @@ async fn tokens_are_counted_as_the_endpoint_says_and_limited() {
     assert_eq!(answer(next), ("short".into(), Some(Closing::Tokens)));
     assert_eq!(told(&talk, "c1"), "42", "what was asked for is still done");
 }
+
+#[tokio::test]
+async fn an_answer_with_more_calls_than_anybody_means_is_refused_whole() {
+    let bench = bench().await;
+    let many = |count: usize| {
+        let call = |n| Wanted {
+            id: format!("c{n}"),
+            name: "calc__add".into(),
+            arguments: format!("{{\"a\":{n},\"b\":0}}"),
+        };
+        Reply { calls: (0..count).map(call).collect(), ..Reply::default() }
+    };
+    let script = Script::default().line(move |_| Ok(many(1_000))).says("enough");
+    let (next, talk) = run(&bench, &script, &terms()).await;
+    assert_eq!(answer(next).0, "enough");
+    assert_eq!(talk.messages.len(), 1 + 1 + 1_000 + 1, "every call is answered");
+    let made = bench.made.load(Ordering::SeqCst);
+    let script = Script::default().line(move |_| Ok(many(1_001)));
+    let (next, talk) = run(&bench, &script, &terms()).await;
+    let error = next.unwrap_err();
+    assert_eq!(error.code(), Code::UpstreamUnavailable);
+    assert!(error.to_string().contains("more than 1000 calls"), "{error}");
+    assert_eq!(talk.messages.len(), 1, "the conversation is as it was");
+    assert_eq!(bench.made.load(Ordering::SeqCst), made, "nothing of it is executed");
+}
