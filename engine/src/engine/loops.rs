@@ -135,6 +135,16 @@ impl Engine {
         found.map_err(unavailable)?.ok_or_else(|| no_run(run_id))
     }
 
+    /// Whether calls of this caller may stand under the name of this run: not where there is such a
+    /// run, and it acts for somebody else.
+    pub async fn check_run_name(&self, caller: &Caller, run_id: &str) -> Result<(), Error> {
+        let found = self.inner.store.loops().loop_run(&caller.project, run_id).await;
+        match found.map_err(unavailable)? {
+            Some(run) if run.asker.agent != caller.agent => Err(not_own(&run)),
+            _ => Ok(()),
+        }
+    }
+
     /// A page of the project's runs, newest first.
     pub async fn loop_runs(&self, caller: &Caller, query: RunQuery) -> Result<RunPage, Error> {
         let limit = query.limit.clamp(1, 200);
@@ -185,7 +195,7 @@ impl Engine {
             vec![Entry::new(EntryKind::Canceled, now_ms, data)]
         });
         let run = self.inner.surely(canceled).await?;
-        self.cancel_calls(caller, run_id).await;
+        self.cancel_calls(caller, &run).await;
         Ok(run)
     }
 
@@ -328,25 +338,23 @@ impl Engine {
         turn::check_tools(self, caller, new.tools.as_deref().unwrap_or_default())
     }
 
-    /// Those calls of a run that go on are of no more use.
-    async fn cancel_calls(&self, caller: &Caller, run_id: &str) {
+    /// Those calls of a run that go on are of no more use. Calls of others who gave theirs the same
+    /// name are none of it.
+    async fn cancel_calls(&self, caller: &Caller, run: &Run) {
         for status in [Status::Pending, Status::Running] {
-            let (run_id, status) = (Some(run_id.to_owned()), Some(status));
-            let query = CallQuery { run_id, status, limit: 200, ..CallQuery::default() };
+            let (run_id, status) = (Some(run.id.clone()), Some(status));
+            let mut query = CallQuery { run_id, status, limit: 200, ..CallQuery::default() };
             loop {
-                let page = self.calls(caller, query.clone()).await;
-                let open = page.map_or_else(|_| Vec::new(), |page| page.calls);
-                let mut ended = 0;
-                for call in open {
+                let Ok(page) = self.calls(caller, query.clone()).await else { break };
+                let own = page.calls.iter().filter(|call| call.asked.agent == run.asker.agent);
+                for call in own {
                     let reason = Some("its run was canceled".to_owned());
-                    match self.cancel(caller, &call.id, reason).await {
-                        Ok(_) => ended += 1,
-                        Err(error) => {
-                            tracing::debug!(%error, call = %call.id, "a call of a canceled run");
-                        }
+                    if let Err(error) = self.cancel(caller, &call.id, reason).await {
+                        tracing::debug!(%error, call = %call.id, "a call of a canceled run");
                     }
                 }
-                if ended == 0 {
+                query.before = page.before;
+                if query.before.is_none() {
                     break;
                 }
             }
@@ -387,9 +395,13 @@ fn require_own(caller: &Caller, run: &Run) -> Result<(), Error> {
     if caller.may_administer() || run.asker.is(caller) {
         return Ok(());
     }
+    Err(not_own(run))
+}
+
+fn not_own(run: &Run) -> Error {
     let message =
         format!("this run acts for agent \"{}\", and only it may go on with it", run.asker.agent);
-    Err(Error::refused(Code::PermissionDenied, message))
+    Error::refused(Code::PermissionDenied, message)
 }
 
 fn over(run: Run, wanted: RunStatus) -> Result<Run, Error> {

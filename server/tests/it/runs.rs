@@ -7,7 +7,7 @@ mod late;
 mod streaming;
 
 use serde_json::{Value, json};
-use toolcrib_bench::model::{Scripted, Turn, call, say};
+use toolcrib_bench::model::{Answer, Scripted, Turn, call, say};
 
 use crate::support::{Api, Server};
 
@@ -186,4 +186,46 @@ async fn a_request_that_makes_no_sense_is_refused_by_its_field() {
     api.post_raw("/v1/runs", "{\"messages\": [").await.refused(400, "BAD_REQUEST");
     assert!(model.asked().is_empty());
     assert!(api.get("/v1/runs").await.is(200)["runs"].as_array().unwrap().is_empty());
+}
+
+#[tokio::test]
+async fn more_calls_than_are_shown_with_a_run_are_said_to_be_more() {
+    let mut answer = Answer::text("");
+    for n in 0..201 {
+        let sum = format!("{{\"expression\":\"{n}\"}}");
+        answer = answer.call(&format!("c{n}"), "calculation__eval", sum);
+    }
+    let (server, _model) = site([Turn::Say(answer), say("many"), say("few")]).await;
+    let mut body = question("?");
+    body["limits"] = json!({ "calls_per_step": 256 });
+    let many = run(&server.api(), body).await;
+    assert_eq!((&many["answer"], &many["call_count"]), (&json!("many"), &json!(201)), "{many}");
+    assert_eq!(many["calls"].as_array().unwrap().len(), 200);
+    assert_eq!(many["calls_truncated"], true);
+    assert_eq!(run(&server.api(), question("?")).await["calls_truncated"], false);
+}
+
+#[tokio::test]
+async fn a_run_that_is_canceled_takes_no_calls_of_other_agents_along() {
+    let (server, _model) = site([call("c1", "slow__tool", &json!({}))]).await;
+    let ada = server.keyed("default", "ada", "agent", &["slow.*"]).await;
+    let bob = server.keyed("default", "bob", "agent", &["slow.*"]).await;
+    let tools = server.keyed("default", "tools", "provider", &[]).await;
+    tools.register("c1", json!([{ "name": "slow.tool", "timeout_ms": 60_000 }])).await;
+    let id = ada.post("/v1/runs", question("?")).await.is(202)["run_id"].clone();
+    let id = id.as_str().unwrap();
+    let mut events = ada.follow(&format!("/v1/runs/{id}/events"), None).await;
+    let own = events.named("tool.call.requested").await.data["tool_call_id"].clone();
+    let body = json!({ "args": {}, "run_id": id });
+    let other = bob.post("/v1/tools/slow.tool/invoke", body).await.is(202)["tool_call_id"].clone();
+    assert_eq!(
+        ada.post(&format!("/v1/runs/{id}/cancel"), json!({})).await.is(200)["status"],
+        "CANCELED"
+    );
+    let status = async |ticket: &Value| {
+        let path = format!("/v1/tool_calls/{}", ticket.as_str().unwrap());
+        bob.get(&path).await.body["status"].clone()
+    };
+    assert_eq!(status(&own).await, "CANCELED");
+    assert_ne!(status(&other).await, "CANCELED", "it is no call of that run");
 }

@@ -178,3 +178,21 @@ async fn a_fault_after_calls_were_made_does_not_invite_to_make_them_again() {
         assert_eq!(made["tool_calls"].as_array().unwrap().len(), 1, "what was done is found");
     }
 }
+
+#[tokio::test]
+async fn the_name_of_a_run_of_another_agent_is_refused() {
+    let (server, scripted) = serving([say("Hello."), say("Hello."), say("Hello.")]).await;
+    let ada = server.keyed("default", "ada", "agent", &["*"]).await;
+    let bob = server.keyed("default", "bob", "agent", &["*"]).await;
+    let run = ada.post("/v1/runs?wait_ms=30000", question("Hi")).await.is(200);
+    let mut body = question("Hi");
+    body["toolcrib"] = json!({ "run_id": run["run_id"] });
+    let path = "/v1/chat/completions";
+    let refused = error(bob.post(path, body.clone()).await, 403, "permission_error");
+    assert_eq!(refused["param"], "toolcrib.run_id", "{refused}");
+    assert_eq!(scripted.asked().len(), 1, "nobody was asked");
+    // Whose run it is may, and a name that is no stored run is free.
+    ada.post(path, body.clone()).await.is(200);
+    body["toolcrib"] = json!({ "run_id": "run_of_bob" });
+    bob.post(path, body).await.is(200);
+}

@@ -131,6 +131,9 @@ impl Conversation {
         if let Some(text) = instructions {
             messages.insert(0, json!({ "role": "system", "content": text }));
         }
+        if let Some(run_id) = &extras.run_id {
+            engine.check_run_name(&caller, run_id).await.map_err(about_run)?;
+        }
         let run_id = extras.run_id.unwrap_or_else(|| format!("run_{}", ulid::Ulid::generate()));
         let terms = Terms {
             tools: extras.tools,
@@ -325,6 +328,15 @@ fn named(error: Error) -> Error {
     if let (Code::ValidationError, Some(pointer)) = (fault.code, pointer) {
         fault.detail = Some(json!({ "pointer": format!("/toolcrib{pointer}") }));
         fault.message = format!("toolcrib.{}", fault.message);
+    }
+    Error::Refused { fault, retry_after_ms }
+}
+
+/// A run that was named and may not be.
+fn about_run(error: Error) -> Error {
+    let Error::Refused { mut fault, retry_after_ms } = error else { return error };
+    if fault.code == Code::PermissionDenied {
+        fault.detail = Some(json!({ "pointer": "/toolcrib/run_id" }));
     }
     Error::Refused { fault, retry_after_ms }
 }

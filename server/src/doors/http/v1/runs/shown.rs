@@ -79,6 +79,8 @@ pub(crate) struct RunAnswer {
     steps: Vec<StepBody>,
     /// The newest 200, without arguments and results.
     calls: Vec<RunCallBody>,
+    /// Whether there are older ones; `GET /v1/tool_calls?run_id=…` has all of them.
+    calls_truncated: bool,
     /// The conversation, in OpenAI's chat form.
     #[schema(value_type = Vec<Object>)]
     messages: Vec<Value>,
@@ -162,13 +164,14 @@ pub(crate) fn summary(run: &Run) -> RunSummary {
 pub(crate) async fn whole(engine: &Engine, caller: &Caller, run: &Run) -> Result<RunAnswer, Error> {
     let mut journal = engine.journal(caller, &run.id).await?;
     let query = CallQuery { run_id: Some(run.id.clone()), limit: CALLS, ..CallQuery::default() };
-    let calls = engine.calls(caller, query).await?.calls;
+    let page = engine.calls(caller, query).await?;
     let steps = steps(&journal);
     let messages = journal.iter_mut().flat_map(|noted| std::mem::take(&mut noted.entry.messages));
     Ok(RunAnswer {
         summary: summary(run),
         steps,
-        calls: calls.iter().rev().map(RunCallBody::from).collect(),
+        calls: page.calls.iter().rev().map(RunCallBody::from).collect(),
+        calls_truncated: page.before.is_some(),
         messages: messages.collect(),
         limits: serde_json::to_value(&run.terms.limits).unwrap_or_default(),
         tools: run.terms.tools.clone(),
