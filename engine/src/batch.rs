@@ -13,6 +13,7 @@
 mod answer;
 mod run;
 mod shares;
+mod short;
 
 use std::sync::Arc;
 

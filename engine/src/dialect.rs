@@ -22,7 +22,7 @@ use crate::fault::{Code, Fault};
 use crate::json::Json;
 use fields::Fields;
 
-pub use definitions::{Format, definition};
+pub use definitions::{Format, definition, takes_object};
 
 /// The form of an entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,11 +49,22 @@ pub struct Entry {
     pub timeout_ms: Option<u64>,
     pub retry: Option<u32>,
     pub idempotency_key: Option<String>,
+    /// Is told of the end.
+    pub callback_url: Option<String>,
 }
 
 impl Entry {
     fn new(form: Form, id: Option<String>, name: String, args: Json) -> Self {
-        Self { form, id, name, args, timeout_ms: None, retry: None, idempotency_key: None }
+        Self {
+            form,
+            id: said(form, id),
+            name,
+            args,
+            timeout_ms: None,
+            retry: None,
+            idempotency_key: None,
+            callback_url: None,
+        }
     }
 }
 
@@ -69,8 +80,13 @@ pub struct Misfit {
 
 impl Misfit {
     fn new(form: Form, id: Option<String>, name: Option<String>, fault: Fault) -> Self {
-        Self { form, id, name, fault: Box::new(fault) }
+        Self { form, id: said(form, id), name, fault: Box::new(fault) }
     }
+}
+
+/// Of a model, an id that says nothing is none. Who writes an envelope is told that it is wrong.
+fn said(form: Form, id: Option<String>) -> Option<String> {
+    id.filter(|id| form == Form::Envelope || !id.is_empty())
 }
 
 /// Reads one entry, in whatever form it is.

@@ -3,6 +3,7 @@
 //! A payload is checked to be JSON once and then carried, stored and answered byte for byte, so
 //! `1.10` stays `1.10` and a large result is not taken apart and put together again. Pure.
 
+mod check;
 pub mod cursor;
 
 use std::fmt;
@@ -12,10 +13,12 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::Value;
 use serde_json::value::RawValue;
 
+pub use check::{check, mended};
+
 /// How deep a document may nest, everywhere.
 pub const MAX_DEPTH: usize = 64;
 
-/// One JSON document, kept as text. Cheap to clone.
+/// One JSON document, kept as text, which can be read as a value. Cheap to clone.
 #[derive(Clone)]
 pub struct Json(Arc<RawValue>);
 
@@ -34,9 +37,19 @@ pub struct NotJson {
 impl Json {
     /// Checks a text and keeps it.
     pub fn parse(text: &str) -> Result<Self, NotJson> {
-        check_depth(text.as_bytes())?;
+        check(text.as_bytes())?;
+        Self::kept(text)
+    }
+
+    /// What a store gives back: it was checked before it was kept.
+    pub fn kept(text: &str) -> Result<Self, NotJson> {
         let raw: Box<RawValue> = serde_json::from_str(text).map_err(NotJson::from)?;
         Ok(Self(raw.into()))
+    }
+
+    /// A part of a document that was checked.
+    pub(crate) fn part(raw: &RawValue) -> Self {
+        Self(raw.to_owned().into())
     }
 
     /// The JSON of a value.
@@ -67,7 +80,7 @@ impl Json {
     /// The items of an array; none where it is no array.
     pub fn items(&self) -> Option<Vec<Self>> {
         let items: Vec<&RawValue> = serde_json::from_str(self.text()).ok()?;
-        Some(items.into_iter().map(Self::from).collect())
+        Some(items.into_iter().map(Self::part).collect())
     }
 
     /// The value tree. The text was checked when it came in, so this cannot fail in practice.
@@ -97,14 +110,19 @@ impl Serialize for Json {
 
 impl<'de> Deserialize<'de> for Json {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        Box::<RawValue>::deserialize(deserializer).map(|raw| Self(raw.into()))
+        let raw = Box::<RawValue>::deserialize(deserializer)?;
+        check(raw.get().as_bytes()).map_err(serde::de::Error::custom)?;
+        Ok(Self(raw.into()))
     }
 }
 
-/// A part of a document that was checked.
-impl From<&RawValue> for Json {
-    fn from(raw: &RawValue) -> Self {
-        Self(raw.to_owned().into())
+impl NotJson {
+    /// What is wrong with a text at a place in it, counted in bytes.
+    pub fn at(text: &[u8], at: usize, reason: &str) -> Self {
+        let before = &text[..at];
+        let line = before.iter().filter(|byte| **byte == b'\n').count() + 1;
+        let column = at - before.iter().rposition(|byte| *byte == b'\n').map_or(0, |n| n + 1) + 1;
+        Self { reason: reason.to_owned(), line, column }
     }
 }
 
@@ -116,41 +134,6 @@ impl From<serde_json::Error> for NotJson {
         let reason = full.strip_suffix(&place).unwrap_or(&full).to_owned();
         Self { reason, line, column }
     }
-}
-
-/// Refuses a document that nests deeper than [`MAX_DEPTH`], before anything recursive reads it.
-pub fn check_depth(bytes: &[u8]) -> Result<(), NotJson> {
-    let (mut depth, mut in_string, mut escaped) = (0_usize, false, false);
-    for (at, byte) in bytes.iter().enumerate() {
-        if in_string {
-            match (escaped, byte) {
-                (true, _) => escaped = false,
-                (false, b'\\') => escaped = true,
-                (false, b'"') => in_string = false,
-                _ => {}
-            }
-            continue;
-        }
-        match byte {
-            b'"' => in_string = true,
-            b'[' | b'{' => {
-                depth += 1;
-                if depth > MAX_DEPTH {
-                    return Err(too_deep(bytes, at));
-                }
-            }
-            b']' | b'}' => depth = depth.saturating_sub(1),
-            _ => {}
-        }
-    }
-    Ok(())
-}
-
-fn too_deep(bytes: &[u8], at: usize) -> NotJson {
-    let before = &bytes[..at];
-    let line = before.iter().filter(|byte| **byte == b'\n').count() + 1;
-    let column = at - before.iter().rposition(|byte| *byte == b'\n').map_or(0, |n| n + 1) + 1;
-    NotJson { reason: format!("nested deeper than {MAX_DEPTH} levels"), line, column }
 }
 
 /// The same document with its object keys in order, as text: what fingerprints are taken of.
@@ -192,6 +175,8 @@ fn write_canonical(value: &Value, text: &mut String) {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use super::*;
 
     #[test]
@@ -207,6 +192,18 @@ mod tests {
         assert_eq!((refused.line, refused.column), (2, 65));
         assert!(Json::parse(&format!("\"{}\"", "[".repeat(100))).is_ok(), "brackets in a string");
         assert!(Json::parse(&deep(100_000)).is_err());
+    }
+
+    #[test]
+    fn what_cannot_be_read_as_a_value_does_not_become_json() {
+        for text in ["[1e400]", r#"{"a":"\ud800"}"#, r#"{"\udfff":1}"#] {
+            assert!(Json::parse(text).is_err(), "{text}");
+            assert!(serde_json::from_str::<Json>(text).is_err(), "{text}");
+            let inside = format!(r#"{{"args":{text}}}"#);
+            assert!(serde_json::from_str::<BTreeMap<String, Json>>(&inside).is_err(), "{text}");
+        }
+        let whole = Json::parse(r#"["\ud83d\ude00", 1e300]"#).unwrap();
+        assert_eq!(whole.value(), serde_json::json!(["😀", 1e300]));
     }
 
     #[test]

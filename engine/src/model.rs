@@ -120,6 +120,24 @@ pub trait Model: Send + Sync + 'static {
     /// Asks once. Dropping the future ends the request. A stream that ends before the model said
     /// that it was done is a [`Silence`], whatever came before.
     async fn reply(&self, prompt: &Prompt, listener: Listener<'_>) -> Result<Reply, Silence>;
+
+    /// What it is counted as.
+    fn counted_as(&self) -> CountedAs<'_> {
+        CountedAs::default()
+    }
+}
+
+/// The labels under which the tokens of a model are counted: few, and never what an asker wrote.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CountedAs<'a> {
+    pub provider: &'static str,
+    pub model: &'a str,
+}
+
+impl Default for CountedAs<'_> {
+    fn default() -> Self {
+        Self { provider: "other", model: "other" }
+    }
 }
 
 /// A model that a name stands for.

@@ -135,6 +135,13 @@ impl Schema {
         let genuine: Vec<_> = errors.filter(meter::is_genuine).collect();
         problem::explain(source, instance, &genuine)
     }
+
+    /// The same without a word of what the instance says: the place, what was expected there, and
+    /// the type of what was given.
+    pub fn problems_unquoted(&self, instance: &Value) -> Vec<Problem> {
+        let problems = self.problems(instance).into_iter();
+        problems.map(|problem| problem::unquoted(problem, instance)).collect()
+    }
 }
 
 /// Puts a compile error into words, with the pointer to the fault.

@@ -5,6 +5,7 @@
 //! given on only where it cannot repeat one.
 
 mod anthropic;
+mod counted;
 mod demo;
 mod http;
 mod openai;
@@ -15,6 +16,7 @@ use std::sync::Arc;
 use toolcrib::model::{Chosen, Model, Models};
 
 use crate::config::LlmSettings;
+use counted::{Counted, OTHER};
 
 pub use anthropic::Anthropic;
 pub use demo::Demo;
@@ -32,6 +34,14 @@ pub enum Kind {
 }
 
 impl Kind {
+    /// Its name.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::OpenAi => "openai",
+            Self::Anthropic => "anthropic",
+        }
+    }
+
     /// Where the vendor's own endpoint is.
     pub fn usual_base(self) -> &'static str {
         match self {
@@ -60,19 +70,22 @@ struct Known {
 impl Shelf {
     /// What the configuration names, and the demo.
     pub fn new(settings: &LlmSettings) -> Self {
-        let demo = Known { model: Arc::new(Demo), upstream: DEMO.into() };
+        let demo = Counted::new(Arc::new(Demo), DEMO, DEMO);
+        let demo = Known { model: demo, upstream: DEMO.into() };
         let mut named = BTreeMap::from([(DEMO.to_owned(), demo)]);
         let mut others = None;
         if let Some(endpoint) = settings.endpoint() {
-            let model = at(endpoint);
+            let (provider, model) = (endpoint.kind.as_str(), at(endpoint));
             if let Some(name) = &settings.model {
-                let known = Known { model: model.clone(), upstream: name.clone() };
-                named.insert(name.clone(), known);
+                let model = Counted::new(model.clone(), provider, name);
+                named.insert(name.clone(), Known { model, upstream: name.clone() });
             }
-            others = settings.other_models.then_some(model);
+            others = settings.other_models.then(|| Counted::new(model, provider, OTHER));
         }
         for (name, upstream, endpoint) in settings.named() {
-            named.insert(name.clone(), Known { model: at(endpoint), upstream });
+            let provider = endpoint.kind.as_str();
+            let model = Counted::new(at(endpoint), provider, name);
+            named.insert(name.clone(), Known { model, upstream });
         }
         // Where one is all there is, nobody has to name it.
         let only = settings.models.keys().next().filter(|_| settings.models.len() == 1).cloned();

@@ -251,7 +251,7 @@ pub(crate) fn read_call(row: &impl Fields) -> Result<(u64, Call), StoreError> {
     let number = |n: usize| row.number(n);
     let time = |n: usize| row.maybe_number(n);
     let maybe = |n: usize| row.maybe_text(n);
-    let parse = |text: &str| decode::<Json>(text);
+    let parse = |text: &str| Json::kept(text).map_err(|e| StoreError::Corrupt(e.to_string()));
     let envelope: Envelope<'_> = decode(&text(16)?)?;
     let state: State<'_> = decode(&text(17)?)?;
     let args = parse(&text(13)?)?;

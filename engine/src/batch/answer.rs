@@ -1,10 +1,9 @@
 //! What a batch is answered with: each entry by itself, and a message for the model about each.
 
-use std::borrow::Cow;
 use std::sync::Arc;
 
 use super::run::{Answered, Write};
-use super::shares;
+use super::{shares, short};
 use crate::call::{Call, Metrics};
 use crate::dialect::{self, Answer, Entry, Form, Misfit, Pending};
 use crate::digest::{self, Source};
@@ -164,16 +163,43 @@ impl Settled {
                 return digest.text;
             }
         }
-        let brief = self.error().map(|fault| {
-            let fault = Fault { detail: None, ..fault.clone() };
-            Cow::Owned(dialect::fault_content(&fault))
-        });
-        let brief = brief.unwrap_or(Cow::Borrowed(content));
-        tokens::first(&brief, budget).to_owned()
+        match (&self.state, self.error()) {
+            (State::Open(call), _) => short::pending(&pending(call), budget),
+            (_, Some(fault)) if self.form == Form::Envelope => self.within(fault, budget),
+            (_, Some(fault)) => short::fault(fault, budget),
+            (State::Ended { call, left_out_bytes: Some(bytes) }, None) => {
+                short::left_out(*bytes, call.id.as_str(), budget)
+            }
+            _ => short::cut(content, budget),
+        }
+    }
+
+    /// A fault's message, cut so that the envelope around it keeps to the budget.
+    fn within(&self, fault: &Fault, budget: usize) -> String {
+        let mut room = budget;
+        loop {
+            let said = short::cut(&fault.message, room);
+            let whole = self.written("", Some(&unexplained(fault, said.clone())));
+            let over = tokens::count(whole.text()).saturating_sub(budget);
+            // What is escaped, and where parts meet, costs more than each alone.
+            if over == 0 || room == 0 {
+                return said;
+            }
+            room = room.saturating_sub(over);
+        }
     }
 
     pub(super) fn message(&self, content: &str) -> Json {
+        let brief = self.error().filter(|_| self.digested);
+        let brief = brief.map(|fault| unexplained(fault, content.to_owned()));
+        self.written(content, brief.as_ref().or(self.error()))
+    }
+
+    fn written(&self, content: &str, error: Option<&Fault>) -> Json {
         let pending = match &self.state {
+            State::Open(call) if self.digested => {
+                Some(Pending { message: short::LATER, ..pending(call) })
+            }
             State::Open(call) => Some(pending(call)),
             _ => None,
         };
@@ -181,12 +207,17 @@ impl Settled {
             ok: self.ok(),
             content,
             data: self.data().filter(|_| !self.digested),
-            error: self.error(),
+            error,
             metrics: self.metrics(),
             pending,
         };
         dialect::message(self.form, self.call_id.as_deref(), &answer)
     }
+}
+
+/// A fault with another message, and no more than that.
+fn unexplained(fault: &Fault, message: String) -> Fault {
+    Fault { message, detail: None, raw: None, ..fault.clone() }
 }
 
 impl BatchAnswer {

@@ -229,7 +229,7 @@ impl Run {
             idempotency_key: entry.idempotency_key.clone().or_else(of_batch),
             user_id: batch.user_id.clone(),
             traceparent: batch.traceparent.clone(),
-            callback_url: batch.callback_url.clone(),
+            callback_url: entry.callback_url.clone().or_else(|| batch.callback_url.clone()),
             ..Invocation::of(name.clone(), entry.args.clone())
         }
     }

@@ -114,6 +114,7 @@ impl ToolCallContext {
     fn tools(&self, format: Format) -> Vec<Json> {
         let names = names::for_models(self.tool_definitions.iter().map(|tool| tool.name.as_str()));
         let tools = self.tool_definitions.iter().zip(&names);
+        let tools = tools.filter(|(tool, _)| dialect::takes_object(tool));
         tools.map(|(tool, name)| dialect::definition(format, name, tool)).collect()
     }
 

@@ -126,11 +126,22 @@ pub fn definition(format: Format, name: &str, tool: &Definition) -> Json {
     }
 }
 
-/// The schema as it is; with `"type": "object"` where it says nothing about the type, which the
-/// APIs insist on, and which arguments from a model always are.
+/// Whether a model can call the tool: its arguments are always an object.
+pub fn takes_object(tool: &Definition) -> bool {
+    match tool.input_schema.value().get("type") {
+        Some(Value::String(kind)) => kind == "object",
+        Some(Value::Array(kinds)) => kinds.iter().any(|kind| kind == "object"),
+        _ => true,
+    }
+}
+
+/// The schema as it is; with `"type": "object"` where it says nothing or more than that about the
+/// type, which the APIs insist on, and which arguments from a model always are.
 fn object_schema(schema: &Json) -> Json {
     match schema.value() {
-        Value::Object(map) if map.contains_key("type") => schema.clone(),
+        Value::Object(map) if map.get("type").is_some_and(|kind| kind == "object") => {
+            schema.clone()
+        }
         Value::Object(mut map) => {
             map.insert("type".into(), "object".into());
             Json::of_value(&Value::Object(map))

@@ -1,4 +1,5 @@
-//! Toolcrib's own envelope: `{call_id, name, args, timeout_ms, retry, idempotency_key}`.
+//! Toolcrib's own envelope: `{call_id, name, args, timeout_ms, retry, idempotency_key,
+//! callback_url}`.
 
 use serde::Serialize;
 
@@ -24,6 +25,7 @@ pub(super) fn read(fields: &Fields<'_>) -> Result<Entry, Fault> {
         timeout_ms: fields.number("timeout_ms")?,
         retry: fields.number("retry")?,
         idempotency_key: fields.text("idempotency_key")?,
+        callback_url: fields.text("callback_url")?,
         ..Entry::new(Form::Envelope, id, name, args)
     })
 }

@@ -44,7 +44,7 @@ impl<'a> Fields<'a> {
     }
 
     pub(super) fn raw(&self, name: &str) -> Option<Json> {
-        self.get(name).map(Json::from)
+        self.get(name).map(Json::part)
     }
 
     /// The object in a field.

@@ -224,8 +224,13 @@ fn definitions() {
 
 #[test]
 fn a_schema_that_says_no_type_is_one_of_objects() {
-    for schema in ["{}", "true", r#"{"required":["a"]}"#] {
-        let told = definition(Format::Anthropic, "x", &tool(schema, Effect::Read)).value();
+    for schema in ["{}", "true", r#"{"required":["a"]}"#, r#"{"type":["object","null"]}"#] {
+        let tool = tool(schema, Effect::Read);
+        let told = definition(Format::Anthropic, "x", &tool).value();
         assert_eq!(told["input_schema"]["type"], "object", "{schema}");
+        assert!(takes_object(&tool), "{schema}");
+    }
+    for schema in [r#"{"type":"string"}"#, r#"{"type":["array","null"]}"#] {
+        assert!(!takes_object(&tool(schema, Effect::Read)), "{schema}");
     }
 }

@@ -203,3 +203,15 @@ fn every_small_budget_holds() {
         }
     }
 }
+
+#[test]
+fn a_small_budget_still_shows_the_line_that_was_asked_for() {
+    let mut lines: Vec<String> =
+        (0..400).map(|n| format!("entry {n}: nothing of note happened here today")).collect();
+    lines[211] = "the zebra has left its house".to_owned();
+    let text = json!(lines.join("\n"));
+    for budget in (140..=260).step_by(10) {
+        let digest = digested(&text, budget, Some("where is the zebra?"));
+        has(&digest, &["zebra has left", "entry 0", "today"]);
+    }
+}

@@ -51,6 +51,19 @@ const EMPTY: [&str; 20] = [
     "was", "were", "has", "have", "not", "you", "true", "false",
 ];
 
+/// What figures alone make a block worth.
+const FIGURES: f64 = 0.25;
+/// So many tokens are kept for the best line and the mark before it, from so many on.
+const ONE_LINE: usize = 44;
+const LEAST_FOR_A_LINE: usize = 72;
+
+/// How many tokens head, middle and tail may have.
+struct Rooms {
+    head: usize,
+    middle: usize,
+    tail: usize,
+}
+
 /// A few lines of the middle.
 #[derive(Clone, Copy)]
 struct Block {
@@ -100,16 +113,16 @@ pub(super) fn line_count(text: &str) -> usize {
 impl Looked<'_> {
     fn compose(&self, room: usize) -> String {
         let text = self.text;
-        let head_end = whole_lines(text, tokens::first(text, room * 2 / 5).len());
+        let Rooms { head, middle, tail } = self.rooms(room);
+        let head_end = whole_lines(text, tokens::first(text, head).len());
         let (head, rest) = text.split_at(head_end);
-        let tail_begin = text.len() - line_start(rest, tokens::last(rest, room / 4));
+        let tail_begin = text.len() - line_start(rest, tokens::last(rest, tail));
         let tail = &text[tail_begin..];
-        let middle_room = room.saturating_sub(room * 2 / 5 + room / 4 + 24);
         let mut out = head.to_owned();
         let mut shown_to = head_end;
         let partial = usize::from(!head.is_empty() && !head.ends_with('\n'));
         let mut line = lines(head).count() - partial;
-        for shown in self.choose(head_end, tail_begin, middle_room) {
+        for shown in self.choose(head_end, tail_begin, middle) {
             if shown.begin > shown_to {
                 mark(&mut out, shown.first_line.saturating_sub(line), line);
             }
@@ -124,6 +137,18 @@ impl Looked<'_> {
         }
         out.push_str(tail);
         out
+    }
+
+    /// What each part gets: where there is little, the best line goes before head and tail.
+    fn rooms(&self, room: usize) -> Rooms {
+        let (head, tail) = (room * 2 / 5, room / 4);
+        let middle = room.saturating_sub(head + tail + 24);
+        let relevant = || self.blocks.iter().any(|(score, _)| *score > FIGURES);
+        if middle >= ONE_LINE || room < LEAST_FOR_A_LINE || !relevant() {
+            return Rooms { head, middle, tail };
+        }
+        let ends = room - ONE_LINE - 16;
+        Rooms { head: ends * 3 / 5, middle: ONE_LINE, tail: ends * 2 / 5 }
     }
 
     /// The best of the blocks between two places, as much as fits, in the order of the text.
@@ -288,7 +313,7 @@ impl<'a> Words<'a> {
             let digits = written.iter().filter(|byte| byte.is_ascii_digit()).count();
             // Some figures among words; a block of nothing but digits is no better than any other.
             let figures = digits * 25 > written.len() && digits * 2 < written.len();
-            weight_of(*bits, &weights) + if figures { 0.25 } else { 0.0 }
+            weight_of(*bits, &weights) + if figures { FIGURES } else { 0.0 }
         };
         (blocks.iter().zip(&found).map(score).collect(), weights)
     }

@@ -11,7 +11,7 @@ use metrics::{Counter, Histogram, counter, histogram};
 use parking_lot::RwLock;
 
 use crate::call::{Call, Metrics, Status};
-use crate::model::Usage;
+use crate::model::{CountedAs, Usage};
 use crate::tool::Executor;
 
 struct Usual {
@@ -161,10 +161,12 @@ pub(crate) fn asked(outcome: &'static str) {
 }
 
 /// What an answer of a model cost.
-pub(crate) fn answered(usage: &Usage) {
-    counter!("toolcrib_model_tokens_total", "kind" => "prompt").increment(usage.prompt_tokens);
-    let completion = counter!("toolcrib_model_tokens_total", "kind" => "completion");
-    completion.increment(usage.completion_tokens);
+pub(crate) fn answered(model: CountedAs<'_>, usage: &Usage) {
+    for (kind, tokens) in [("input", usage.prompt_tokens), ("output", usage.completion_tokens)] {
+        let name = model.model.to_owned();
+        let labels = [("provider", model.provider.into()), ("model", name), ("type", kind.into())];
+        counter!("toolcrib_llm_tokens_total", &labels).increment(tokens);
+    }
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::Engine;
 use super::catalog::Entry;
 use crate::caller::Caller;
-use crate::dialect::{Format, definition};
+use crate::dialect::{Format, definition, takes_object};
 use crate::json::Json;
 use crate::{names, policy};
 
@@ -20,9 +20,10 @@ impl Engine {
         pairs.map(|(entry, name)| definition(format, name, &entry.definition)).collect()
     }
 
-    /// The tools that the model of this caller is told of.
+    /// The tools that the model of this caller is told of: those that a model can call.
     pub(crate) fn tools_for_model(&self, caller: &Caller) -> Vec<Arc<Entry>> {
         let mut tools = self.tools(caller);
+        tools.retain(|entry| takes_object(&entry.definition));
         let member = self.inner.member(&caller.project, &caller.agent);
         if let Some(list) = member.and_then(|member| member.allowed_tools) {
             let listed = |name: &str| list.iter().any(|pattern| policy::matches(pattern, name));

@@ -276,7 +276,7 @@ impl Inner {
         };
         let form = Definition { output_schema: Some(schema), ..own_tool("", &call.tool_name, 1) };
         let tool = Entry::compile(form)?;
-        let problems = tool.output.as_ref().map(|output| output.problems(&data.value()));
+        let problems = tool.output.as_ref().map(|output| output.problems_unquoted(&data.value()));
         let problems = problems.unwrap_or_default();
         if problems.is_empty() {
             return Ok(Ok(data));

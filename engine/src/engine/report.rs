@@ -211,7 +211,8 @@ impl Inner {
             }
             value = value.get_mut("structuredContent").map_or(Value::Null, Value::take);
         }
-        let problems = output.problems(&value);
+        // Who called is told what is wrong, and not what the tool gave.
+        let problems = output.problems_unquoted(&value);
         if problems.is_empty() {
             return Ok(data);
         }

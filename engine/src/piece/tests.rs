@@ -110,7 +110,7 @@ fn what_is_too_long_by_itself_shows_its_beginning_and_where_to_read_it() {
     assert_eq!((piece.truncated, piece.next_offset), (true, Some(2)));
     let inside = read(&data, &at("/1"), 100_000).unwrap();
     assert_eq!(inside.total, Some(5), "a long line is several");
-    let digits = Json::parse(&"7".repeat(5_000)).unwrap();
+    let digits = Json::parse(&"7".repeat(300)).unwrap();
     let piece = read(&digits, &at(""), 100).unwrap();
     assert!(matches!(piece.content, Content::Beginning { .. }) && piece.truncated);
 }

@@ -16,7 +16,7 @@ use super::{MAX_PROBLEMS, Problem};
 
 mod words;
 
-pub(super) use words::{about_pattern, cut, given};
+pub(super) use words::{about_pattern, cut, given, unquoted};
 use words::{count, format_words, label, listed, place, quoted, short_json, type_words};
 
 /// How many unions within unions are told apart before their branches are only listed.

@@ -161,12 +161,12 @@ async fn keep(inner: &Inner, delivery: &Delivery, answer: &Answer, times: (u64, 
 }
 
 fn report(next: &Delivery, answer: &Answer) {
-    let result = match (next.status, &answer.result) {
+    let outcome = match (next.status, &answer.result) {
         (DeliveryStatus::Gone, _) => "gone",
         (_, Ok(200..=299)) => "delivered",
         _ => "failed",
     };
-    metrics::counter!("toolcrib_webhook_tries_total", "result" => result).increment(1);
+    metrics::counter!("toolcrib_webhook_deliveries_total", "outcome" => outcome).increment(1);
     let why = next.last_error.as_deref().unwrap_or_default();
     match next.status {
         DeliveryStatus::Exhausted | DeliveryStatus::Gone => {

@@ -197,7 +197,7 @@ impl<'a> Loop<'a> {
         let guess_of: usize = if reply.usage == Default::default() { size(&prompt) } else { 0 };
         progress.steps = step;
         let usage = rules::usage_or_guess(&reply, guess_of);
-        measure::answered(&usage);
+        measure::answered(self.model.counted_as(), &usage);
         progress.usage += usage;
         let reply = rules::with_usable_ids(reply, step, &progress.awaited);
         (self.watch)(Happening::Replied { step, reply: &reply });

@@ -46,6 +46,12 @@ impl Door {
     fn max_result_body_bytes(&self) -> usize {
         self.settings.max_body_bytes.max(self.engine.limits().max_result_bytes + 4_096)
     }
+
+    /// What is read of a report on a call. It is more than a result may have, so that one over its
+    /// limit fails its call and not the connection.
+    fn max_report_bytes(&self) -> usize {
+        self.max_result_body_bytes().saturating_mul(4)
+    }
 }
 
 /// The door's own limits.

@@ -145,7 +145,7 @@ fn body(request: &Message) -> Result<Value, Error> {
     if request.payload.is_empty() {
         return Ok(json!({}));
     }
-    toolcrib::json::check_depth(&request.payload).map_err(|error| unreadable(error.to_string()))?;
+    toolcrib::json::check(&request.payload).map_err(|error| unreadable(error.to_string()))?;
     let body: Value =
         serde_json::from_slice(&request.payload).map_err(|error| unreadable(error.to_string()))?;
     match body {

@@ -18,7 +18,9 @@ const COUNTERS: Names = &[
     ("toolcrib_reconciled_calls_total", "Calls found open and taken up after a start"),
     ("toolcrib_runs_total", "Runs that came to an end, by status"),
     ("toolcrib_model_requests_total", "Requests to language models, by outcome"),
-    ("toolcrib_model_tokens_total", "Tokens of language models, of prompts and of completions"),
+    ("toolcrib_llm_tokens_total", "Tokens of language models, of input and of output"),
+    ("toolcrib_webhook_deliveries_total", "Tries to deliver a callback, by outcome"),
+    ("toolcrib_bus_reconnects_total", "How often the connection to NATS had to be made again"),
     ("toolcrib_upstream_calls_total", "Attempts at MCP servers behind the crib, by outcome"),
     ("toolcrib_upstream_restarts_total", "How often MCP servers had to be connected to again"),
     ("toolcrib_otlp_spans_total", "Spans sent by OTLP, not taken by the endpoint, or dropped"),
@@ -87,9 +89,10 @@ fn start_metrics() -> Option<PrometheusHandle> {
     for outcome in ["ok", "again", "failed"] {
         metrics::counter!("toolcrib_model_requests_total", "outcome" => outcome).increment(0);
     }
-    for kind in ["prompt", "completion"] {
-        metrics::counter!("toolcrib_model_tokens_total", "kind" => kind).increment(0);
+    for outcome in ["delivered", "failed", "gone"] {
+        metrics::counter!("toolcrib_webhook_deliveries_total", "outcome" => outcome).increment(0);
     }
+    metrics::counter!("toolcrib_bus_reconnects_total").increment(0);
     for outcome in ["ok", "failed", "asked", "task"] {
         metrics::counter!("toolcrib_upstream_calls_total", "outcome" => outcome).increment(0);
     }

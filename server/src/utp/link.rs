@@ -49,6 +49,7 @@ impl Link {
     pub async fn connect(address: &Address, name: &str) -> anyhow::Result<Self> {
         let (came_up, streams_known) = (Arc::new(Notify::new()), Arc::new(AtomicBool::new(false)));
         let (up, known) = (came_up.clone(), streams_known.clone());
+        let was_up = Arc::new(AtomicBool::new(false));
         let mut options = ConnectOptions::new()
             .name(name)
             .retry_on_initial_connect()
@@ -60,11 +61,14 @@ impl Link {
             .client_capacity(8_192)
             .subscription_capacity(262_144)
             .event_callback(move |event| {
-                let (up, known) = (up.clone(), known.clone());
+                let (up, known, was_up) = (up.clone(), known.clone(), was_up.clone());
                 async move {
                     match event {
                         async_nats::Event::Connected => {
                             tracing::info!("NATS is there");
+                            if was_up.swap(true, Ordering::AcqRel) {
+                                metrics::counter!("toolcrib_bus_reconnects_total").increment(1);
+                            }
                             up.notify_waiters();
                         }
                         async_nats::Event::Disconnected => {

@@ -3,7 +3,7 @@
 use serde_json::Value;
 use toolcrib::engine::{Ingested, Rejected, ToolReport, Unreadable};
 use toolcrib::fault::{Code, Error, Fault};
-use toolcrib::json::check_depth;
+use toolcrib::json;
 use toolcrib::{Caller, Engine};
 
 use super::wire::Headers;
@@ -75,7 +75,7 @@ fn read(engine: &Engine, project: &str, incoming: &Incoming<'_>) -> Result<ToolR
         return Err(Rejected { reason: Some("too_large"), error: fault.into() });
     }
     let unreadable = |why: String| malformed(format!("the report is not JSON: {why}"));
-    check_depth(incoming.body).map_err(|error| unreadable(error.to_string()))?;
+    json::check(incoming.body).map_err(|error| unreadable(error.to_string()))?;
     let mut body: Value =
         serde_json::from_slice(incoming.body).map_err(|error| unreadable(error.to_string()))?;
     let Value::Object(fields) = &mut body else { return Err(malformed("a report is an object")) };

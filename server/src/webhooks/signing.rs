@@ -39,8 +39,16 @@ impl KeyRing {
     /// The keys of a project; or a phrase that says what is missing.
     pub fn keys(&self, project: &str) -> Result<Keys, String> {
         let place = self.projects.get(project).unwrap_or(&self.usual);
-        match place.text()? {
-            Some(text) => Keys::parse(&text).map_err(|why| format!("{}: {why}", place.named())),
+        // Callers read this: where the file is, is for the operator alone.
+        let text = place.text().map_err(|why| {
+            tracing::warn!(why, "the signing key of callbacks cannot be read");
+            "the signing key cannot be read; the server's log says why".to_owned()
+        })?;
+        match text {
+            Some(text) => Keys::parse(&text).map_err(|why| {
+                tracing::warn!(place = place.named(), why, "the signing key of callbacks is wrong");
+                format!("the signing key cannot be used: {why}")
+            }),
             None => Err(format!(
                 "there is no signing key: the operator makes one with `toolcrib webhooks key` \
                  and puts it into {}",

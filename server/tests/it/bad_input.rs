@@ -294,3 +294,64 @@ async fn a_submit_that_cannot_be() {
     answer.refused(403, "PERMISSION_DENIED");
     assert_ne!(api.finished(&builtin).await["result"], Value::from(5));
 }
+
+#[tokio::test]
+async fn a_query_that_cannot_be_is_refused_by_its_name() {
+    let server = Server::start().await;
+    let api = server.api();
+    let id = api.post(EVAL, json!({ "run_id": "r", "args": { "expression": "1" } })).await;
+    let id = id.body["tool_call_id"].as_str().unwrap().to_owned();
+    let limited = ["deliveries", "tasks", "tool_calls", "runs", "audit", "tools?query=x"];
+    for path in limited {
+        let joint = if path.contains('?') { '&' } else { '?' };
+        for value in ["-1", "many", "1.5", "99999999999999999999999"] {
+            let answer = api.get(&format!("/v1/{path}{joint}limit={value}")).await;
+            let error = answer.refused(422, "VALIDATION_ERROR");
+            assert_eq!(error["detail"]["field"], "limit", "{path}: {error}");
+            assert!(message(&error).contains(value), "{path}: {error}");
+        }
+    }
+    for limit in [0, 1_001] {
+        let answer = api.get(&format!("/v1/audit?limit={limit}")).await;
+        assert_eq!(answer.refused(422, "VALIDATION_ERROR")["detail"]["field"], "limit");
+    }
+    let batch = json!({ "run_id": "r", "tool_calls": [{ "name": "calculation.eval" }] });
+    let answer = api.post("/v1/tool_calls?wait_ms=-1", batch).await;
+    assert_eq!(answer.refused(422, "VALIDATION_ERROR")["detail"]["field"], "wait_ms");
+    for path in [format!("/v1/tasks/{id}"), format!("/v1/tool_calls/{id}")] {
+        let answer = api.get(&format!("{path}?wait_ms=-1")).await;
+        assert_eq!(answer.refused(422, "VALIDATION_ERROR")["detail"]["field"], "wait_ms");
+    }
+}
+
+#[tokio::test]
+async fn what_is_posted_about_a_run_must_have_its_list() {
+    let server = Server::start().await;
+    let api = server.api();
+    for (path, field) in [("tool_calls", "/tool_calls"), ("tool_results", "/tool_results")] {
+        let path = format!("/v1/runs/r/context/{path}");
+        for body in [json!({}), json!({ &field[1..]: 7 }), json!({ &field[1..]: {} })] {
+            let error = api.post(&path, body).await.refused(422, "VALIDATION_ERROR");
+            assert_eq!(error["detail"]["pointer"], field, "{error}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_body_is_an_object() {
+    let server = Server::start().await;
+    let api = server.api();
+    let call = json!({ "name": "calculation.eval", "args": { "expression": "1" } });
+    let by_place = json!(["r", [call], null, null, null, null, null, null, null, null]);
+    let lists = [
+        ("/v1/tool_calls", by_place),
+        (EVAL, json!(["r", { "expression": "1" }, null, null, null, null, null, null])),
+        ("/internal/tools/register", json!(["c1", [{ "name": "a.tool" }], null])),
+        (EVAL, json!("text")),
+        (EVAL, json!(null)),
+    ];
+    for (path, list) in lists {
+        let error = api.post(path, list).await.refused(400, "BAD_REQUEST");
+        assert!(message(&error).contains("must be a JSON object"), "{path}: {error}");
+    }
+}

@@ -299,3 +299,41 @@ async fn definitions_can_be_put_into_a_request_as_they_are() {
         assert!(message.contains("format") && message.contains("openai_responses"), "{message}");
     }
 }
+
+#[tokio::test]
+async fn an_empty_id_is_none_and_the_answer_has_a_trace() {
+    let server = Server::start().await;
+    let api = server.api();
+    let calls = json!([
+        eval("", "1+1"),
+        { "type": "tool_use", "id": "", "name": "calculation__eval", "input": {} },
+        { "call_id": "", "name": "calculation.eval", "args": { "expression": "1" } },
+        { "name": "calculation.eval", "args": { "expression": "1" } },
+    ]);
+    let trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+    let request = api.request(reqwest::Method::POST, "/v1/tool_calls").header("traceparent", trace);
+    let answer = api.send(request.json(&body("serial", calls))).await;
+    let told = answer.header("traceparent").unwrap().to_owned();
+    assert!(told.starts_with("00-4bf92f3577b34da6a3ce929d0e0e4736-"), "{told}");
+    let answer = answer.is(200);
+    assert_eq!(answer["messages"][0]["tool_call_id"], "call_0");
+    assert_eq!(answer["messages"][1]["tool_use_id"], "call_1");
+    let error = answer["results"][2]["error"]["message"].as_str().unwrap();
+    assert!(error.contains("call_id"), "an envelope is written by a program: {error}");
+    assert_eq!(answer["messages"][3]["call_id"], json!(null));
+}
+
+#[tokio::test]
+async fn models_are_told_of_tools_that_take_an_object() {
+    let server = Server::start().await;
+    let api = server.api();
+    let typed = |name: &str, kind: Value| offer_with(name, json!({ "schema": { "type": kind } }));
+    let tools =
+        json!([typed("a.text", json!("string")), typed("a.maybe", json!(["object", "null"]))]);
+    api.register("c1", tools).await;
+    let answer = api.get("/v1/tools?format=anthropic").await.is(200);
+    let told = answer["tools"].as_array().unwrap();
+    assert!(told.iter().all(|tool| tool["input_schema"]["type"] == "object"), "{answer}");
+    assert!(told.iter().any(|tool| tool["name"] == "a__maybe"), "{answer}");
+    assert!(!answer.to_string().contains("a__text"), "{answer}");
+}

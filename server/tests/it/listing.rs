@@ -136,7 +136,7 @@ async fn what_cannot_be_asked_is_refused_with_what_can() {
         assert!(message(&error).contains(names), "{query}: {error}");
         assert!(message(&error).contains(says), "{query}: {error}");
     }
-    let error = api.get("/v1/tool_calls?limit=many").await.refused(400, "BAD_REQUEST");
+    let error = api.get("/v1/tool_calls?limit=many").await.refused(422, "VALIDATION_ERROR");
     assert!(message(&error).contains("limit"), "{error}");
 }
 

@@ -20,6 +20,7 @@ mod listing;
 mod mcp;
 mod models;
 mod openapi;
+mod payloads;
 mod policy;
 mod postgres;
 mod results;

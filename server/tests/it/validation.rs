@@ -201,6 +201,40 @@ async fn a_result_that_does_not_fit_fails_the_call() {
 }
 
 #[tokio::test]
+async fn what_did_not_fit_is_shown_to_operators_alone() {
+    let server = Server::start().await;
+    let api = server.api();
+    let output = json!({
+        "type": "object",
+        "properties": { "n": { "type": "integer" }, "mode": { "enum": ["a", "b"] } },
+        "required": ["n", "m"],
+        "additionalProperties": { "type": "boolean" }
+    });
+    api.register("c1", json!([offer_with("a.tool", json!({ "output_schema": output }))])).await;
+    let id = api.invoke("a.tool", json!({})).await;
+    let secret = "hunter2";
+    let result = json!({ "n": secret, "mode": secret, "other": [secret], "more": { "x": secret } });
+    api.succeed(&id, result).await;
+    let shown = api.get(&format!("/v1/tool_calls/{id}")).await;
+    assert!(!shown.text.contains(secret), "{}", shown.text);
+    let problems = &shown.body["error"]["detail"]["problems"];
+    let problem = |pointer: &str| {
+        let mut all = problems.as_array().unwrap().iter();
+        all.find(|problem| problem["pointer"] == pointer).unwrap().clone()
+    };
+    let said = "/n: expected an integer, but a string was given";
+    assert_eq!(
+        (&problem("/n")["given"], &problem("/n")["message"]),
+        (&json!("a string"), &json!(said))
+    );
+    assert_eq!(problem("/mode")["expected"], "one of \"a\", \"b\"");
+    assert_eq!(problem("/m")["given"], "nothing");
+    assert_eq!(problem("/other")["given"], "an array");
+    let raw = api.get(&format!("/v1/tool_calls/{id}/result?raw=true")).await;
+    assert!(raw.text.contains(secret), "{}", raw.text);
+}
+
+#[tokio::test]
 async fn a_result_over_its_limit_fails_the_call() {
     let server = Server::with(|config| config.limits.max_result_bytes = 100).await;
     let api = server.api();

@@ -142,6 +142,25 @@ pub(super) fn format_words(format: &str) -> String {
     format!("{worded} (format {format})")
 }
 
+/// The same problem for somebody who must not see the value that has it.
+pub(in crate::schema) fn unquoted(problem: Problem, instance: &Value) -> Problem {
+    if problem.given == "nothing" {
+        return problem;
+    }
+    let Problem { pointer, expected, .. } = problem;
+    let given = match instance.pointer(&pointer) {
+        Some(Value::Null) => "null",
+        Some(Value::Bool(_)) => "a boolean",
+        Some(Value::Number(_)) => "a number",
+        Some(Value::String(_)) => "a string",
+        Some(Value::Array(_)) => "an array",
+        Some(Value::Object(_)) => "an object",
+        None => "something else",
+    };
+    let message = format!("{}: expected {expected}, but {given} was given", label(&pointer));
+    Problem { pointer, expected, given: given.to_owned(), message }
+}
+
 /// A problem as one of several alternatives of the value at `here`.
 pub(super) fn brief(problem: &Problem, here: &str) -> String {
     let inner = problem.pointer.strip_prefix(here).unwrap_or(&problem.pointer);

@@ -71,6 +71,66 @@ async fn messages_keep_to_their_budget_and_results_are_whole() {
     assert_eq!(answer.messages[1].value()["content"].as_str().unwrap().len(), 1_000 * 29);
 }
 
+/// Fails with more words and facts than any budget has.
+fn wordy() -> FnTool {
+    FnTool::new("t.wordy", "Fails at length", |_: Numbered| async move {
+        let fault = Fault::runtime("it went wrong, and here is why. ".repeat(500));
+        let detail = json!({ "trace": "a line of many\n".repeat(500) });
+        Err::<usize, _>(fault.retryable(false).with_detail(detail))
+    })
+    .effect(Effect::Read)
+}
+
+#[tokio::test]
+async fn a_failed_envelope_keeps_to_the_budget_and_its_result_is_whole() {
+    let engine = Engine::builder().tool(wordy()).start().await.unwrap();
+    for budget in [60, 200] {
+        let asked = batch(Mode::Parallel, [envelope("t.wordy", 1)]);
+        let answer = run(&engine, Batch { budget_tokens: Some(budget), ..asked }).await;
+        let message = &answer.messages[0];
+        let used = tokens::count(message.text());
+        assert!(used <= budget, "{used} of {budget}: {message:?}");
+        let error = &message.value()["error"];
+        assert_eq!((&error["code"], &error["detail"]), (&json!("RUNTIME_ERROR"), &Value::Null));
+        let said = error["message"].as_str().unwrap();
+        assert!(said.starts_with("it went") && said.ends_with('…'), "{said}");
+        let whole = answer.results[0].error().unwrap();
+        assert!(whole.message.len() > 10_000 && whole.detail.is_some());
+    }
+}
+
+#[tokio::test]
+async fn over_the_budget_failures_and_tickets_are_short_and_not_broken() {
+    let builder = Engine::builder().tool(wordy()).tool(stuck("t.stuck"));
+    let engine = builder.start().await.unwrap();
+    let model = |name: &str| {
+        json!({ "id": "c", "type": "function",
+                "function": { "name": name, "arguments": "{\"n\":1}" } })
+    };
+    for budget in 1..=200 {
+        let asked = batch(Mode::Unordered, [model("t__wordy"), model("t__stuck")]);
+        let asked = Batch { budget_tokens: Some(budget), wait_ms: Some(0), ..asked };
+        let answer = run(&engine, asked).await;
+        let content = |n: usize| {
+            let message = answer.messages[n].value();
+            message["content"].as_str().unwrap().to_owned()
+        };
+        let used = tokens::count(&content(0)) + tokens::count(&content(1));
+        assert!(used <= budget, "{used} of {budget}");
+        for (settled, said) in answer.results.iter().zip([content(0), content(1)]) {
+            if said.starts_with('{') {
+                assert!(serde_json::from_str::<Value>(&said).is_ok(), "{budget}: {said}");
+            }
+            let id = settled.call().map(|call| call.id.to_string()).unwrap_or_default();
+            assert_eq!(said.contains("tc_"), !id.is_empty() && said.contains(&id), "{said}");
+            if matches!(settled.state, State::Ended { .. }) && budget >= 40 {
+                let marked = said.starts_with("RUNTIME_ERROR: it went") && said.ends_with('…');
+                assert!(marked, "{budget}: {said}");
+            }
+        }
+    }
+}
+
 #[tokio::test]
 async fn results_that_are_too_much_together_are_fetched_by_their_tickets() {
     let long = FnTool::new("t.long", "A long text", |args: Numbered| async move {

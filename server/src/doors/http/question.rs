@@ -1,6 +1,8 @@
 //! Reading requests: who asks, the body, ids in the path. What cannot be read is answered with
 //! the place of the fault.
 
+use std::borrow::Cow;
+
 use axum::RequestPartsExt;
 use axum::body::Bytes;
 use axum::extract::rejection::{PathRejection, QueryRejection};
@@ -8,9 +10,10 @@ use axum::extract::{FromRequest, FromRequestParts, Path, Query, Request};
 use axum::http::request::Parts;
 use axum::http::{HeaderMap, HeaderValue};
 use futures::StreamExt;
-use serde::de::DeserializeOwned;
-use toolcrib::fault::{Code, Error};
-use toolcrib::json::{NotJson, check_depth};
+use serde::de::{DeserializeOwned, IgnoredAny};
+use serde_json::json;
+use toolcrib::fault::{Code, Error, Fault};
+use toolcrib::json::{self, NotJson};
 use toolcrib::trace::TraceParent;
 use toolcrib::{CallId, Caller};
 
@@ -61,11 +64,30 @@ impl<T: DeserializeOwned> FromRequest<Door> for ResultBody<T> {
 
 /// A JSON document that fits `T`, or where it does not.
 pub(super) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Refused> {
-    let unreadable = |error: NotJson| {
-        Error::refused(Code::BadRequest, format!("the body cannot be read: {error}"))
-    };
-    check_depth(bytes).map_err(unreadable)?;
+    json::check(bytes).map_err(unreadable)?;
+    parse_checked(bytes)
+}
+
+/// What a provider says, for [`parse_checked`]: texts that were cut within an emoji are mended.
+pub(super) fn mended(bytes: &[u8]) -> Result<Cow<'_, [u8]>, Refused> {
+    Ok(json::mended(bytes).map_err(unreadable)?)
+}
+
+/// The same as [`parse`] of what was checked before. Only an object fits: a list would be read by
+/// position, and nobody means that.
+pub(super) fn parse_checked<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Refused> {
+    let begin = bytes.iter().position(|byte| !byte.is_ascii_whitespace()).unwrap_or(0);
+    if bytes.get(begin) != Some(&b'{') {
+        serde_json::from_slice::<IgnoredAny>(bytes).map_err(|error| unreadable(error.into()))?;
+        let reason = "the body must be a JSON object; another value begins";
+        let message = NotJson::at(bytes, begin, reason).to_string();
+        return Err(Error::refused(Code::BadRequest, message).into());
+    }
     Ok(serde_json::from_slice(bytes).map_err(|error| unreadable(error.into()))?)
+}
+
+fn unreadable(error: NotJson) -> Error {
+    Error::refused(Code::BadRequest, format!("the body cannot be read: {error}"))
 }
 
 /// The whole body, or 413 before more than the limit was kept.
@@ -174,17 +196,41 @@ impl FromRequestParts<Door> for NamePath {
     }
 }
 
-/// Query parameters, with a refusal in our own words.
+/// Query parameters, refused in our own words: a value that cannot be, by its name.
 pub(super) struct Asked<T>(pub(super) T);
 
 impl<T: DeserializeOwned + 'static> FromRequestParts<Door> for Asked<T> {
     type Rejection = Refused;
 
     async fn from_request_parts(parts: &mut Parts, _door: &Door) -> Result<Self, Refused> {
-        let query: Result<Query<T>, QueryRejection> = parts.extract().await;
-        query.map(|Query(asked)| Self(asked)).map_err(|error| {
-            Error::refused(Code::BadRequest, format!("a query parameter: {}", error.body_text()))
-                .into()
-        })
+        let error = match Query::<T>::try_from_uri(&parts.uri) {
+            Ok(Query(asked)) => return Ok(Self(asked)),
+            Err(error) => error,
+        };
+        let Some((field, why)) = wrong_field(&error) else {
+            let message = format!("a query parameter: {}", error.body_text());
+            return Err(Error::refused(Code::BadRequest, message).into());
+        };
+        let all = Query::<Vec<(String, String)>>::try_from_uri(&parts.uri);
+        let mut all = all.map(|Query(all)| all).unwrap_or_default().into_iter();
+        let given = all.find(|(name, _)| *name == field).map(|(_, given)| given);
+        let given: String = given.unwrap_or_default().chars().take(40).collect();
+        let message = format!("{field} cannot be \"{given}\": {why}");
+        let fault = Fault::new(Code::ValidationError, message).not_happened();
+        Err(Error::from(fault.with_detail(json!({ "field": field }))).into())
     }
+}
+
+/// Which field has a value that it cannot have, and why; none where it is not about a value.
+fn wrong_field(error: &QueryRejection) -> Option<(String, String)> {
+    type Placed = serde_path_to_error::Error<serde::de::value::Error>;
+    let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    while let Some(error) = cause {
+        if let Some(placed) = error.downcast_ref::<Placed>() {
+            let field = placed.path().to_string();
+            return (field != ".").then(|| (field, placed.inner().to_string()));
+        }
+        cause = error.source();
+    }
+    None
 }

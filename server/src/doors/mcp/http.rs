@@ -17,7 +17,7 @@ use rmcp::transport::streamable_http_server::{StreamableHttpServerConfig, Stream
 use serde_json::json;
 use toolcrib::Caller;
 use toolcrib::fault::{Code, Error};
-use toolcrib::json::check_depth;
+use toolcrib::json;
 
 use super::Door;
 use super::catalogue::Catalogue;
@@ -178,7 +178,7 @@ async fn read(body: Body, limit: usize) -> Result<axum::body::Bytes, Error> {
             let message = format!("the body is over the limit of {limit} bytes, or ended early");
             Error::refused(Code::PayloadTooLarge, message)
         })?;
-    check_depth(&bytes).map_err(|error| {
+    json::check(&bytes).map_err(|error| {
         Error::refused(Code::BadRequest, format!("the body cannot be read: {error}"))
     })?;
     Ok(bytes)

@@ -5,7 +5,7 @@ use std::time::Duration;
 use reqwest::StatusCode;
 use serde_json::{Value, json};
 use toolcrib::fault::{Code, Fault};
-use toolcrib::json::{Json, check_depth};
+use toolcrib::json::{self, Json};
 
 use super::client::{Came, Trouble};
 use super::place;
@@ -98,7 +98,7 @@ fn refusal(host: &str, came: &Came, about: &About<'_>) -> Fault {
 /// A body, scrubbed and cut, as JSON where it is that.
 fn shown(came: &Came) -> Value {
     let text = String::from_utf8_lossy(&came.body);
-    let parsed = check_depth(text.as_bytes()).ok().and_then(|()| serde_json::from_str(&text).ok());
+    let parsed = json::check(text.as_bytes()).ok().and_then(|()| serde_json::from_str(&text).ok());
     if let Some(mut value @ (Value::Object(_) | Value::Array(_))) = parsed {
         came.secrets.scrub(&mut value);
         if value.to_string().len() <= SHOWN {
@@ -121,7 +121,7 @@ fn unreadable(host: &str, why: &str) -> Fault {
 /// The body as a tree without secrets; and whether it is as it came.
 fn parsed(host: &str, came: &Came) -> Result<(Value, bool), Fault> {
     let wrong = |why: String| unreadable(host, &came.secrets.clean(&why));
-    check_depth(&came.body).map_err(|error| wrong(error.to_string()))?;
+    json::check(&came.body).map_err(|error| wrong(error.to_string()))?;
     let mut value: Value =
         serde_json::from_slice(&came.body).map_err(|error| wrong(error.to_string()))?;
     let changed = came.secrets.scrub(&mut value);

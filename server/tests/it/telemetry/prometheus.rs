@@ -5,7 +5,7 @@ use serde_json::json;
 use crate::support::process;
 
 /// Every name, its type, and labels that it must have.
-const PROMISED: [(&str, &str, &[&str]); 22] = [
+const PROMISED: [(&str, &str, &[&str]); 24] = [
     ("toolcrib_tool_calls_accepted_total", "counter", &["source"]),
     ("toolcrib_tool_calls_total", "counter", &["source", "status", "error_code"]),
     ("toolcrib_tool_call_duration_seconds", "histogram", &["source", "tool", "le"]),
@@ -27,7 +27,9 @@ const PROMISED: [(&str, &str, &[&str]); 22] = [
     ("toolcrib_runs_open", "gauge", &[]),
     ("toolcrib_runs_total", "counter", &["status"]),
     ("toolcrib_model_requests_total", "counter", &["outcome"]),
-    ("toolcrib_model_tokens_total", "counter", &["kind"]),
+    ("toolcrib_llm_tokens_total", "counter", &["provider", "model", "type"]),
+    ("toolcrib_webhook_deliveries_total", "counter", &["outcome"]),
+    ("toolcrib_bus_reconnects_total", "counter", &[]),
 ];
 
 struct Scrape(String);
@@ -83,6 +85,9 @@ async fn every_promised_name_is_there_with_help_and_type() {
         ("toolcrib_tool_calls_total{source=\"client\",status=\"SUCCEEDED\",error_code=\"\"}", 0.0),
         ("toolcrib_late_results_total{reason=\"ended\"}", 0.0),
         ("toolcrib_idempotent_replays_total", 0.0),
+        ("toolcrib_webhook_deliveries_total{outcome=\"delivered\"}", 0.0),
+        ("toolcrib_bus_reconnects_total", 0.0),
+        ("toolcrib_llm_tokens_total{provider=\"demo\",model=\"demo\",type=\"input\"}", 0.0),
         ("toolcrib_policy_decisions_total{decision=\"deny\"}", 0.0),
     ];
     for (series, value) in counted {

@@ -270,3 +270,20 @@ async fn a_repeated_request_is_one_callback() {
     let refused = world.api.post("/v1/tools/a.task/invoke", other).await;
     refused.refused(422, "IDEMPOTENCY_MISMATCH");
 }
+
+#[tokio::test]
+async fn an_entry_of_a_batch_may_have_a_callback_of_its_own() {
+    let world = World::start().await;
+    let (all, one) = (Receiver::answering([]).await, Receiver::answering([]).await);
+    let call = |url: Option<&str>| json!({ "name": "calculation.eval", "args": { "expression": "1" }, "callback_url": url });
+    let batch = json!({ "run_id": "r", "callback_url": all.url,
+        "tool_calls": [call(Some(&one.url)), call(None)] });
+    let answer = world.api.post("/v1/tool_calls", batch).await.is(200);
+    let id = |n: usize| answer["results"][n]["tool_call_id"].clone();
+    assert_eq!(one.received(1).await[0].json()["data"]["tool_call_id"], id(0));
+    assert_eq!(all.received(1).await[0].json()["data"]["tool_call_id"], id(1));
+    let bad = json!({ "run_id": "r", "tool_calls": [call(Some("ftp://x/")), call(None)] });
+    let answer = world.api.post("/v1/tool_calls", bad).await.is(200);
+    assert_eq!(answer["results"][0]["error"]["detail"]["pointer"], "/callback_url", "{answer}");
+    assert_eq!(answer["results"][1]["ok"], true);
+}

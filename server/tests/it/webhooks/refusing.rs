@@ -157,3 +157,16 @@ async fn a_key_that_is_none_stops_the_start() {
     let error = toolcrib_server::assemble::engine(&config).await.err().unwrap().to_string();
     assert!(error.contains("whsec_") && !error.contains("hunter2"), "{error}");
 }
+
+#[tokio::test]
+async fn callers_do_not_learn_where_the_key_is() {
+    let world = World::start().await;
+    std::fs::remove_file(world.keys.path().join("signing.key")).unwrap();
+    let call = body("http://127.0.0.1:9/x");
+    let error = world.api.post("/v1/tools/calculation.eval/invoke", call).await;
+    let error = error.refused(422, "VALIDATION_ERROR");
+    let shown = error.to_string();
+    assert!(message(&error).contains("signing key"), "{shown}");
+    assert!(!shown.contains("signing.key"), "{shown}");
+    assert!(!shown.contains(world.keys.path().to_str().unwrap()), "{shown}");
+}

@@ -5,38 +5,84 @@ pub(super) mod poll;
 pub(super) mod sse;
 pub(super) mod ws;
 
-use serde_json::{Value, json};
-use toolcrib::Engine;
+use serde::Serialize;
 use toolcrib::desk::{Message, Request};
+use toolcrib::{CallId, Engine, Json};
 
-/// A request as a client sees it.
-fn request_body(engine: &Engine, request: &Request) -> Value {
-    let mut body = json!({
-        "type": "tool_request",
-        "tool_call_id": request.call_id,
-        "run_id": request.run_id,
-        "tool_name": request.tool,
-        "args": request.args.value(),
-        "attempt": request.attempt,
-        "effect": request.effect.as_str(),
-        "timeout_ms": request.deadline_ms.saturating_sub(engine.now_ms()),
-        "deadline_at_ms": request.deadline_ms,
-        "redelivered": request.redelivered,
-    });
-    if let Some(traceparent) = &request.traceparent {
-        body["traceparent"] = traceparent.to_string().into();
-    }
-    body
+/// A request as a client sees it. The arguments are as they were given, byte for byte.
+#[derive(Serialize)]
+struct RequestBody {
+    args: Json,
+    attempt: u32,
+    deadline_at_ms: u64,
+    effect: &'static str,
+    redelivered: bool,
+    run_id: String,
+    timeout_ms: u64,
+    tool_call_id: CallId,
+    tool_name: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    traceparent: Option<String>,
+    #[serde(rename = "type")]
+    kind: &'static str,
+}
+
+/// What nobody wants any more, as a client sees it.
+#[derive(Serialize)]
+struct CancelBody {
+    attempt: u32,
+    tool_call_id: CallId,
+    #[serde(rename = "type")]
+    kind: &'static str,
 }
 
 /// A message as a client sees it.
-fn message_body(engine: &Engine, message: &Message) -> Value {
-    match message {
-        Message::Request(request) => request_body(engine, request),
-        Message::Cancel { call_id, attempt } => {
-            json!({ "type": "tool_cancel", "tool_call_id": call_id, "attempt": attempt })
+#[derive(Serialize)]
+#[serde(untagged)]
+enum MessageBody {
+    Request(RequestBody),
+    Cancel(CancelBody),
+}
+
+impl RequestBody {
+    fn of(engine: &Engine, request: Request) -> Self {
+        Self {
+            args: request.args,
+            attempt: request.attempt,
+            deadline_at_ms: request.deadline_ms,
+            effect: request.effect.as_str(),
+            redelivered: request.redelivered,
+            run_id: request.run_id,
+            timeout_ms: request.deadline_ms.saturating_sub(engine.now_ms()),
+            tool_call_id: request.call_id,
+            tool_name: request.tool,
+            traceparent: request.traceparent.map(|trace| trace.to_string()),
+            kind: "tool_request",
         }
     }
+}
+
+impl MessageBody {
+    fn of(engine: &Engine, message: Message) -> Self {
+        match message {
+            Message::Request(request) => Self::Request(RequestBody::of(engine, request)),
+            Message::Cancel { call_id, attempt } => {
+                Self::Cancel(CancelBody { attempt, tool_call_id: call_id, kind: "tool_cancel" })
+            }
+        }
+    }
+
+    fn kind(&self) -> &'static str {
+        match self {
+            Self::Request(body) => body.kind,
+            Self::Cancel(body) => body.kind,
+        }
+    }
+}
+
+/// What is sent. These always have a text: their keys are names, and their values are JSON.
+fn text(body: &impl Serialize) -> String {
+    serde_json::to_string(body).unwrap_or_default()
 }
 
 /// How many requests a client takes at once, within reason.

@@ -1,7 +1,7 @@
 //! Reporting on a call: taken, progress, result.
 
 use axum::Json;
-use axum::extract::State;
+use axum::extract::{Request, State};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use toolcrib::Progress;
@@ -11,7 +11,7 @@ use utoipa::ToSchema;
 
 use super::super::Door;
 use super::super::answer::{Problem, Refused};
-use super::super::question::{Body, CallPath, ResultBody, Who};
+use super::super::question::{self, Body, CallPath, Who};
 use super::super::wire::reported_fault;
 
 /// How a call went.
@@ -59,19 +59,53 @@ pub(super) struct SubmittedBody {
     status: &'static str,
 }
 
+/// A report that was read, or that is too large: then that is how the attempt went, and the error
+/// is for who reports.
+async fn submitted(door: &Door, request: Request) -> Result<(Report, Option<Error>), Error> {
+    let limit = door.max_result_body_bytes();
+    let too_large = |bytes: Option<usize>| {
+        let size = bytes.map_or_else(String::new, |bytes| format!("{bytes} bytes, "));
+        let message = format!("the submitted result is too large: {size}over the limit of {limit}");
+        Fault::new(Code::PayloadTooLarge, message)
+    };
+    let refused = |attempt, client_id, fault: Fault| {
+        let error = fault.clone().into();
+        Ok((Report { attempt, client_id, result: Err(fault) }, Some(error)))
+    };
+    let read = question::read(request, door.max_report_bytes()).await;
+    let bytes = match read.map_err(Refused::into_error) {
+        Ok(bytes) => bytes,
+        Err(error) if error.code() == Code::PayloadTooLarge => {
+            return refused(None, None, too_large(None));
+        }
+        Err(error) => return Err(error),
+    };
+    let mended = question::mended(&bytes).map_err(Refused::into_error)?;
+    let body: SubmitBody = question::parse_checked(&mended).map_err(Refused::into_error)?;
+    if bytes.len() > limit {
+        return refused(body.attempt, body.client_id, too_large(Some(bytes.len())));
+    }
+    Ok((body.report()?, None))
+}
+
 /// Submits how a call went. The same again gets the same answer; another gets 409.
 #[utoipa::path(post, path = "/internal/tool_calls/{tool_call_id}/submit", tag = "providers",
     params(("tool_call_id" = String, Path, description = "The ticket")),
     request_body = SubmitBody,
     responses((status = 200, body = SubmittedBody), (status = 403, body = Problem),
-        (status = 404, body = Problem), (status = 409, body = Problem)))]
+        (status = 404, body = Problem), (status = 409, body = Problem),
+        (status = 413, body = Problem)))]
 pub(super) async fn submit(
     State(door): State<Door>,
     Who(caller): Who,
     CallPath(id): CallPath,
-    ResultBody(body): ResultBody<SubmitBody>,
+    request: Request,
 ) -> Result<Json<SubmittedBody>, Refused> {
-    let call = door.engine.report(&caller, &id, body.report()?).await?;
+    let (report, too_large) = submitted(&door, request).await?;
+    let call = door.engine.report(&caller, &id, report).await?;
+    if let Some(error) = too_large {
+        return Err(error.into());
+    }
     let (tool_call_id, status) = (id.to_string(), call.status.as_str());
     Ok(Json(SubmittedBody { ok: true, tool_call_id, status }))
 }

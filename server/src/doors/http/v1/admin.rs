@@ -4,9 +4,10 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 use toolcrib::directory::{AuditEntry, Key};
 use toolcrib::engine::NewKey;
-use toolcrib::fault::{Code, Error};
+use toolcrib::fault::{Code, Error, Fault};
 use toolcrib::policy::{Rule, Verdict};
 use toolcrib::{Caller, Role};
 use utoipa::{IntoParams, ToSchema};
@@ -231,13 +232,18 @@ pub(super) struct HowMany {
 
 /// Shows what was denied and what was changed, newest first.
 #[utoipa::path(get, path = "/v1/audit", tag = "operators", params(HowMany),
-    responses((status = 200, body = AuditList), (status = 403, body = Problem)))]
+    responses((status = 200, body = AuditList), (status = 403, body = Problem),
+        (status = 422, body = Problem)))]
 pub(super) async fn audit(
     State(door): State<Door>,
     Who(caller): Who,
     Asked(how_many): Asked<HowMany>,
 ) -> Result<Json<AuditList>, Refused> {
-    let limit = how_many.limit.unwrap_or(100).clamp(1, 1_000);
+    let limit = how_many.limit.unwrap_or(100);
+    if !(1..=1_000).contains(&limit) {
+        let fault = Fault::new(Code::ValidationError, "limit must be from 1 to 1000");
+        return Err(Error::from(fault.with_detail(json!({ "field": "limit" }))).into());
+    }
     let entries = door.engine.audit_log(&caller, limit).await?;
     Ok(Json(AuditList { audit: entries.into_iter().map(AuditBody::from).collect() }))
 }

@@ -13,7 +13,7 @@ use utoipa::ToSchema;
 
 use super::super::Door;
 use super::super::answer::{Problem, Refused};
-use super::super::question::{Asked, Body, Carried, Who};
+use super::super::question::{Asked, Body, Carried, TRACEPARENT, Who};
 use super::super::wire::{FaultBody, MetricsBody};
 use super::tools::Wait;
 
@@ -24,8 +24,8 @@ pub(super) struct BatchBody {
     #[schema(value_type = String)]
     run_id: Option<toolcrib::Json>,
     /// The calls, each in a form of its own: the envelope
-    /// (`{call_id, name, args, timeout_ms, retry, idempotency_key}`), OpenAI's chat form
-    /// (`{id, type: "function", function}`), its Responses form (`{type: "function_call"}`), or
+    /// (`{call_id, name, args, timeout_ms, retry, idempotency_key, callback_url}`), OpenAI's chat
+    /// form (`{id, type: "function", function}`), its Responses form (`{type: "function_call"}`), or
     /// Anthropic's (`{type: "tool_use"}`).
     #[schema(value_type = Vec<Object>)]
     tool_calls: Option<toolcrib::Json>,
@@ -157,7 +157,13 @@ pub(super) async fn run(
     asked.traceparent = carried.traceparent;
     let answering = door.engine.batch_written(&caller, asked, Some(result_text));
     let answer = Box::pin(answering).await?;
-    Ok(written(&answer))
+    let mut response = written(&answer);
+    let first = answer.results.iter().find_map(Settled::call);
+    let trace = first.and_then(|call| door.engine.trace_of(call));
+    if let Some(trace) = trace.and_then(|trace| HeaderValue::from_str(&trace.to_string()).ok()) {
+        response.headers_mut().insert(TRACEPARENT, trace);
+    }
+    Ok(response)
 }
 
 fn written(answer: &BatchAnswer) -> Response {

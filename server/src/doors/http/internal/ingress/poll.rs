@@ -5,7 +5,6 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::HeaderMap;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 use toolcrib::desk::{Line, Memory, Message};
 use toolcrib::engine::Connecting;
 use toolcrib::fault::{Code, Error};
@@ -14,7 +13,7 @@ use utoipa::{IntoParams, ToSchema};
 use super::super::super::Door;
 use super::super::super::answer::{Problem, Refused};
 use super::super::super::question::{Asked, Who};
-use super::{request_body, window};
+use super::{RequestBody, window};
 use crate::auth::Standing;
 
 /// How to poll.
@@ -37,7 +36,7 @@ pub(in super::super) struct Polling {
 pub(in super::super) struct PolledBody {
     /// `tool_request` objects, as on the WebSocket.
     #[schema(value_type = Vec<Object>)]
-    requests: Vec<Value>,
+    requests: Vec<RequestBody>,
     /// What nobody wants any more, of what this client has: stop it. Left out when there is none.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     cancels: Vec<CanceledBody>,
@@ -108,7 +107,7 @@ pub(in super::super) async fn poll(
                 Err(_) => break,
             }
         }
-        requests.push(request_body(engine, &request));
+        requests.push(RequestBody::of(engine, request));
     }
     Ok(Json(PolledBody { requests, cancels }))
 }

@@ -9,14 +9,14 @@ use axum::response::IntoResponse;
 use axum::response::sse::{Event, KeepAlive, Sse};
 use futures::stream;
 use serde::Deserialize;
-use toolcrib::desk::{Line, Memory, Message};
+use toolcrib::desk::{Line, Memory};
 use toolcrib::engine::Connecting;
 use utoipa::IntoParams;
 
 use super::super::super::Door;
 use super::super::super::answer::{Problem, Refused};
 use super::super::super::question::{Asked, Who};
-use super::{message_body, window};
+use super::{MessageBody, text, window};
 use crate::auth::Standing;
 
 /// How to listen.
@@ -55,11 +55,8 @@ pub(in super::super) async fn sse(
     let messages = stream::unfold(state, async |(mut session, engine, standing)| {
         let message = session.next().await?;
         standing.check(&engine).ok()?;
-        let name = match &message {
-            Message::Request(_) => "tool_request",
-            Message::Cancel { .. } => "tool_cancel",
-        };
-        let event = Event::default().event(name).data(message_body(&engine, &message).to_string());
+        let body = MessageBody::of(&engine, message);
+        let event = Event::default().event(body.kind()).data(text(&body));
         Some((Ok::<_, Infallible>(event), (session, engine, standing)))
     });
     let every = Duration::from_millis(door.settings.heartbeat_ms);

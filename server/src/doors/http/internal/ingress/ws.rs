@@ -4,20 +4,25 @@
 //! commit does not hold up the connection; messages about the same call are handled in the order
 //! they came. A connection that shows no sign of life is closed.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::body::Bytes;
 use axum::extract::State;
 use axum::extract::ws::rejection::WebSocketUpgradeRejection;
-use axum::extract::ws::{CloseFrame, Message as Frame, WebSocket, WebSocketUpgrade, close_code};
+use axum::extract::ws::{
+    CloseFrame, Message as Frame, Utf8Bytes, WebSocket, WebSocketUpgrade, close_code,
+};
 use axum::http::HeaderMap;
 use axum::response::Response;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tokio::sync::{AcquireError, OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
+use tokio_tungstenite::tungstenite;
 use toolcrib::desk::{Line, Memory, Session};
 use toolcrib::engine::Connecting;
 use toolcrib::fault::{Code, Error, Fault};
@@ -25,11 +30,11 @@ use toolcrib::{CallId, Caller, Engine};
 
 use super::super::super::Door;
 use super::super::super::answer::Refused;
-use super::super::super::question::{Who, parse};
+use super::super::super::question::{Who, mended, parse_checked};
 use super::super::super::wire::FaultBody;
 use super::super::register::{OfferBody, RegisterBody};
 use super::super::submit::{ProgressBody, SubmitBody};
-use super::{message_body, window};
+use super::{MessageBody, text, window};
 use crate::auth::Standing;
 
 /// Messages of one client that are handled at a time; more are not read until these are done.
@@ -73,7 +78,7 @@ pub(in super::super) async fn ws(
         let message = format!("this is for WebSocket connections only: {}", error.body_text());
         Error::refused(Code::BadRequest, message)
     })?;
-    let limit = door.max_result_body_bytes();
+    let limit = door.max_report_bytes();
     let upgrade = upgrade.max_message_size(limit).max_frame_size(limit);
     let standing = Standing::new(&caller, &headers);
     Ok(upgrade.on_upgrade(move |socket| converse(door, caller, standing, socket)))
@@ -93,7 +98,7 @@ async fn converse(door: Door, caller: Caller, standing: Standing, mut socket: We
     let (client_id, session) = match greeted {
         Ok(Ok(greeted)) => greeted,
         Ok(Err(Some(error))) => {
-            let _ = socket.send(text(&error_body(None, &error))).await;
+            let _ = socket.send(frame(&error_body(None, &error))).await;
             let _ = socket.send(Frame::Close(None)).await;
             return;
         }
@@ -107,6 +112,7 @@ async fn converse(door: Door, caller: Caller, standing: Standing, mut socket: We
         client_id,
         heartbeat: Duration::from_millis(door.settings.heartbeat_ms),
         patience,
+        max_message_bytes: door.max_report_bytes(),
     };
     conversation.run(socket, session).await;
 }
@@ -152,7 +158,7 @@ async fn greet(
         "heartbeat_ms": door.settings.heartbeat_ms,
         "dead_after_ms": door.settings.dead_after_ms,
     });
-    socket.send(text(&answer)).await.map_err(|_| None)?;
+    socket.send(frame(&answer)).await.map_err(|_| None)?;
     Ok((hello.client_id, session))
 }
 
@@ -163,6 +169,7 @@ struct Conversation {
     client_id: String,
     heartbeat: Duration,
     patience: Duration,
+    max_message_bytes: usize,
 }
 
 impl Conversation {
@@ -181,11 +188,11 @@ impl Conversation {
                         break;
                     };
                     if !this.is_welcome(&mut socket).await { break }
-                    let body = message_body(&this.engine, &message);
-                    if !this.send(&mut socket, text(&body)).await { break }
+                    let body = MessageBody::of(&this.engine, message);
+                    if !this.send(&mut socket, frame(&body)).await { break }
                 }
                 Some(answer) = outbox.recv() => {
-                    if !this.send(&mut socket, text(&answer)).await { break }
+                    if !this.send(&mut socket, frame(&answer)).await { break }
                 }
                 _ = heartbeat.tick() => {
                     let silent = heard.elapsed() > this.patience;
@@ -194,11 +201,18 @@ impl Conversation {
                     last_on_call.retain(|_, task| !task.is_finished());
                 }
                 (place, frame) = next_frame(&places, &mut socket) => {
-                    let (Ok(place), Some(Ok(frame))) = (place, frame) else { break };
+                    let (Ok(place), Some(frame)) = (place, frame) else { break };
+                    let frame = match frame {
+                        Ok(frame) => frame,
+                        Err(error) => {
+                            this.part(&mut socket, error).await;
+                            break;
+                        }
+                    };
                     heard = Instant::now();
                     let (header, said) = match frame {
-                        Frame::Text(said) => (parse_header(&said), said),
-                        Frame::Binary(_) => (Err(not_text()), Default::default()),
+                        Frame::Text(said) => heard_as(said),
+                        Frame::Binary(_) => (Err(not_text()), Bytes::new()),
                         Frame::Ping(_) | Frame::Pong(_) => continue,
                         Frame::Close(_) => break,
                     };
@@ -210,7 +224,7 @@ impl Conversation {
                         if let Some(before) = before {
                             let _ = before.await;
                         }
-                        if let Some(answer) = this.answer(header, said.as_bytes()).await {
+                        if let Some(answer) = this.answer(header, &said).await {
                             let _ = answers.send(answer).await;
                         }
                         drop(place);
@@ -230,6 +244,18 @@ impl Conversation {
         let frame = CloseFrame { code: close_code::POLICY, reason };
         self.send(socket, Frame::Close(Some(frame))).await;
         false
+    }
+
+    /// Says why the connection ends, where that is because of what the client has sent.
+    async fn part(&self, socket: &mut WebSocket, error: axum::Error) {
+        let cause = error.into_inner().downcast::<tungstenite::Error>();
+        if !cause.is_ok_and(|cause| matches!(*cause, tungstenite::Error::Capacity(_))) {
+            return;
+        }
+        let reason = format!("a message may have {} bytes", self.max_message_bytes);
+        tracing::warn!(client_id = self.client_id, "cut off: a message was too large; {reason}");
+        let frame = CloseFrame { code: close_code::SIZE, reason: reason.into() };
+        self.send(socket, Frame::Close(Some(frame))).await;
     }
 
     /// A client that does not read is cut off; what it had not acknowledged goes to others.
@@ -320,12 +346,20 @@ fn not_text() -> Error {
     Error::refused(Code::BadRequest, "messages are JSON in text frames; this one was binary")
 }
 
-fn parse_header(said: &str) -> Result<Header, Error> {
-    read(said.as_bytes())
+/// A message and what it is about.
+fn heard_as(said: Utf8Bytes) -> (Result<Header, Error>, Bytes) {
+    let said = Bytes::from(said);
+    let said = match mended(&said) {
+        Err(refused) => return (Err(refused.into_error()), Bytes::new()),
+        Ok(Cow::Borrowed(_)) => said,
+        Ok(Cow::Owned(mended)) => mended.into(),
+    };
+    (read(&said), said)
 }
 
+/// A message that was checked.
 fn read<T: serde::de::DeserializeOwned>(said: &[u8]) -> Result<T, Error> {
-    parse(said).map_err(Refused::into_error)
+    parse_checked(said).map_err(Refused::into_error)
 }
 
 fn error_body(id: Option<&str>, error: &Error) -> Value {
@@ -343,6 +377,6 @@ fn stopping() -> CloseFrame {
     CloseFrame { code: close_code::AWAY, reason: "the server is stopping".into() }
 }
 
-fn text(body: &Value) -> Frame {
-    Frame::Text(body.to_string().into())
+fn frame(body: &impl Serialize) -> Frame {
+    Frame::Text(text(body).into())
 }

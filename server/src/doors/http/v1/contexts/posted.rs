@@ -94,7 +94,7 @@ pub(crate) struct CallsBody {
     /// 1 to 128 calls: `{call_id?, name, args?, timeout_ms?, idempotency_key?, async?, result?}`,
     /// or as OpenAI or Anthropic write them. `result` is `{ok?, data?, error?}`.
     #[schema(value_type = Vec<Object>)]
-    tool_calls: Vec<Json>,
+    tool_calls: Option<Json>,
 }
 
 /// What an entry may say beside the call itself.
@@ -140,8 +140,9 @@ impl CallsBody {
         run_id: &str,
         traceparent: Option<&str>,
     ) -> Result<Vec<OwnCall>, Error> {
-        let mut calls = Vec::with_capacity(self.tool_calls.len());
-        for (n, entry) in self.tool_calls.iter().enumerate() {
+        let entries = entries("tool_calls", self.tool_calls.as_ref())?;
+        let mut calls = Vec::with_capacity(entries.len());
+        for (n, entry) in entries.iter().enumerate() {
             let place = format!("tool_calls/{n}");
             let asked = dialect::parse(entry).map_err(|misfit| {
                 let message = format!("{place}: {}", misfit.fault.message);
@@ -171,7 +172,7 @@ pub(crate) struct ResultsBody {
     /// 1 to 128 results: `{call_id or tool_call_id, ok?, data?, error?}`, or the messages that go
     /// to OpenAI (`role: "tool"`) or Anthropic (`type: "tool_result"`).
     #[schema(value_type = Vec<Object>)]
-    tool_results: Vec<Json>,
+    tool_results: Option<Json>,
 }
 
 /// One result, in any of the forms.
@@ -194,7 +195,8 @@ struct ResultEntry {
 
 impl ResultsBody {
     pub(super) fn results(self) -> Result<Vec<OwnResult>, Error> {
-        let entries = self.tool_results.iter().enumerate();
+        let entries = entries("tool_results", self.tool_results.as_ref())?;
+        let entries = entries.iter().enumerate();
         entries
             .map(|(n, entry)| {
                 let place = format!("tool_results/{n}");
@@ -232,6 +234,12 @@ impl ResultEntry {
         };
         Ok(OwnResult { tool_call_id, call_id, result: outcome.result(place)? })
     }
+}
+
+/// The entries of a list that must be there.
+fn entries(field: &str, given: Option<&Json>) -> Result<Vec<Json>, Error> {
+    let given = given.ok_or_else(|| refused(field, "is missing"))?;
+    given.items().ok_or_else(|| refused(field, "must be a list"))
 }
 
 /// An entry that fits `T`, or which field of it does not.

@@ -1,0 +1,210 @@
+//! Arguments and results arrive as they were given, or are refused with the place; what is too
+//! large ends its own call and nothing else.
+
+use futures::{SinkExt, StreamExt};
+use reqwest::Method;
+use serde_json::{Value, json};
+use tokio_tungstenite::tungstenite::Message;
+
+use crate::support::api::{message, offer, offer_with};
+use crate::support::ws::Ws;
+use crate::support::{Server, soon};
+
+/// Texts that look like JSON and are no value.
+const NO_VALUES: [&str; 3] = ["1e400", r#""\ud800""#, r#"{"\udfff": 1}"#];
+
+#[tokio::test]
+async fn arguments_that_are_no_value_are_refused_with_the_place() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer_with("a.tool", json!({ "schema": {} }))])).await;
+    for no_value in NO_VALUES {
+        let single = format!("{{\"run_id\": \"r\",\n \"args\": {no_value}}}");
+        let error = api.post_raw("/v1/tools/a.tool/invoke", single).await;
+        let error = error.refused(400, "BAD_REQUEST");
+        assert!(message(&error).contains("line 2 column"), "{error}");
+        let batch = format!(
+            "{{\"run_id\": \"r\", \"tool_calls\": [{{\"name\": \"a.tool\", \"args\": {no_value}}}]}}"
+        );
+        api.post_raw("/v1/tool_calls", batch).await.refused(400, "BAD_REQUEST");
+    }
+    let listed = api.get("/v1/tool_calls").await.is(200);
+    assert_eq!(listed["tool_calls"], json!([]), "nothing was called");
+}
+
+#[tokio::test]
+async fn arguments_that_are_no_value_do_not_share_a_ticket() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("a.tool")])).await;
+    let body = |args: &str| {
+        format!("{{\"run_id\": \"r\", \"idempotency_key\": \"k\", \"args\": {{\"n\": {args}}}}}")
+    };
+    let path = "/v1/tools/a.tool/invoke";
+    api.post_raw(path, body("1e400")).await.refused(400, "BAD_REQUEST");
+    api.post_raw(path, body("1e308")).await.is(202);
+    api.post_raw(path, body("2e400")).await.refused(400, "BAD_REQUEST");
+    api.post_raw(path, body("null")).await.refused(422, "IDEMPOTENCY_MISMATCH");
+}
+
+#[tokio::test]
+async fn a_result_that_is_no_value_is_refused_and_changes_nothing() {
+    let server = Server::start().await;
+    let api = server.api();
+    let output = json!({ "type": ["object", "null"] });
+    let tools = json!([offer_with("a.tool", json!({ "output_schema": output })), offer("b.tool")]);
+    api.register("c1", tools).await;
+    for tool in ["a.tool", "b.tool"] {
+        let id = api.invoke(tool, json!({})).await;
+        let path = format!("/internal/tool_calls/{id}/submit");
+        let body = "{\"status\": \"SUCCEEDED\",\n \"result\": 1e400}";
+        let error = api.post_raw(&path, body).await.refused(400, "BAD_REQUEST");
+        let place = "number out of range at line 2 column 12";
+        assert!(message(&error).contains(place), "{error}");
+        assert_eq!(api.call(&id).await["status"], "PENDING");
+        api.succeed(&id, json!(null)).await;
+        let other = "{\"status\": \"SUCCEEDED\", \"result\": [1e400]}";
+        api.post_raw(&path, other).await.refused(400, "BAD_REQUEST");
+        assert_eq!(api.call(&id).await["result"], json!(null));
+    }
+}
+
+#[tokio::test]
+async fn a_text_that_was_cut_within_an_emoji_is_a_result() {
+    let server = Server::start().await;
+    let api = server.api();
+    let mut client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
+    let result = r#"{"text": "cut \ud83d", "whole": "\ud83d\ude00"}"#;
+    let mended = json!({ "text": "cut \u{fffd}", "whole": "😀" });
+    let id = api.invoke("a.tool", json!({})).await;
+    client.hear_a("tool_request").await;
+    let said = format!(
+        r#"{{"type":"tool_result","tool_call_id":"{id}","status":"SUCCEEDED","result":{result}}}"#
+    );
+    client.say_raw(Message::text(said.clone())).await;
+    assert_eq!(client.hear_a("result_ack").await["status"], "SUCCEEDED");
+    assert_eq!(api.call(&id).await["result"], mended);
+    client.say_raw(Message::text(said.replace(result, "1e400"))).await;
+    let error = client.hear_a("error").await;
+    assert!(message(&error["error"]).contains("number out of range"), "{error}");
+
+    let id = api.invoke("a.tool", json!({})).await;
+    let path = format!("/internal/tool_calls/{id}/submit");
+    let body = format!(r#"{{"status": "SUCCEEDED", "result": {result}}}"#);
+    api.post_raw(&path, body.clone()).await.is(200);
+    assert_eq!(api.call(&id).await["result"], mended);
+    api.post_raw(&path, body).await.is(200);
+}
+
+#[tokio::test]
+async fn clients_get_the_arguments_byte_for_byte() {
+    let server = Server::start().await;
+    let api = server.api();
+    let args = r#"{"z": 123456789012345678901234567890, "a":1.10, "é": "\u00e9"}"#;
+    let body = format!(r#"{{"run_id": "r", "args": {args}}}"#);
+    api.register("poll", json!([offer("p.tool")])).await;
+    api.post_raw("/v1/tools/p.tool/invoke", body.clone()).await.is(202);
+    let polled = api.get("/internal/ingress/poll?client_id=poll&wait_ms=30000").await;
+    assert!(polled.text.contains(args), "{}", polled.text);
+
+    api.register("sse", json!([offer("s.tool")])).await;
+    api.post_raw("/v1/tools/s.tool/invoke", body.clone()).await.is(202);
+    let request = api.request(Method::GET, "/internal/ingress/sse?client_id=sse");
+    let mut stream = request.send().await.unwrap();
+    let mut heard = String::new();
+    while !heard.contains("tool_request\"}") {
+        let chunk = soon("an event", stream.chunk()).await.unwrap().unwrap();
+        heard.push_str(std::str::from_utf8(&chunk).unwrap());
+    }
+    assert!(heard.contains(args), "{heard}");
+
+    let mut client = Ws::offering(&api, "ws", json!([offer("w.tool")])).await;
+    api.post_raw("/v1/tools/w.tool/invoke", body).await.is(202);
+    let heard = soon("a request", async {
+        loop {
+            match client.socket.next().await.unwrap().unwrap() {
+                Message::Text(text) => break text.to_string(),
+                _ => continue,
+            }
+        }
+    });
+    let heard = heard.await;
+    assert!(heard.contains(args) && heard.contains("\"type\":\"tool_request\""), "{heard}");
+}
+
+/// A server where a result may have so little that a message can be too large.
+async fn narrow() -> Server {
+    Server::with(|config| {
+        config.limits.max_result_bytes = 10_000;
+        config.limits.max_body_bytes = 10_000;
+    })
+    .await
+}
+
+fn result(id: &Value, size: usize) -> Value {
+    let text = "x".repeat(size);
+    json!({ "type": "tool_result", "tool_call_id": id, "status": "SUCCEEDED", "result": text })
+}
+
+#[tokio::test]
+async fn a_result_over_its_limit_fails_its_call_and_the_connection_stays() {
+    let server = narrow().await;
+    let api = server.api();
+    let mut client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
+    let ids = [api.invoke("a.tool", json!({})).await, api.invoke("a.tool", json!({})).await];
+    let (first, second) = (client.take().await, client.take().await);
+    client.say(result(&first["tool_call_id"], 30_000)).await;
+    let answer = client.hear_a("result_ack").await;
+    assert_eq!(answer["status"], "FAILED", "{answer}");
+    let call = api.call(&ids[0]).await;
+    assert_eq!(call["error"]["code"], "PAYLOAD_TOO_LARGE", "{call}");
+    client.succeed(&second, json!("fine")).await;
+    assert_eq!(api.call(&ids[1]).await["result"], "fine");
+}
+
+#[tokio::test]
+async fn a_message_beyond_reading_ends_the_connection_with_a_reason() {
+    let server = narrow().await;
+    let api = server.api();
+    let mut client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
+    let id = json!(api.invoke("a.tool", json!({})).await);
+    client.hear_a("tool_request").await;
+    client.socket.send(Message::text(result(&id, 100_000).to_string())).await.unwrap();
+    let frame = soon("the end", async {
+        loop {
+            match client.socket.next().await.unwrap().unwrap() {
+                Message::Close(frame) => break frame.unwrap(),
+                _ => continue,
+            }
+        }
+    });
+    let frame = frame.await;
+    assert_eq!(u16::from(frame.code), 1009);
+    assert!(frame.reason.contains("bytes"), "{frame:?}");
+}
+
+#[tokio::test]
+async fn a_submitted_result_over_its_limit_fails_its_attempt() {
+    let server = narrow().await;
+    let api = server.api();
+    api.register("c1", json!([offer("a.tool")])).await;
+    for size in [20_000, 100_000] {
+        let id = api.invoke("a.tool", json!({})).await;
+        api.poll("c1").await;
+        let mut body = result(&json!(id), size);
+        body["client_id"] = "c1".into();
+        for _ in 0..2 {
+            let error = api.submit(&id, body.clone()).await.refused(413, "PAYLOAD_TOO_LARGE");
+            assert!(message(&error).contains("over the limit of 14096"), "{error}");
+        }
+        let call = api.call(&id).await;
+        assert_eq!((&call["status"], &call["attempt"]), (&json!("FAILED"), &json!(1)), "{call}");
+        assert_eq!(call["error"]["code"], "PAYLOAD_TOO_LARGE", "{call}");
+    }
+    let id = api.invoke("a.tool", json!({})).await;
+    api.poll("c1").await;
+    let mut late = result(&json!(id), 20_000);
+    late["attempt"] = 7.into();
+    api.submit(&id, late).await.refused(409, "CONFLICT");
+    assert_eq!(api.call(&id).await["status"], "RUNNING", "another attempt's");
+}
