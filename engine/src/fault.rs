@@ -256,8 +256,11 @@ impl Code {
     /// The code with this name, in ours or in UTP's spelling.
     pub fn parse(name: &str) -> Option<Code> {
         let ours = TABLE.iter().find(|row| row.name == name);
+        // UTP has one word for several of ours: the one of the same name, or the first.
+        let same =
+            || TABLE.iter().find(|row| row.utp == name && row.name.eq_ignore_ascii_case(name));
         let theirs = || TABLE.iter().find(|row| row.utp == name);
-        ours.or_else(theirs).map(|row| row.code)
+        ours.or_else(same).or_else(theirs).map(|row| row.code)
     }
 }
 
@@ -411,6 +414,8 @@ mod tests {
     #[test]
     fn utp_names_are_understood() {
         assert_eq!(Code::parse("tool_timeout"), Some(Code::Timeout));
+        assert_eq!(Code::parse("bad_request"), Some(Code::BadRequest));
+        assert_eq!(Code::parse("not_found"), Some(Code::NotFound));
         assert_eq!(Code::parse("upstream_unavailable"), Some(Code::UpstreamUnavailable));
         assert_eq!(Code::parse("nonsense"), None);
     }

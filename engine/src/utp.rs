@@ -322,7 +322,7 @@ pub struct DeadLetter {
     /// `dl_…`
     pub id: String,
     pub project: String,
-    /// `report` or `command`.
+    /// `report`, `command` or `letter`: a wakeup or an event.
     pub kind: String,
     /// One word: `malformed`, `orphan`, `wrong_turn`, `wrong_epoch`, …
     pub reason: String,

@@ -15,6 +15,7 @@ use crate::doors::http::{Door, Settings, Sources};
 use crate::doors::mcp;
 use crate::kept;
 use crate::models::Shelf;
+use crate::operation::jina::Places;
 use crate::sources::builtin;
 use crate::sources::http::HttpTools;
 use crate::sources::mcp::Upstreams;
@@ -148,6 +149,8 @@ fn door(config: &Config, engine: Engine, keeper: Option<&Arc<Keeper>>) -> Door {
         dead_after_ms: config.ingress.dead_after_ms,
         window: config.ingress.window as usize,
         default_allow: config.auth.default_allow.clone(),
+        utp_version: config.nats.version.clone(),
+        jina: Places::read(&config.http.jina.search_url, &config.http.jina.reader_url).ok(),
     };
     let sources = keeper.map(|keeper| keeper.clone() as Arc<dyn Sources>);
     Door { engine, settings: Arc::new(settings), metrics: telemetry::metrics(), sources }

@@ -238,6 +238,10 @@ impl Operation {
         {
             return Err("body: give arg or args, not both".to_owned());
         }
+        let timeout = 0.001..=86_400.0;
+        if self.timeout_s.is_some_and(|seconds| !timeout.contains(&seconds)) {
+            return Err("timeout_s must be a number of seconds from 0.001 to 86400".to_owned());
+        }
         if self.response.pointer.as_ref().is_some_and(|p| !p.is_empty() && !p.starts_with('/')) {
             return Err("response.pointer must be a JSON pointer such as /data".to_owned());
         }

@@ -207,16 +207,16 @@ pub(super) fn take_after(card: &mut Card, call: &Call) -> Result<(), Error> {
         ("parent_step_id", parent_step_id),
     ];
     for (name, value) in lineage {
-        let Some(value) = value else { continue };
-        match card.metadata.get(name).filter(|given| !given.is_null()) {
-            Some(given) if given.as_str() == Some(&value) => {}
-            Some(_) => {
+        match (card.metadata.get(name).filter(|given| !given.is_null()), value) {
+            (Some(given), value) if given.as_str() == value.as_deref() => {}
+            (Some(_), _) => {
                 let message = format!("metadata.{name} is not the one of the tool.call card");
                 return Err(Error::refused(Code::BadRequest, message));
             }
-            None => {
+            (None, Some(value)) => {
                 card.metadata.insert(name.to_owned(), value.into());
             }
+            (None, None) => {}
         }
     }
     card.metadata.entry("role").or_insert_with(|| "tool".into());

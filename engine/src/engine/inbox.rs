@@ -84,9 +84,9 @@ impl Engine {
         Err(Error::refused(Code::PermissionDenied, message))
     }
 
-    /// Letters that are to be published, oldest first.
-    pub async fn outbox(&self, limit: usize) -> Result<Vec<Letter>, Error> {
-        self.inner.store.utp().outbox(limit).await.map_err(unavailable)
+    /// Letters that are to be published, each with its number; oldest first, after this number.
+    pub async fn outbox(&self, after: u64, limit: usize) -> Result<Vec<(u64, Letter)>, Error> {
+        self.inner.store.utp().outbox(after, limit).await.map_err(unavailable)
     }
 
     /// These are published, or of no more use.

@@ -81,8 +81,54 @@ pub struct Unreadable {
     pub payload: String,
 }
 
-/// How much of a payload a dead letter keeps.
+/// How much a dead letter keeps of a payload, and of everything else.
 const KEPT_BYTES: usize = 262_144;
+const KEPT_MESSAGE: usize = 4_096;
+const KEPT_SUBJECT: usize = 1_024;
+const KEPT_REASON: usize = 64;
+const KEPT_HEADERS: usize = 16_384;
+
+/// What dead letters are counted by. Whoever sends one may call it anything; that is "other".
+const REASONS: [&str; 14] = [
+    "after_execution_mismatch",
+    "malformed",
+    "no_card",
+    "no_stream",
+    "orphan",
+    "refused",
+    "too_large",
+    "unpublishable",
+    "wrong_agent",
+    "wrong_attempt",
+    "wrong_call",
+    "wrong_card",
+    "wrong_epoch",
+    "wrong_turn",
+];
+
+/// The beginning of a text, and whether something was cut off.
+fn cut_to(mut text: String, limit: usize) -> (String, bool) {
+    let cut = text.len() > limit;
+    if cut {
+        let end = (0..=limit).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
+        text.truncate(end);
+    }
+    (text, cut)
+}
+
+/// As many headers as there is room for, and whether some were left out.
+fn kept_headers(headers: Map<String, Value>) -> (Map<String, Value>, bool) {
+    let (count, mut room) = (headers.len(), KEPT_HEADERS);
+    let fits = |(name, value): &(String, Value)| {
+        let size = name.len() + value.as_str().map_or_else(|| value.to_string().len(), str::len);
+        let fits = size <= room;
+        room -= if fits { size } else { 0 };
+        fits
+    };
+    let kept: Map<String, Value> = headers.into_iter().filter(fits).collect();
+    let fewer = kept.len() < count;
+    (kept, fewer)
+}
 
 impl Engine {
     /// Takes a report.
@@ -157,28 +203,25 @@ impl Engine {
     pub async fn bury(&self, project: &str, what: Unreadable) -> Result<DeadLetter, Error> {
         let inner = &self.inner;
         let now_ms = inner.clock.now_ms();
-        let mut payload = what.payload;
-        let cut = payload.len() > KEPT_BYTES;
-        if cut {
-            let end = (0..=KEPT_BYTES).rev().find(|at| payload.is_char_boundary(*at)).unwrap_or(0);
-            payload.truncate(end);
-        }
+        let (payload, cut) = cut_to(what.payload, KEPT_BYTES);
+        let (headers, fewer) = kept_headers(what.headers);
+        let (subject, shorter) = cut_to(what.subject, KEPT_SUBJECT);
         let letter = DeadLetter {
             id: inner.minter.text("dl_", now_ms),
             project: project.to_owned(),
             kind: what.kind.to_owned(),
-            reason: what.reason,
-            message: what.message,
-            subject: what.subject,
-            headers: what.headers,
+            reason: cut_to(what.reason, KEPT_REASON).0,
+            message: cut_to(what.message, KEPT_MESSAGE).0,
+            subject,
+            headers,
             payload,
-            cut,
+            cut: cut || fewer || shorter,
             created_ms: now_ms,
             redriven_ms: None,
             last_try: None,
         };
-        metrics::counter!("toolcrib_dead_letters_total", "reason" => letter.reason.clone())
-            .increment(1);
+        let counted = REASONS.iter().find(|known| **known == letter.reason).unwrap_or(&"other");
+        metrics::counter!("toolcrib_dead_letters_total", "reason" => *counted).increment(1);
         inner.store.utp().bury(letter.clone()).await.map_err(unavailable)?;
         Ok(letter)
     }
@@ -245,7 +288,30 @@ impl Inner {
             self.note_refused(&call, "reported for another epoch", report).await?;
             return Err(reject("wrong_epoch", Code::Conflict, message));
         }
+        self.refuse_left_behind(&call, report).await?;
         Ok(call)
+    }
+
+    /// A turn whose lease ran out is in another epoch, and whoever has it now has not asked for
+    /// this: it is not taken while the call is open. A call that has ended says by itself what its
+    /// report is: the same again, or late.
+    async fn refuse_left_behind(&self, call: &Call, report: &ToolReport) -> Result<(), Rejected> {
+        let Some(route) = call.asked.turn.as_ref().filter(|_| !call.status.is_terminal()) else {
+            return Ok(());
+        };
+        let turn = self.store.utp().turn(&call.project, &route.turn_id).await;
+        match turn.map_err(unavailable)? {
+            Some(turn) if turn.epoch != route.epoch => {
+                let (is, given) = (turn.epoch, route.epoch);
+                let message = format!(
+                    "turn \"{}\" is in turn_epoch {is}: nobody waits for what was asked in {given}",
+                    route.turn_id
+                );
+                self.note_refused(call, "reported for an epoch that is over", report).await?;
+                Err(reject("wrong_epoch", Code::Conflict, message))
+            }
+            Some(_) | None => Ok(()),
+        }
     }
 
     async fn note_refused(

@@ -69,8 +69,22 @@ impl Engine {
         if there || project == DEFAULT_PROJECT && caller.trust == Trust::Local {
             return Ok(Caller { project: project.to_owned(), ..caller.clone() });
         }
-        let shown: String = project.chars().take(80).collect();
-        Err(Error::refused(Code::NotFound, format!("project not found: \"{shown}\"")))
+        Err(no_project(project))
+    }
+
+    /// Refuses a project that nobody made: neither by itself, nor with a key, a tool or an agent.
+    pub fn require_project(&self, project: &str) -> Result<(), Error> {
+        let catalog = self.inner.catalog();
+        let directory = catalog.directory();
+        let there = project == DEFAULT_PROJECT
+            || directory.projects.iter().any(|known| known.id == project)
+            || directory.keys.iter().any(|key| key.project == project)
+            || directory.roster.iter().any(|member| member.project == project)
+            || directory.tools.iter().any(|tool| tool.project.as_deref() == Some(project));
+        match there {
+            true => Ok(()),
+            false => Err(no_project(project)),
+        }
     }
 
     /// Puts a tool of the project in, or replaces it. The checks that need the project come first,
@@ -116,17 +130,19 @@ impl Engine {
             .await
     }
 
-    /// A tool of the project itself.
+    /// A tool of the project itself, with all that its definition says.
     pub fn project_tool(&self, caller: &Caller, name: &str) -> Result<Arc<Entry>, Error> {
+        require_owner(caller)?;
         let found = self.inner.catalog().find(&caller.project, name).filter(is_projects_own);
         found.ok_or_else(|| Error::refused(Code::NotFound, format!("tool not found: \"{name}\"")))
     }
 
-    /// The tools of the project itself, by name.
-    pub fn project_tools(&self, caller: &Caller) -> Vec<Arc<Entry>> {
+    /// The tools of the project itself, by name, with all that their definitions say.
+    pub fn project_tools(&self, caller: &Caller) -> Result<Vec<Arc<Entry>>, Error> {
+        require_owner(caller)?;
         let mut tools = self.inner.catalog().tools(&caller.project);
         tools.retain(is_projects_own);
-        tools
+        Ok(tools)
     }
 
     /// Takes a tool of the project away; calls that were made with it go on.
@@ -215,6 +231,24 @@ impl Inner {
         let old = utp.tool_version(&call.project, &target.tool, &target.version).await;
         Ok(old.map_err(unavailable)?.and_then(|definition| definition.utp))
     }
+}
+
+/// A definition has in it what no model is shown: arguments that are fixed, names of secrets,
+/// addresses.
+fn require_owner(caller: &Caller) -> Result<(), Error> {
+    if caller.may_provide() {
+        return Ok(());
+    }
+    let message = format!(
+        "a key with the role {} cannot read definitions; the tools it may call are at /v1/tools",
+        caller.role.as_str()
+    );
+    Err(Error::refused(Code::PermissionDenied, message))
+}
+
+fn no_project(project: &str) -> Error {
+    let shown: String = project.chars().take(80).collect();
+    Error::refused(Code::NotFound, format!("project not found: \"{shown}\""))
 }
 
 fn is_projects_own(entry: &Arc<Entry>) -> bool {

@@ -94,11 +94,17 @@ impl Engine {
         }
         let turn_id = wanted.turn_id.unwrap_or_else(|| inner.minter.text("turn_", now_ms));
         let channel = wanted.channel.unwrap_or_else(|| DEFAULT_CHANNEL.to_owned());
-        for (field, word) in [("agent_turn_id", &turn_id), ("channel_id", &channel)] {
+        let words = [
+            ("project_id", &caller.project),
+            ("agent_turn_id", &turn_id),
+            ("channel_id", &channel),
+        ];
+        for (field, word) in words {
             if !is_token(word) {
                 return Err(invalid(format!("{field} cannot be part of a NATS subject")));
             }
         }
+        check_lineage(&wanted.tracestate, &wanted.parent_step_id)?;
         let known = inner.store.utp().turn(&caller.project, &turn_id).await;
         let asked = wanted.traceparent.as_deref().and_then(trace::normal);
         let turn = match known.map_err(unavailable)? {
@@ -335,6 +341,17 @@ impl Engine {
             return Err(conflict(&turn, "the lease has run out; lease the turn again".into()));
         }
         Ok(turn)
+    }
+}
+
+/// What comes from above goes on in headers, so it must be able to stand there.
+fn check_lineage(state: &Option<String>, parent_step_id: &Option<String>) -> Result<(), Error> {
+    if state.as_deref().is_some_and(|state| !trace::is_state(state)) {
+        return Err(invalid("tracestate must be at most 512 printable ASCII characters"));
+    }
+    match parent_step_id.as_deref().is_some_and(|id| !is_token(id)) {
+        true => Err(invalid("parent_step_id cannot be part of a NATS subject")),
+        false => Ok(()),
     }
 }
 

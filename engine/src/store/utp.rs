@@ -165,8 +165,8 @@ pub trait UtpStore: Send + Sync {
     /// Keeps letters that are to be published.
     async fn post(&self, letters: Vec<Letter>) -> Result<(), StoreError>;
 
-    /// Letters that are to be published, oldest first.
-    async fn outbox(&self, limit: usize) -> Result<Vec<Letter>, StoreError>;
+    /// Letters that are to be published, oldest first, after this one.
+    async fn outbox(&self, after: u64, limit: usize) -> Result<Vec<(u64, Letter)>, StoreError>;
 
     /// These have been published, or nobody needs them any more.
     async fn posted(&self, ids: &[String]) -> Result<(), StoreError>;

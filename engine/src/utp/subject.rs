@@ -33,12 +33,20 @@ pub fn parse(text: &str) -> Option<Subject<'_>> {
     })
 }
 
+/// Whether a command under this subject can have been sent for a tool of this project.
+pub fn is_command_of(text: &str, project: &str) -> bool {
+    let plain = text.split('.').all(is_token);
+    parse(text).is_some_and(|parts| {
+        plain && parts.project == project && (parts.category, parts.component) == ("cmd", "tool")
+    })
+}
+
 /// Checks where a tool's commands are to go, and writes it out in full: `cmd.tool.x.y` is short
-/// for `cg.{version}.{project_id}.{channel_id}.cmd.tool.x.y`.
-pub fn check_target(text: &str, project: &str) -> Result<String, String> {
+/// for `cg.<version>.{project_id}.{channel_id}.cmd.tool.x.y`.
+pub fn check_target(text: &str, version: &str, project: &str) -> Result<String, String> {
     let full = match text.starts_with("cmd.") {
-        true => format!("cg.{{version}}.{{project_id}}.{{channel_id}}.{text}"),
-        false => text.to_owned(),
+        true => format!("cg.{version}.{{project_id}}.{{channel_id}}.{text}"),
+        false => text.replace("{version}", version),
     };
     let form = "cg.<version>.{project_id}.{channel_id}.cmd.tool.<target>.<suffix>";
     let Some(parts) = parse(&full) else {
@@ -48,7 +56,19 @@ pub fn check_target(text: &str, project: &str) -> Result<String, String> {
         let is = format!("{}.{}", parts.category, parts.component);
         return Err(format!("target_subject must be cmd.tool.*, not {is}.*"));
     }
-    let fixed = full.replace("{version}", "v").replace("{project_id}", "p");
+    if parts.suffix.contains('.') {
+        return Err(format!(
+            "target_subject \"{text}\" has more than one part behind <target>; a tool service \
+             listens for one"
+        ));
+    }
+    if parts.version != version {
+        let given = parts.version;
+        return Err(format!(
+            "target_subject is of version \"{given}\"; this server publishes under \"{version}\""
+        ));
+    }
+    let fixed = full.replace("{project_id}", "p");
     let fixed = fixed.replace("{channel_id}", "c").replace("{agent_id}", "a");
     if !fixed.split('.').all(is_token) || fixed.contains(['{', '}']) {
         return Err(format!(
@@ -62,7 +82,8 @@ pub fn check_target(text: &str, project: &str) -> Result<String, String> {
     Ok(full)
 }
 
-/// Fills a template in. Everything that is filled in must be able to stand in a subject.
+/// Fills a template in, under this version whichever it was written for. Everything that is filled
+/// in must be able to stand in a subject.
 pub fn fill(
     template: &str,
     version: &str,
@@ -70,6 +91,8 @@ pub fn fill(
     channel: &str,
     agent_id: &str,
 ) -> Result<String, String> {
+    let rest = template.splitn(3, '.').nth(2).unwrap_or_default();
+    let template = &format!("cg.{{version}}.{rest}");
     let known = [
         ("{version}", version),
         ("{project_id}", project),
@@ -102,12 +125,33 @@ mod tests {
     }
 
     #[test]
+    fn commands_belong_to_the_project_that_their_subject_names() {
+        assert!(is_command_of("cg.v1r3.p.public.cmd.tool.search.run", "p"));
+        for other in [
+            "cg.v1r3.q.public.cmd.tool.search.run",
+            "cg.v1r3.p.public.cmd.agent.w1.wakeup",
+            "cg.v1r3.p.public.evt.agent.ada.state",
+            "cg.v1r3.p.*.cmd.tool.search.run",
+            "cg.v1r3.p.public.cmd.tool.search.>",
+            "cg.v1r3.p.public.cmd.tool.search",
+            "/v1/tool_results",
+            "",
+        ] {
+            assert!(!is_command_of(other, "p"), "{other}");
+        }
+    }
+
+    #[test]
     fn targets_are_commands_for_tools() {
         let full = "cg.v1r3.{project_id}.{channel_id}.cmd.tool.search.run";
-        assert_eq!(check_target(full, "p").as_deref(), Ok(full));
-        let short = check_target("cmd.tool.search.run", "p").unwrap();
-        assert_eq!(short, "cg.{version}.{project_id}.{channel_id}.cmd.tool.search.run");
+        assert_eq!(check_target(full, "v1r3", "p").as_deref(), Ok(full));
+        let short = check_target("cmd.tool.search.run", "v1r3", "p").unwrap();
+        assert_eq!(short, full, "written out");
+        let filled_in = "cg.{version}.{project_id}.{channel_id}.cmd.tool.search.run";
+        assert_eq!(check_target(filled_in, "v1r3", "p").as_deref(), Ok(full));
         assert_eq!(fill(&short, "v1r3", "p", "c", "a").unwrap(), "cg.v1r3.p.c.cmd.tool.search.run");
+        // A server that speaks another version by now has its streams there.
+        assert_eq!(fill(full, "v1r4", "p", "c", "a").unwrap(), "cg.v1r4.p.c.cmd.tool.search.run");
         for bad in [
             "zzz.cmd.tool.",
             "cmd.tool.search",
@@ -117,8 +161,11 @@ mod tests {
             "cg.v1r3.{project_id}.{channel_id}.cmd.tool.sea rch.run",
             "cg.v1r3.{project_id}.{channel_id}.cmd.tool.{what}.run",
             "cg.v1r3.{project_id}.{channel_id}.cmd.tool..run",
+            "cg.v1r3.{project_id}.{channel_id}.cmd.tool.search.run.fast",
+            "cmd.tool.search.run.fast",
+            "cg.v1r4.{project_id}.{channel_id}.cmd.tool.search.run",
         ] {
-            assert!(check_target(bad, "p").is_err(), "{bad}");
+            assert!(check_target(bad, "v1r3", "p").is_err(), "{bad}");
         }
         assert!(fill(&short, "v1r3", "p.q", "c", "a").is_err());
     }

@@ -31,6 +31,11 @@ pub fn normal(text: &str) -> Option<String> {
     })
 }
 
+/// Whether a text can be a `tracestate`: a header of at most 512 printable characters.
+pub fn is_state(text: &str) -> bool {
+    text.len() <= 512 && text.bytes().all(|byte| matches!(byte, b' '..=b'~'))
+}
+
 /// A trace that follows from a name: the same name, the same trace.
 pub fn from_seed(seed: &str) -> String {
     let hash = Sha256::digest(seed.as_bytes());

@@ -11,10 +11,10 @@ use toolcrib::{Caller, Engine, Fault, FnTool, Json};
 
 /// The subjects of what is in the outbox, which is emptied.
 async fn published(engine: &Engine) -> Vec<String> {
-    let letters = engine.outbox(100).await.unwrap();
-    let ids: Vec<String> = letters.iter().map(|letter| letter.id.clone()).collect();
+    let letters = engine.outbox(0, 100).await.unwrap();
+    let ids: Vec<String> = letters.iter().map(|(_, letter)| letter.id.clone()).collect();
     engine.posted(&ids).await.unwrap();
-    letters.into_iter().map(|letter| letter.subject).collect()
+    letters.into_iter().map(|(_, letter)| letter.subject).collect()
 }
 
 #[tokio::test]

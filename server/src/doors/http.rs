@@ -25,6 +25,7 @@ use tower::Service;
 use utoipa::OpenApi;
 use utoipa_axum::router::OpenApiRouter;
 
+use crate::operation::jina::Places;
 pub use answer::{Problem, refusal};
 use answer::{problem, problem_as};
 use docs::Security;
@@ -64,6 +65,10 @@ pub struct Settings {
     pub window: usize,
     /// What a new agent's key may call unless told otherwise.
     pub default_allow: Vec<String>,
+    /// The version of UTP: a part of the subjects that tools are defined with.
+    pub utp_version: String,
+    /// Where Jina is, for the tools that ask it.
+    pub jina: Option<Places>,
 }
 
 impl Default for Settings {
@@ -74,6 +79,8 @@ impl Default for Settings {
             dead_after_ms: 45_000,
             window: 16,
             default_allow: Vec::new(),
+            utp_version: crate::utp::DEFAULT_VERSION.to_owned(),
+            jina: None,
         }
     }
 }

@@ -5,6 +5,7 @@
 //! NATS's own permissions are the credentials here. Where keys were made, an agent's rules hold.
 
 mod agent;
+mod outbox;
 mod sys;
 
 use std::sync::Arc;
@@ -24,9 +25,6 @@ use crate::utp::{Link, wire};
 
 /// Requests that are being answered at once.
 const AT_ONCE: usize = 1_024;
-/// Letters that are published at once.
-const BATCH: usize = 256;
-const LOOK_AGAIN: Duration = Duration::from_secs(2);
 
 /// The open door; it closes with the value.
 pub struct Open {
@@ -54,7 +52,7 @@ pub fn open(engine: Engine, link: Link) -> Open {
     let publishing = stop.clone();
     tokio::spawn(async move {
         tokio::select! {
-            () = publish_all(engine, link) => {}
+            () = outbox::publish(engine, link) => {}
             () = publishing.cancelled() => {}
         }
     });
@@ -157,55 +155,4 @@ fn body(request: &Message) -> Result<Value, Error> {
 fn unknown(parts: &Subject<'_>) -> Error {
     let asked = format!("rpc.{}.{}.{}", parts.component, parts.target, parts.suffix);
     Error::refused(Code::NotFound, format!("there is nothing at {asked}"))
-}
-
-/// Publishes what is in the outbox, in order, whenever there is something and somebody to take it.
-async fn publish_all(engine: Engine, link: Link) {
-    let mut news = engine.outbox_news();
-    loop {
-        link.up().await;
-        // Also where nothing is to be published: a tool service may come first.
-        if let Err(error) = link.ensure_streams().await {
-            tracing::debug!(%error, "the streams are not there yet");
-        }
-        match publish_some(&engine, &link).await {
-            Ok(0) => {
-                tokio::select! {
-                    () = news.woken() => {}
-                    () = tokio::time::sleep(LOOK_AGAIN) => {}
-                }
-            }
-            Ok(_) => {}
-            Err(error) => {
-                tracing::warn!(%error, "the outbox waits");
-                tokio::time::sleep(Duration::from_millis(500)).await;
-            }
-        }
-    }
-}
-
-/// Answers with how many letters are out of the outbox by this.
-async fn publish_some(engine: &Engine, link: &Link) -> anyhow::Result<usize> {
-    let letters = engine.outbox(BATCH).await?;
-    let now_ms = engine.now_ms();
-    let sending = letters.iter().map(|letter| async move {
-        if letter.expires_ms <= now_ms {
-            return Some(letter.id.clone());
-        }
-        let (headers, payload) = wire::letter(link.version(), letter);
-        let subject = format!("cg.{}.{}", link.version(), letter.subject);
-        let payload = payload.to_string().into_bytes();
-        match link.publish(subject, headers, payload, &letter.id).await {
-            Ok(()) => Some(letter.id.clone()),
-            Err(error) => {
-                tracing::debug!(letter = letter.id, %error, "will be published again");
-                None
-            }
-        }
-    });
-    let gone: Vec<String> =
-        futures::future::join_all(sending).await.into_iter().flatten().collect();
-    anyhow::ensure!(gone.len() == letters.len() || !gone.is_empty(), "nothing could be published");
-    engine.posted(&gone).await?;
-    Ok(gone.len())
 }

@@ -18,6 +18,16 @@ pub struct Places {
     pub reader: Url,
 }
 
+impl Places {
+    /// From the settings, or what is wrong with them.
+    pub fn read(search: &str, reader: &str) -> Result<Self, String> {
+        let url = |name: &str, text: &str| {
+            Url::parse(text).map_err(|error| format!("jina.{name}: {error}"))
+        };
+        Ok(Self { search: url("search_url", search)?, reader: url("reader_url", reader)? })
+    }
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Mode {
     Search,
@@ -69,6 +79,12 @@ pub(super) fn check(options: &Value) -> Result<(), String> {
         }
         _ => Ok(()),
     }
+}
+
+/// Whether there is a mode, and Jina where it is looked for.
+pub fn check_place(options: &Value, places: &Places) -> Result<(), String> {
+    let read = Options::of(options)?;
+    mode_and_base(&read, places).map(drop).map_err(|fault| fault.message)
 }
 
 fn named(mode: &str) -> Option<Mode> {

@@ -149,6 +149,8 @@ fn wrong_definitions_are_named() {
                 "parameters": [{ "name": "Transfer-Encoding", "in": "header" }] }),
             "Transfer-Encoding",
         ),
+        (json!({ "url": "https://x.y", "timeout_s": -1 }), "timeout_s"),
+        (json!({ "url": "https://x.y", "timeout_s": 0 }), "timeout_s"),
     ] {
         let why = Plan::of(&json!({ "http": http })).unwrap_err();
         assert!(why.contains(word), "{word}: {why}");
@@ -174,6 +176,53 @@ fn secrets_are_found_in_every_spelling() {
     assert_eq!(value, expected);
     assert!(!format!("{secrets:?}").contains("s3cr"));
     assert!(!Secrets::default().scrub(&mut json!({ "a": "b" })));
+}
+
+#[test]
+fn secrets_are_found_however_an_upstream_writes_them() {
+    let mut secrets = Secrets::default();
+    secrets.add("Ab+c/D&e f\"ü😀");
+    let spellings = [
+        "Ab+c/D&e f\"ü😀",
+        "Ab%2Bc%2FD%26e%20f%22%C3%BC%F0%9F%98%80",
+        "Ab%2bc%2fD%26e%20f%22%c3%bc%f0%9f%98%80",
+        "Ab%2Bc/D%26e%20f%22%C3%BC%F0%9F%98%80",
+        "Ab%2Bc%2FD%26e+f%22%C3%BC%F0%9F%98%80",
+        "Ab+c\\/D&e f\\\"ü😀",
+        "Ab\\u002bc\\/D\\u0026e f\\\"\\u00fc\\ud83d\\ude00",
+        "Ab\\u002Bc\\u002FD\\u0026e f\\u0022\\u00FC\\uD83D\\uDE00",
+        "Ab+c/D&amp;e f&quot;ü😀",
+        "Ab&#43;c&#x2F;D&#38;e f&#34;&#252;&#x1F600;",
+        "QWIrYy9EJmUgZiLDvPCfmIA=",
+        "QWIrYy9EJmUgZiLDvPCfmIA",
+        "QWIrYy9EJmUgZiLDvPCfmIA%3D",
+    ];
+    for spelling in spellings {
+        assert_eq!(secrets.clean(spelling), "[secret]", "{spelling}");
+        assert_eq!(secrets.clean(&format!("<{spelling}> ")), "<[secret]> ", "{spelling}");
+    }
+    let twice = format!("{} and {}", spellings[1], spellings[8]);
+    assert_eq!(secrets.clean(&twice), "[secret] and [secret]");
+    for other in ["Ab+c/D&e f", "%", "\\", "&", "%4", "&amp;", "\\u00", "100 % + ü; &c;"] {
+        assert_eq!(secrets.scrubbed(other), None, "{other}");
+    }
+}
+
+#[test]
+fn a_secret_in_base64_is_found_in_both_alphabets() {
+    let mut secrets = Secrets::default();
+    secrets.add("k?~>key");
+    for spelling in
+        ["az9+PmtleQ==", "az9+PmtleQ", "az9-PmtleQ==", "az9-PmtleQ", "az9%2BPmtleQ%3D%3D"]
+    {
+        assert_eq!(secrets.clean(&format!("x={spelling};")), "x=[secret];", "{spelling}");
+    }
+    // A key that has padding itself is often shown without.
+    secrets.add("c2VjcmV0IQ==");
+    assert_eq!(secrets.clean("key c2VjcmV0IQ,"), "key [secret],");
+    // What is made of nothing but escapes is no trap.
+    secrets.add(&"\\".repeat(64));
+    assert_eq!(secrets.clean(&"\\".repeat(4_000)).len(), 4_000 / 128 * "[secret]".len() + 32);
 }
 
 fn places() -> jina::Places {
@@ -226,6 +275,7 @@ fn jinas_mode_is_said_or_follows_from_the_host_or_the_old_path() {
         json!({ "jina": { "mode": "reader", "base_url": "nonsense" } }),
     ] {
         assert_eq!(path(wrong.clone(), q.clone()).unwrap_err().code, Code::BadRequest, "{wrong}");
+        assert!(jina::check_place(&wrong, &places()).is_err(), "{wrong}");
     }
     assert!(Plan::of(&json!({ "jina": { "mode": "dance" } })).is_err());
     assert!(Plan::of(&json!({ "jina": [] })).is_err());

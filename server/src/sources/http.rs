@@ -104,13 +104,7 @@ pub struct HttpTools {
 impl HttpTools {
     /// With these settings, or what is wrong with them.
     pub fn new(settings: HttpSettings) -> Result<Self, String> {
-        let url = |name: &str, text: &str| {
-            Url::parse(text).map_err(|error| format!("jina.{name}: {error}"))
-        };
-        let places = Places {
-            search: url("search_url", &settings.jina.search_url)?,
-            reader: url("reader_url", &settings.jina.reader_url)?,
-        };
+        let places = Places::read(&settings.jina.search_url, &settings.jina.reader_url)?;
         let allowed = Allowed::read(&settings.hosts).map_err(|why| format!("hosts: {why}"))?;
         let outbound = Outbound::new("http", settings.allow_private, &settings.allow_hosts);
         let upstream = Upstream::new(outbound.clone(), settings.max_response_bytes);

@@ -87,9 +87,14 @@ impl Source for Commands {
         let link = self.link.as_ref()?;
         let waiting = self.waiting.lock().len();
         metrics::gauge!("toolcrib_utp_commands_waiting").set(waiting as f64);
-        let trouble = (!link.is_up()).then(|| {
-            format!("NATS does not answer; {waiting} commands wait, everything else works")
-        });
+        let away =
+            || format!("NATS does not answer; {waiting} commands wait, everything else works");
+        let down = || "wakeups and events are not published; see the server's log".to_owned();
+        let trouble = match (link.is_up(), link.outbox_is_down()) {
+            (false, _) => Some(away()),
+            (true, true) => Some(down()),
+            (true, false) => None,
+        };
         Some(Health { name: "nats", trouble })
     }
 }

@@ -6,12 +6,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use async_nats::connection::State;
+use async_nats::header::NATS_MESSAGE_ID;
+use async_nats::jetstream::context::{PublishError, PublishErrorKind};
 use async_nats::jetstream::stream::{Config as StreamConfig, RetentionPolicy, StorageType};
 use async_nats::jetstream::{self, message::PublishMessage};
 use async_nats::{Client, ConnectOptions, HeaderMap};
 use tokio::sync::Notify;
 
 use super::follow::Followers;
+use super::wire;
 
 /// How long a publish may take before it is tried again.
 const ACK_PATIENCE: Duration = Duration::from_secs(5);
@@ -20,8 +23,30 @@ pub const DAY: Duration = Duration::from_secs(86_400);
 
 /// Why something was not published.
 #[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-pub struct NotPublished(String);
+pub enum NotPublished {
+    /// As long as the broker's limit is what it is, it never will be.
+    #[error("it is over the broker's limit for a message (max_payload)")]
+    TooLarge,
+    /// The streams are there, and none of them takes its subject.
+    #[error("no stream takes its subject")]
+    NoStream,
+    /// It can never be.
+    #[error("{0}")]
+    Never(String),
+    /// It can be tried again.
+    #[error("{0}")]
+    Later(String),
+}
+
+impl From<PublishError> for NotPublished {
+    fn from(error: PublishError) -> Self {
+        match error.kind() {
+            PublishErrorKind::MaxPayloadExceeded => Self::TooLarge,
+            PublishErrorKind::StreamNotFound => Self::NoStream,
+            _ => Self::Later(error.to_string()),
+        }
+    }
+}
 
 /// Where to connect to.
 #[derive(Debug, Clone)]
@@ -42,6 +67,8 @@ pub struct Link {
     came_up: Arc<Notify>,
     streams_known: Arc<AtomicBool>,
     followers: Arc<Followers>,
+    /// Whoever publishes the outbox fell over, and has not come round since.
+    outbox_down: Arc<AtomicBool>,
 }
 
 impl Link {
@@ -87,8 +114,8 @@ impl Link {
         let mut jetstream = jetstream::new(client.clone());
         jetstream.set_timeout(ACK_PATIENCE);
         let version = address.version.as_str().into();
-        let followers = Arc::default();
-        Ok(Self { client, jetstream, version, came_up, streams_known, followers })
+        let (followers, outbox_down) = (Arc::default(), Arc::default());
+        Ok(Self { client, jetstream, version, came_up, streams_known, followers, outbox_down })
     }
 
     /// The connection itself.
@@ -119,6 +146,16 @@ impl Link {
         &self.followers
     }
 
+    /// What is in the outbox is being published, or not.
+    pub fn publishes(&self, well: bool) {
+        self.outbox_down.store(!well, Ordering::Release);
+    }
+
+    /// Whether what is in the outbox is not being published although the broker is there.
+    pub fn outbox_is_down(&self) -> bool {
+        self.outbox_down.load(Ordering::Acquire)
+    }
+
     /// The streams have to be looked for again.
     pub fn forget_streams(&self) {
         self.streams_known.store(false, Ordering::Release);
@@ -141,7 +178,7 @@ impl Link {
         ];
         for (name, subject, max_age) in streams {
             let made = self.jetstream.get_or_create_stream(stream(name, subject, max_age)).await;
-            made.map_err(|error| NotPublished(format!("no stream: {error}")))?;
+            made.map_err(|error| NotPublished::Later(format!("no stream: {error}")))?;
         }
         self.streams_known.store(true, Ordering::Release);
         Ok(())
@@ -157,24 +194,23 @@ impl Link {
     pub async fn publish(
         &self,
         subject: String,
-        headers: HeaderMap,
+        mut headers: HeaderMap,
         payload: Vec<u8>,
         id: &str,
     ) -> Result<(), NotPublished> {
         self.ensure_streams().await?;
-        let message =
-            PublishMessage::build().payload(payload.into()).headers(headers).message_id(id);
-        let sent = async {
-            let acked = self.jetstream.send_publish(subject, message).await;
-            acked.map_err(|error| error.to_string())?.await.map_err(|error| error.to_string())
-        };
+        if !wire::set(&mut headers, NATS_MESSAGE_ID, id) {
+            return Err(NotPublished::Never("its id has a line break in it".to_owned()));
+        }
+        let message = PublishMessage::build().payload(payload.into()).headers(headers);
+        let sent = async { self.jetstream.send_publish(subject, message).await?.await };
         match tokio::time::timeout(ACK_PATIENCE, sent).await {
             Ok(Ok(_)) => Ok(()),
             Ok(Err(why)) => {
                 self.forget_streams();
-                Err(NotPublished(why))
+                Err(why.into())
             }
-            Err(_) => Err(NotPublished("the broker did not answer".to_owned())),
+            Err(_) => Err(NotPublished::Later("the broker did not answer".to_owned())),
         }
     }
 }

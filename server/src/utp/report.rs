@@ -4,6 +4,7 @@ use serde_json::Value;
 use toolcrib::engine::{Ingested, Rejected, ToolReport, Unreadable};
 use toolcrib::fault::{Code, Error, Fault};
 use toolcrib::json;
+use toolcrib::utp::subject;
 use toolcrib::{Caller, Engine};
 
 use super::wire::Headers;
@@ -85,6 +86,11 @@ fn read(engine: &Engine, project: &str, incoming: &Incoming<'_>) -> Result<ToolR
     let header = |name: &str| incoming.headers.get(name);
     if header("cg-project-id").is_some_and(|given| given != project) {
         return Err(malformed("CG-Project-Id is not the project that is reported to"));
+    }
+    // What came over HTTP came under no channel.
+    let channel = subject::parse(incoming.subject).map(|parts| parts.channel);
+    if header("cg-channel-id").is_some_and(|given| channel.is_some_and(|is| is != given)) {
+        return Err(malformed("CG-Channel-Id is not the channel that is reported under"));
     }
     let field = |name: &str, in_header: &str| {
         let given = fields.get(name).filter(|given| !given.is_null());

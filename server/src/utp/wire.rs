@@ -1,6 +1,8 @@
 //! The forms of UTP's wire: headers, commands, cards, answers.
 
-use async_nats::HeaderMap;
+use std::str::FromStr;
+
+use async_nats::{HeaderMap, HeaderName, HeaderValue};
 use serde::Serialize;
 use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
@@ -25,12 +27,20 @@ pub mod names {
 /// The headers that every command and event has.
 pub fn headers(version: &str, kind: &str, traceparent: &str) -> HeaderMap {
     let mut headers = HeaderMap::new();
-    headers.insert(names::TRACEPARENT, traceparent);
-    headers.insert(names::TIMESTAMP, now_ms().to_string());
-    headers.insert(names::VERSION, version);
-    headers.insert(names::KIND, kind);
-    headers.insert(names::SENDER, "toolcrib");
+    set(&mut headers, names::TRACEPARENT, traceparent);
+    set(&mut headers, names::TIMESTAMP, &now_ms().to_string());
+    set(&mut headers, names::VERSION, version);
+    set(&mut headers, names::KIND, kind);
+    set(&mut headers, names::SENDER, "toolcrib");
     headers
+}
+
+/// Sets a header. Answers whether it could: a value with a line break in it can be none, and is
+/// left out.
+pub fn set(headers: &mut HeaderMap, name: HeaderName, value: &str) -> bool {
+    let Ok(value) = HeaderValue::from_str(value) else { return false };
+    headers.insert(name, value);
+    true
 }
 
 /// Unix milliseconds.
@@ -77,21 +87,29 @@ pub fn command(
         &route.agent_id,
     )?;
     let mut headers = headers(version, "ToolCommand", traceparent);
-    headers.insert(names::DEPTH, route.depth.to_string());
+    set(&mut headers, names::DEPTH, &route.depth.to_string());
     if let Some(state) = &route.tracestate {
-        headers.insert(names::TRACESTATE, state.as_str());
+        set(&mut headers, names::TRACESTATE, state);
     }
     let in_headers = version == HEADERS_SINCE;
     if in_headers {
-        headers.insert("CG-Project-Id", attempt.project.as_str());
-        headers.insert("CG-Channel-Id", route.channel.as_str());
-        headers.insert("CG-Agent-Id", route.agent_id.as_str());
-        headers.insert("CG-Turn-Id", route.turn_id.as_str());
-        headers.insert("CG-Turn-Epoch", route.epoch.to_string());
-        headers.insert("CG-Step-Id", route.step_id.as_str());
-        headers.insert("CG-Tool-Call-Id", route.tool_call_id.as_str());
-        headers.insert(EFFECT, attempt.effect.as_str());
-        headers.insert(DEADLINE, attempt.deadline_ms.to_string());
+        let identity: [(&'static str, &str); 9] = [
+            ("CG-Project-Id", &attempt.project),
+            ("CG-Channel-Id", &route.channel),
+            ("CG-Agent-Id", &route.agent_id),
+            ("CG-Turn-Id", &route.turn_id),
+            ("CG-Turn-Epoch", &route.epoch.to_string()),
+            ("CG-Step-Id", &route.step_id),
+            ("CG-Tool-Call-Id", &route.tool_call_id),
+            (EFFECT, attempt.effect.as_str()),
+            (DEADLINE, &attempt.deadline_ms.to_string()),
+        ];
+        for (name, value) in identity {
+            // Without it nobody could answer.
+            if !set(&mut headers, HeaderName::from_static(name), value) {
+                return Err(format!("{name} cannot be a header: it has a line break in it"));
+            }
+        }
     }
     let identity = (!in_headers).then(|| Identity {
         project_id: &attempt.project,
@@ -122,11 +140,13 @@ pub const HEADERS_SINCE: &str = "v1r4";
 pub const EFFECT: &str = "Toolcrib-Effect";
 pub const DEADLINE: &str = "Toolcrib-Deadline-At-Ms";
 
-/// The headers and the payload of a letter, in the form of a version.
+/// The headers and the payload of a letter, in the form of a version. What cannot be a header is
+/// left out.
 pub fn letter(version: &str, letter: &Letter) -> (HeaderMap, Value) {
     let mut headers = headers(version, "dict", "");
     for (name, value) in &letter.headers {
-        headers.insert(name.as_str(), value.as_str());
+        let Ok(name) = HeaderName::from_str(name) else { continue };
+        set(&mut headers, name, value);
     }
     let mut payload = letter.payload.clone();
     if let (HEADERS_SINCE, Value::Object(fields)) = (version, &mut payload) {
@@ -139,7 +159,7 @@ pub fn letter(version: &str, letter: &Letter) -> (HeaderMap, Value) {
         for (field, header) in identity {
             let Some(value) = fields.remove(field) else { continue };
             let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
-            headers.insert(header, text.as_str());
+            set(&mut headers, HeaderName::from_static(header), &text);
         }
     }
     (headers, payload)

@@ -3,8 +3,10 @@
 mod away;
 mod calls;
 mod commands;
+mod fences;
 mod identity;
 mod news;
+mod outbox;
 mod projects;
 mod reports;
 mod services;

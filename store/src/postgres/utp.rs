@@ -189,8 +189,12 @@ impl UtpStore for PostgresStore {
         self.write(letters, |desk, letters| Box::pin(post(desk, letters))).await
     }
 
-    async fn outbox(&self, limit: usize) -> Result<Vec<Letter>, StoreError> {
-        self.bodies("SELECT body FROM outbox ORDER BY number LIMIT $1", &[&limited(limit)]).await
+    async fn outbox(&self, after: u64, limit: usize) -> Result<Vec<(u64, Letter)>, StoreError> {
+        let sql = "SELECT number, body FROM outbox WHERE number > $1 ORDER BY number LIMIT $2";
+        let lent = self.pool.lend().await?;
+        let read = |row: &tokio_postgres::Row| Ok((row.whole(0)?, decode(&row.text(1)?)?));
+        let found = lent.collect(sql, &[&(after as i64), &limited(limit)], read).await;
+        found.map_err(Broke::into_error)
     }
 
     async fn posted(&self, ids: &[String]) -> Result<(), StoreError> {

@@ -239,9 +239,8 @@ impl UtpStore for SqliteStore {
         self.work(move |c| posted.iter().try_for_each(|letter| letters::post(c, letter))).await
     }
 
-    async fn outbox(&self, limit: usize) -> Result<Vec<Letter>, StoreError> {
-        let sql = "SELECT body FROM outbox ORDER BY number LIMIT ?1";
-        self.look(move |c| bodies(c, sql, params![limit as i64])).await
+    async fn outbox(&self, after: u64, limit: usize) -> Result<Vec<(u64, Letter)>, StoreError> {
+        self.look(move |connection| letters::outbox(connection, after, limit)).await
     }
 
     async fn posted(&self, ids: &[String]) -> Result<(), StoreError> {

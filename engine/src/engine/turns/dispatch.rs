@@ -16,7 +16,7 @@ use crate::store::utp::TurnChange;
 use crate::tool::hex;
 use crate::utp::card::{self, Card, TOOL_CALL, TOOL_RESULT, into_map};
 use crate::utp::news::{News, Step};
-use crate::utp::{AfterExecution, InboxItem, Route, Turn, TurnStatus, Waiting, trace};
+use crate::utp::{AfterExecution, InboxItem, Route, Turn, TurnStatus, Waiting, is_token, trace};
 
 use super::super::invoke::Invocation;
 
@@ -70,6 +70,7 @@ impl Engine {
             && now.step_id == asked.step_id;
         if repeated {
             let calls = self.step_calls(&now).await?;
+            self.refuse_other(&now, &calls, &asked.calls).await?;
             return Ok(Dispatched { turn: now, calls });
         }
         let turn = self.running(caller, agent_id, turn_id, asked.epoch).await?;
@@ -131,7 +132,8 @@ impl Engine {
         Ok(())
     }
 
-    /// An id that was used in another step of the turn would get that step's result.
+    /// An id that was used in another step of the turn would get that step's result, and a step
+    /// that was sent out before has its calls.
     async fn refuse_used(
         &self,
         turn: &Turn,
@@ -139,6 +141,15 @@ impl Engine {
         calls: &[StepCall],
     ) -> Result<(), Error> {
         let utp = self.inner.store.utp();
+        let known = utp.waiting(&turn.project, &turn.turn_id, step_id).await;
+        let known = known.map_err(unavailable)?;
+        if !known.is_empty() {
+            if turn.step_id.as_deref() != Some(step_id) {
+                let message = format!("step_id \"{step_id}\" was used in this turn before");
+                return Err(conflict(turn, message));
+            }
+            self.refuse_other(turn, &known, calls).await?;
+        }
         for call in calls {
             let id = &call.tool_call_id;
             let known = utp.waiting_call(&turn.project, Some(&turn.turn_id), id).await;
@@ -149,6 +160,39 @@ impl Engine {
             }
         }
         Ok(())
+    }
+
+    /// The same step again has the same calls.
+    async fn refuse_other(
+        &self,
+        turn: &Turn,
+        known: &[Waiting],
+        calls: &[StepCall],
+    ) -> Result<(), Error> {
+        let mut same = known.len() == calls.len();
+        for (known, call) in known.iter().zip(calls) {
+            same = same
+                && (&known.tool_call_id, &known.tool_name) == (&call.tool_call_id, &call.tool_name)
+                && self
+                    .asked_before(known)
+                    .await?
+                    .is_none_or(|args| args == arguments(&call.arguments).0);
+        }
+        match same {
+            true => Ok(()),
+            false => Err(conflict(turn, "this step was dispatched with other calls".to_owned())),
+        }
+    }
+
+    /// The arguments of a call of a step, while they are kept.
+    async fn asked_before(&self, known: &Waiting) -> Result<Option<Value>, Error> {
+        if let Some(id) = known.call_id.as_deref().and_then(|id| id.parse().ok()) {
+            let call = self.inner.call_of(&known.project, &id).await?;
+            return Ok(call.map(|call| call.args.value()));
+        }
+        let card_id = failed_card(&known.project, &known.turn_id, &known.tool_call_id, "call");
+        let card = self.inner.find_card(&known.project, &card_id).await?;
+        Ok(card.and_then(|card| card.content.get("arguments").cloned()))
     }
 
     async fn send(
@@ -181,6 +225,10 @@ impl Engine {
                 let waiting = waiting(turn, &route, call, Some(ticket.call.id.to_string()));
                 Ok(Sent { waiting, deadline_ms: ticket.call.deadline_ms, inbox: None })
             }
+            Err(error) if error.code() == Code::IdempotencyMismatch => {
+                let id = &call.tool_call_id;
+                Err(conflict(turn, format!("tool_call_id \"{id}\" was used for another call")))
+            }
             Err(Error::Refused { fault, .. })
                 if !matches!(fault.code, Code::Overloaded | Code::RateLimited) =>
             {
@@ -201,15 +249,19 @@ fn check(asked: &Dispatch) -> Result<(), Error> {
     if asked.calls.is_empty() || asked.calls.len() > MAX_CALLS {
         return Err(invalid(format!("calls must be 1 to {MAX_CALLS}")));
     }
-    if asked.step_id.as_ref().is_some_and(|id| id.is_empty() || id.len() > 128) {
-        return Err(invalid("step_id must be 1 to 128 bytes"));
+    let ids = asked.calls.iter().map(|call| ("tool_call_id", &call.tool_call_id));
+    let step = asked.step_id.iter().map(|id| ("step_id", id));
+    for (field, id) in step.chain(ids) {
+        if !is_token(id) {
+            let message = format!(
+                "{field} must be 1 to 128 printable ASCII characters without blanks, '.', '*' and '>'"
+            );
+            return Err(invalid(message));
+        }
     }
     let mut seen = std::collections::HashSet::new();
     for call in &asked.calls {
         let id = &call.tool_call_id;
-        if id.is_empty() || id.len() > 200 || id.chars().any(char::is_control) {
-            return Err(invalid("tool_call_id must be 1 to 200 bytes without control characters"));
-        }
         if id.starts_with("tc_") {
             return Err(invalid("tool_call_id cannot begin with tc_, as the crib's own do"));
         }
@@ -244,6 +296,12 @@ fn arguments(given: &Value) -> (Value, Option<Fault>) {
 fn call_card(call: &Waiting) -> Option<String> {
     let id = call.call_id.as_deref()?.parse().ok()?;
     Some(card::id_of(&id, TOOL_CALL))
+}
+
+/// A card of a call that there could not be.
+fn failed_card(project: &str, turn_id: &str, tool_call_id: &str, end: &str) -> String {
+    let inbox_id = inbox_id_of(project, turn_id, tool_call_id);
+    format!("{end}{}", inbox_id.trim_start_matches("inbox_"))
 }
 
 fn key(turn: &Turn, call: &StepCall) -> String {
@@ -310,7 +368,6 @@ impl Inner {
     ) -> Result<Sent, Error> {
         let now_ms = self.clock.now_ms();
         let inbox_id = inbox_id_of(&turn.project, &route.turn_id, &route.tool_call_id);
-        let body = inbox_id.trim_start_matches("inbox_");
         let error = card::error_of(fault, "worker");
         let trace_id = turn.traceparent.as_deref().and_then(trace::parse).map(|(id, _)| id);
         let mut metadata = into_map(json!({
@@ -321,7 +378,7 @@ impl Inner {
             "parent_step_id": route.parent_step_id,
         }));
         let make = |kind: &str, end: &str, content: Value, metadata: &Map<String, Value>| Card {
-            card_id: format!("{end}{body}"),
+            card_id: failed_card(&turn.project, &route.turn_id, &route.tool_call_id, end),
             project: turn.project.clone(),
             kind: kind.to_owned(),
             content: into_map(content),

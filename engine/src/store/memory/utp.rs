@@ -22,7 +22,7 @@ struct State {
     number: u64,
     waiting: BTreeMap<u64, Waiting>,
     inbox: BTreeMap<u64, (InboxItem, bool)>,
-    outbox: Vec<Letter>,
+    outbox: BTreeMap<u64, Letter>,
     dead: BTreeMap<String, DeadLetter>,
 }
 
@@ -59,6 +59,13 @@ impl State {
     fn next(&mut self) -> u64 {
         self.number += 1;
         self.number
+    }
+
+    fn post(&mut self, letters: impl IntoIterator<Item = Letter>) {
+        for letter in letters {
+            let number = self.next();
+            self.outbox.insert(number, letter);
+        }
     }
 
     fn result_card(&self, project: &str, turn_id: &str, tool_call_id: &str) -> Option<&Card> {
@@ -153,7 +160,7 @@ impl UtpStore for Utp {
         for item in change.inbox {
             state.put_into_inbox(item);
         }
-        state.outbox.extend(change.letters);
+        state.post(change.letters);
         state.turns.insert(place, turn);
         Ok(Saved::Yes)
     }
@@ -221,7 +228,7 @@ impl UtpStore for Utp {
             }
         }
         if delivered == Delivered::New {
-            state.outbox.extend(letter);
+            state.post(letter);
         }
         Ok(delivered)
     }
@@ -273,16 +280,18 @@ impl UtpStore for Utp {
     }
 
     async fn post(&self, letters: Vec<Letter>) -> Result<(), StoreError> {
-        self.0.lock().outbox.extend(letters);
+        self.0.lock().post(letters);
         Ok(())
     }
 
-    async fn outbox(&self, limit: usize) -> Result<Vec<Letter>, StoreError> {
-        Ok(self.0.lock().outbox.iter().take(limit).cloned().collect())
+    async fn outbox(&self, after: u64, limit: usize) -> Result<Vec<(u64, Letter)>, StoreError> {
+        let state = self.0.lock();
+        let letters = state.outbox.range(after + 1..).take(limit);
+        Ok(letters.map(|(number, letter)| (*number, letter.clone())).collect())
     }
 
     async fn posted(&self, ids: &[String]) -> Result<(), StoreError> {
-        self.0.lock().outbox.retain(|letter| !ids.contains(&letter.id));
+        self.0.lock().outbox.retain(|_, letter| !ids.contains(&letter.id));
         Ok(())
     }
 

@@ -35,7 +35,7 @@ impl Shelf {
         let mut names: Vec<String> =
             builtin.iter().map(|tool| tool.definition.name.clone()).collect();
         if let Ok(Some(kept)) = self.kept().await {
-            let own = kept.project_tools(&caller);
+            let own = kept.project_tools(&caller).unwrap_or_default();
             let asked = own.iter().filter_map(|tool| served(&tool.definition));
             names.extend(asked.map(|tool| tool.name));
         }

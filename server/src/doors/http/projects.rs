@@ -141,10 +141,10 @@ async fn put_tool(
     }
     let limit = door.settings.max_body_bytes;
     let given = definition::read(request, limit, crate::yaml::parse).await?;
-    let checked = definition::check(&given)?;
+    let checked = definition::check(&given, door.settings.jina.as_ref())?;
     let caller = door.engine.in_project(&caller, &project)?;
     let default_ms = door.engine.default_timeout_ms(&caller);
-    let definition = checked.bound(&caller.project, default_ms)?;
+    let definition = checked.bound(&caller.project, &door.settings.utp_version, default_ms)?;
     let entry = door.engine.put_tool(&caller, definition).await?;
     Ok((StatusCode::CREATED, Json(ProjectToolBody::from(entry.as_ref()))).into_response())
 }
@@ -162,8 +162,8 @@ struct Page {
 /// The tools of a project, by name.
 #[utoipa::path(get, path = "/projects/{project_id}/tools", tag = "operators",
     params(("project_id" = String, Path, description = "The project"), Page),
-    responses((status = 200, body = Vec<ProjectToolBody>), (status = 404, body = Problem),
-        (status = 422, body = Problem)))]
+    responses((status = 200, body = Vec<ProjectToolBody>), (status = 403, body = Problem),
+        (status = 404, body = Problem), (status = 422, body = Problem)))]
 async fn list_tools(
     State(door): State<Door>,
     Who(caller): Who,
@@ -176,7 +176,7 @@ async fn list_tools(
     };
     let Asked(page) = page.map_err(invalid)?;
     let caller = door.engine.in_project(&caller, &project)?;
-    let tools = door.engine.project_tools(&caller);
+    let tools = door.engine.project_tools(&caller)?;
     let (offset, limit) = (page.offset.unwrap_or(0), page.limit.unwrap_or(200).min(1_000));
     let part = tools.iter().skip(offset).take(limit);
     Ok(Json(part.map(|entry| ProjectToolBody::from(entry.as_ref())).collect()))
@@ -203,7 +203,8 @@ impl FromRequestParts<Door> for ToolPath {
 #[utoipa::path(get, path = "/projects/{project_id}/tools/{tool_name}", tag = "operators",
     params(("project_id" = String, Path, description = "The project"),
         ("tool_name" = String, Path, description = "The tool")),
-    responses((status = 200, body = ProjectToolBody), (status = 404, body = Problem)))]
+    responses((status = 200, body = ProjectToolBody), (status = 403, body = Problem),
+        (status = 404, body = Problem)))]
 async fn show_tool(
     State(door): State<Door>,
     Who(caller): Who,

@@ -4,6 +4,7 @@ use async_nats::Message;
 use serde_json::{Value, json};
 use toolcrib::fault::{Code, Error};
 use toolcrib::utp::subject::Subject;
+use toolcrib::utp::trace;
 use toolcrib::{Caller, Engine};
 
 use super::{body, unknown};
@@ -53,7 +54,9 @@ pub(super) async fn answer(
             let mut wanted = read::<LeaseBody>(request)?.lease();
             wanted.channel.get_or_insert_with(|| parts.channel.to_owned());
             wanted.traceparent = wanted.traceparent.or_else(|| header("traceparent"));
-            wanted.tracestate = wanted.tracestate.or_else(|| header("tracestate"));
+            // Whoever is on the way may put anything there; that is no reason to refuse a turn.
+            let state = || header("tracestate").filter(|state| trace::is_state(state));
+            wanted.tracestate = wanted.tracestate.or_else(state);
             let turn = engine.lease(caller, agent, wanted).await?;
             turn_body(&turn, &[])
         }

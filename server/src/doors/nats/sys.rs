@@ -6,7 +6,7 @@ use serde_json::value::RawValue;
 use serde_json::{Map, Value, json};
 use toolcrib::engine::Unreadable;
 use toolcrib::fault::{Code, Error};
-use toolcrib::utp::subject::Subject;
+use toolcrib::utp::subject::{Subject, is_command_of};
 use toolcrib::{Caller, Engine};
 
 use super::{body, unknown};
@@ -84,6 +84,7 @@ async fn get(
 }
 
 async fn put(engine: &Engine, caller: &Caller, body: &Value) -> Result<Value, Error> {
+    engine.require_project(&caller.project)?;
     let (card, created) = engine.put_card(caller, &body["card"]).await?;
     Ok(json!({ "ok": true, "card_id": card.card_id, "created": created }))
 }
@@ -168,6 +169,12 @@ async fn reports(
 
 /// A tool service was sent something that it can neither execute nor answer.
 async fn bury(engine: &Engine, caller: &Caller, body: &Value) -> Result<Value, Error> {
+    engine.require_project(&caller.project)?;
+    if !is_command_of(body["subject"].as_str().unwrap_or_default(), &caller.project) {
+        let message = "subject must be that of a command for a tool of this project: \
+                       cg.<version>.<project>.<channel>.cmd.tool.<target>.<suffix>";
+        return Err(Error::refused(Code::BadRequest, message));
+    }
     let text = |name: &str| body[name].as_str().unwrap_or_default().to_owned();
     let letter = Unreadable {
         kind: "command",

@@ -26,7 +26,7 @@ pub(super) struct Asker {
 impl Asker {
     pub(super) fn headers(&self, traceparent: &str) -> HeaderMap {
         let mut headers = wire::headers(self.link.version(), "dict", traceparent);
-        headers.insert(wire::names::SENDER, self.name.as_str());
+        wire::set(&mut headers, wire::names::SENDER, &self.name);
         headers
     }
 
@@ -117,10 +117,10 @@ impl Reported {
     pub(super) fn headers(&self, asker: &Asker) -> HeaderMap {
         let mut headers = asker.headers(&self.traceparent);
         if let Some(depth) = &self.depth {
-            headers.insert(wire::names::DEPTH, depth.as_str());
+            wire::set(&mut headers, wire::names::DEPTH, depth);
         }
         if let Some(state) = &self.tracestate {
-            headers.insert(wire::names::TRACESTATE, state.as_str());
+            wire::set(&mut headers, wire::names::TRACESTATE, state);
         }
         headers
     }

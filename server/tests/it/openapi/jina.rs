@@ -58,16 +58,19 @@ async fn what_is_missing_or_elsewhere_is_a_bad_request() {
     let search = || json!({ "jina": { "mode": "search" } });
     let evil = json!({ "jina": { "mode": "search", "base_url": "https://evil.example" } });
     let no_mode = json!({ "jina": {} });
-    let cases: [(Value, Value); 5] = [
+    let cases: [(Value, Value); 3] = [
         (search(), json!({})),
         (search(), json!({ "q": "  " })),
         (json!({ "jina": { "mode": "reader" } }), json!({})),
-        (evil, json!({ "q": "x" })),
-        (no_mode, json!({ "q": "x" })),
     ];
     for (options, args) in cases {
         let ended = called(&api, options, args).await;
         assert_eq!(ended["error"]["code"], "BAD_REQUEST", "{ended}");
+    }
+    // What no call could be right for is not even defined.
+    for options in [evil, no_mode] {
+        let definition = json!({ "tool_name": "api.ask", "options": options });
+        api.post("/projects/default/tools", definition).await.refused(400, "BAD_REQUEST");
     }
     assert!(upstream.asked().is_empty());
 }

@@ -19,15 +19,22 @@ pub struct Nats {
     dir: TempDir,
     port: u16,
     child: Option<Child>,
+    max_payload: usize,
 }
 
 impl Nats {
     /// A broker that answers; none where only quick tests are wanted.
     pub async fn start() -> Option<Self> {
+        Self::start_with(16 << 20).await
+    }
+
+    /// The same, with a limit for messages.
+    pub async fn start_with(max_payload: usize) -> Option<Self> {
         if std::env::var_os("TOOLCRIB_TEST_QUICK").is_some() {
             return None;
         }
-        let mut nats = Self { dir: tempfile::tempdir().unwrap(), port: free_port(), child: None };
+        let (dir, port) = (tempfile::tempdir().unwrap(), free_port());
+        let mut nats = Self { dir, port, child: None, max_payload };
         nats.up().await;
         Some(nats)
     }
@@ -36,13 +43,18 @@ impl Nats {
         format!("nats://127.0.0.1:{}", self.port)
     }
 
+    /// The limit for messages from the next start on.
+    pub fn max_payload(&mut self, bytes: usize) {
+        self.max_payload = bytes;
+    }
+
     /// Starts it on the same directory.
     pub async fn up(&mut self) {
         let store = self.dir.path().join("jetstream");
         let file = self.dir.path().join("nats.conf");
         let text = format!(
-            "listen: \"127.0.0.1:{}\"\nmax_payload: 16777216\njetstream {{ store_dir: {:?} }}\n",
-            self.port, store
+            "listen: \"127.0.0.1:{}\"\nmax_payload: {}\njetstream {{ store_dir: {:?} }}\n",
+            self.port, self.max_payload, store
         );
         std::fs::write(&file, text).unwrap();
         let log = std::fs::File::create(self.dir.path().join("nats.log")).unwrap();

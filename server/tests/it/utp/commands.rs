@@ -117,7 +117,7 @@ async fn a_card_that_does_not_fit_is_answered() {
     command.ack().await;
     world.hand.command(SERVED, command.payload.to_string().into_bytes()).await;
     let call = world.api.finished(&id).await;
-    assert_eq!(call["error"]["code"], "TOOL_NOT_FOUND", "{call}");
+    assert_eq!(call["error"]["code"], "NOT_FOUND", "UTP's not_found: {call}");
 }
 
 #[tokio::test]

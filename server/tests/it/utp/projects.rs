@@ -57,10 +57,10 @@ async fn a_definition_is_taken_as_a_form_as_yaml_and_as_json() {
         "after_execution": "terminate",
     });
     let replaced = api.post("/projects/default/tools", other).await.is(201);
+    let subject = "cg.v1r3.{project_id}.{channel_id}.cmd.tool.count.run";
+    assert_eq!(replaced["target_subject"], subject, "the short form, written out");
     assert_eq!(replaced["description"], "", "what is left out has its default again");
     assert_eq!(replaced["parameters"], json!({}));
-    let full = "cg.{version}.{project_id}.{channel_id}.cmd.tool.count.run";
-    assert_eq!(replaced["target_subject"], full);
     assert_ne!(replaced["version"], made["version"]);
     let shown = api.get("/projects/default/tools/text.count").await.is(200);
     assert_eq!(shown, replaced);
@@ -100,6 +100,7 @@ async fn every_wrong_definition_is_refused_with_400_and_says_why() {
     let array = |inner: Value| {
         with(&[("parameters", json!({ "type": "object", "properties": { "list": inner } }))])
     };
+    let asks = |options: Value| with(&[("target_subject", Value::Null), ("options", options)]);
     let wrong = [
         ("a: [1, 2".to_owned(), "YAML"),
         ("a: 1\na: 2".to_owned(), "YAML"),
@@ -123,10 +124,21 @@ async fn every_wrong_definition_is_refused_with_400_and_says_why() {
         (with(&[("target_subject", json!("zzz.cmd.tool."))]), "target_subject"),
         (with(&[("target_subject", json!("cmd.sys.pmo.internal.x"))]), "cmd.tool"),
         (with(&[("target_subject", json!("cmd.tool.*.run"))]), "wildcard"),
+        (with(&[("target_subject", json!("cmd.tool.count.run.fast"))]), "more than one part"),
+        (
+            with(&[("target_subject", json!("cg.v1r4.{project_id}.{channel_id}.cmd.tool.a.b"))]),
+            "version \"v1r4\"",
+        ),
         (
             with(&[("target_subject", json!("cg.v1r3.other.{channel_id}.cmd.tool.a.b"))]),
             "project \"other\"",
         ),
+        (asks(json!({ "jina": {} })), "options.jina.mode"),
+        (
+            asks(json!({ "jina": { "mode": "search", "base_url": "https://evil.example" } })),
+            "s.jina.ai",
+        ),
+        (asks(json!({ "http": { "url": "https://a.b", "timeout_s": -1 } })), "timeout_s"),
         (with(&[("timeout_ms", json!(0))]), "timeout_ms"),
         (with(&[("effect", json!("harmless"))]), "effect"),
         (with(&[("options", json!({ "timeout_seconds": 0 }))]), "options.timeout_seconds"),

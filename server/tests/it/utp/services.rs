@@ -68,10 +68,36 @@ async fn the_python_example_serves_calls() {
     // Neither nonsense nor a broker that goes away and comes back is its end.
     let hand = nats.hand().await;
     hand.command("cg.v1r3.default.public.cmd.tool.count.run", b"{\"tool".to_vec()).await;
+    let dead = until("what nobody can read to be kept", || async {
+        let letters = api.get("/v1/dead_letters").await.is(200);
+        letters["dead_letters"].get(0).cloned()
+    })
+    .await;
+    assert_eq!((&dead["reason"], &dead["payload"]), (&json!("malformed"), &json!("{\"tool")));
     nats.down();
     let id = api.invoke("text.count", json!({ "text": "while it was away" })).await;
     nats.up().await;
     assert_eq!(api.finished(&id).await["result"], json!({ "words": 4 }));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_python_example_serves_calls_of_the_later_version() {
+    let Some(nats) = Nats::start().await else { return };
+    let file = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../examples/python/utp_service.py");
+    let url = nats.url();
+    let server = crate::support::Server::with(|config| {
+        config.nats.url = Some(url);
+        config.nats.version = "v1r4".to_owned();
+    })
+    .await;
+    let api = server.api();
+    let target = json!({ "target_subject": "cmd.tool.count.run" });
+    api.post("/projects/default/tools", tool("text.count", "count", target)).await.is(201);
+    let waiting = api.invoke("text.count", json!({ "text": "identity is in headers" })).await;
+    let mut command = python();
+    command.arg(&file).env("NATS_URL", nats.url()).env("UTP_VERSION", "v1r4");
+    let _service = start(command, "ready").await;
+    assert_eq!(api.finished(&waiting).await["result"], json!({ "words": 4 }));
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -99,7 +125,7 @@ async fn the_cribs_own_tools_are_served_to_others() {
     let call = api.finished(&id).await;
     assert_eq!((&call["status"], &call["taken_by"]), (&json!("FAILED"), &json!("tool.toolcrib")));
     let id = api.invoke("calculation.eval", json!({ "wrong": 1 })).await;
-    assert_eq!(api.finished(&id).await["error"]["code"], "VALIDATION_ERROR");
+    assert_eq!(api.finished(&id).await["error"]["code"], "BAD_REQUEST", "UTP's bad_request");
 }
 
 /// `toolcrib utp serve` on this data directory, with a secret that only it has.
@@ -158,7 +184,7 @@ async fn tools_that_are_http_apis_are_served_to_others_too() {
     assert_eq!(call["result"]["path"], "/search?q=crib", "{call}");
     let id = api.invoke("web.search", json!({})).await;
     let call = api.finished(&id).await;
-    assert_eq!(call["error"]["code"], "VALIDATION_ERROR", "UTP's bad_request: {call}");
+    assert_eq!(call["error"]["code"], "BAD_REQUEST", "UTP's bad_request: {call}");
     // A definition that changed meanwhile is used as it is now, one that is gone is not.
     let mut moved = pets;
     moved["options"]["http"]["url"] = json!(upstream.url("/animals/{id}"));
@@ -171,7 +197,7 @@ async fn tools_that_are_http_apis_are_served_to_others_too() {
     api.post("/projects", json!({ "project_id": "other" })).await.is(201);
     other.post("/projects/other/tools", tool("pets.get", "crib", json!({}))).await.is(201);
     let id = other.invoke("pets.get", json!({ "id": 9 })).await;
-    assert_eq!(other.finished(&id).await["error"]["code"], "TOOL_NOT_FOUND");
+    assert_eq!(other.finished(&id).await["error"]["code"], "NOT_FOUND", "UTP's not_found");
 }
 
 #[tokio::test(flavor = "multi_thread")]

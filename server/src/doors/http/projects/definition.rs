@@ -15,6 +15,7 @@ use toolcrib::utp::{AfterExecution, Binding, RESERVED_NAMES, subject};
 use super::super::answer::Refused;
 use super::super::question;
 use crate::operation::Plan;
+use crate::operation::jina::{self, Places};
 
 fn bad(message: impl Into<String>) -> Error {
     Fault::new(Code::BadRequest, message).not_happened().into()
@@ -81,7 +82,7 @@ pub(super) struct Checked {
 }
 
 /// Root, name, fields, arrays, schema: in this order.
-pub(super) fn check(given: &Value) -> Result<Checked, Error> {
+pub(super) fn check(given: &Value, jina: Option<&Places>) -> Result<Checked, Error> {
     let Value::Object(fields) = given else {
         return Err(bad("the definition must be a mapping"));
     };
@@ -111,6 +112,9 @@ pub(super) fn check(given: &Value) -> Result<Checked, Error> {
     };
     // What the crib can do itself needs nobody to send a command to.
     let here = plan.as_ref().filter(|_| fields.get("target_subject").is_none_or(Value::is_null));
+    if let (Some(Plan::Jina), Some(places)) = (here, jina) {
+        jina::check_place(&options, places).map_err(bad)?;
+    }
     let usual = match here {
         Some(plan) if plan.is_get(&options) => Effect::Read,
         _ => Effect::default(),
@@ -199,7 +203,12 @@ impl Checked {
     }
 
     /// The definition for a project that is there: reserved name, after_execution, subject.
-    pub(super) fn bound(&self, project: &str, default_ms: u64) -> Result<Definition, Error> {
+    pub(super) fn bound(
+        &self,
+        project: &str,
+        version: &str,
+        default_ms: u64,
+    ) -> Result<Definition, Error> {
         if RESERVED_NAMES.contains(&self.name.as_str()) {
             let message = format!("\"{}\" is the reserved name of an internal tool", self.name);
             return Err(bad(message));
@@ -211,7 +220,7 @@ impl Checked {
             .after_execution
             .parse()
             .map_err(|()| bad("after_execution must be suspend or terminate"))?;
-        let checked = |given| subject::check_target(given, project).map_err(bad);
+        let checked = |given| subject::check_target(given, version, project).map_err(bad);
         let target_subject = self.target_subject.as_deref().map(checked).transpose()?;
         let (options, parameters) = (self.options.clone(), None);
         let binding = Binding { target_subject, after_execution, options, parameters };

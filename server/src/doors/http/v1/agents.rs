@@ -8,7 +8,7 @@ use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use toolcrib::fault::{Code, Error};
-use toolcrib::utp::Member;
+use toolcrib::utp::{Member, trace};
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::Door;
@@ -163,7 +163,9 @@ pub(super) async fn lease(
         |name: &str| headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned);
     let mut wanted = body.lease();
     wanted.traceparent = wanted.traceparent.or_else(|| header("traceparent"));
-    wanted.tracestate = wanted.tracestate.or_else(|| header("tracestate"));
+    // Whoever is on the way may put anything there; that is no reason to refuse a turn.
+    let state = || header("tracestate").filter(|state| trace::is_state(state));
+    wanted.tracestate = wanted.tracestate.or_else(state);
     let turn = door.engine.lease(&caller, &agent_id, wanted).await?;
     Ok((StatusCode::CREATED, Json(turn_body(&turn, &[]))).into_response())
 }

@@ -8,7 +8,7 @@ use axum::response::{IntoResponse, Response};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use toolcrib::fault::{Code, Error};
-use toolcrib::utp::{DeadLetter, Letter};
+use toolcrib::utp::{DeadLetter, Letter, subject};
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::Door;
@@ -143,7 +143,7 @@ pub(super) struct Page {
 #[allow(dead_code, reason = "only its schema is used")]
 pub(super) struct DeadLetterBody {
     id: String,
-    /// `report` or `command`.
+    /// `report`, `command` or `letter` (a wakeup or an event).
     kind: String,
     /// `malformed`, `orphan`, `wrong_turn`, `wrong_epoch`, …
     reason: String,
@@ -191,7 +191,7 @@ pub(super) async fn dead_letters(
     Ok(Json(json!({ "dead_letters": letters, "next_before": next })))
 }
 
-/// Tries one again: a report is taken as if it came now, a command is published again.
+/// Tries one again: a report is taken as if it came now, everything else is published again.
 #[utoipa::path(post, path = "/v1/dead_letters/{id}/redrive", tag = "operators",
     params(("id" = String, Path, description = "The dead letter")),
     responses((status = 200, description = "What it came to"), (status = 403, body = Problem),
@@ -207,8 +207,8 @@ pub(super) async fn redrive(
         let message = "it was too large to be kept whole, so it cannot be tried again";
         return Err(Error::refused(Code::Conflict, message).into());
     }
-    if letter.kind == "command" {
-        let again = command_again(&letter, engine.now_ms())?;
+    if letter.kind != "report" {
+        let again = published_again(&letter, engine.now_ms())?;
         engine.post(&caller, again).await?;
         engine.redriven(letter, "published again").await?;
         return Ok(Json(json!({ "ok": true, "published": true })));
@@ -230,19 +230,71 @@ pub(super) async fn redrive(
     }
 }
 
-fn command_again(letter: &DeadLetter, now_ms: u64) -> Result<Letter, Error> {
+/// A command goes to a tool of its own project, or nowhere. What the crib itself could not publish
+/// is its own.
+fn published_again(letter: &DeadLetter, now_ms: u64) -> Result<Letter, Error> {
     let unusable = |what: &str| {
         let message = format!("it cannot be published again: {what}");
         Error::refused(Code::Conflict, message)
     };
+    let (kind, project) = (letter.kind.as_str(), letter.project.as_str());
+    if kind == "command" && !subject::is_command_of(&letter.subject, project) {
+        return Err(unusable("its subject is not that of a command for a tool of this project"));
+    }
     let subject = letter.subject.splitn(3, '.').nth(2).ok_or_else(|| unusable("its subject"))?;
     let payload = serde_json::from_str(&letter.payload).map_err(|_| unusable("it is not JSON"))?;
+    // What others wrote cannot tell the broker what to do.
+    let ours = |name: &str| {
+        let name = name.to_ascii_lowercase();
+        ["cg-", "trace", "toolcrib-"].iter().any(|begin| name.starts_with(begin))
+    };
     let text = |(name, value): (&String, &Value)| Some((name.clone(), value.as_str()?.to_owned()));
+    let headers = letter.headers.iter().filter(|(name, _)| ours(name)).filter_map(text).collect();
     Ok(Letter {
         id: format!("redrive-{}-{now_ms}", letter.id),
         subject: subject.to_owned(),
-        headers: letter.headers.iter().filter_map(text).collect(),
+        headers,
         payload,
         expires_ms: now_ms + 86_400_000,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_commands_for_tools_of_the_own_project_are_published_again() {
+        let dead = |kind: &str, subject: &str| DeadLetter {
+            id: "dl_1".to_owned(),
+            project: "shop".to_owned(),
+            kind: kind.to_owned(),
+            reason: "malformed".to_owned(),
+            message: String::new(),
+            subject: subject.to_owned(),
+            headers: serde_json::Map::from_iter([
+                ("CG-Sender".to_owned(), json!("x")),
+                ("Nats-Rollup".to_owned(), json!("all")),
+            ]),
+            payload: "{}".to_owned(),
+            cut: false,
+            created_ms: 0,
+            redriven_ms: None,
+            last_try: None,
+        };
+        let own = "cg.v1r3.shop.public.cmd.tool.hand.run";
+        let again = published_again(&dead("command", own), 7).unwrap();
+        assert_eq!(again.subject, "shop.public.cmd.tool.hand.run");
+        assert_eq!(again.headers, [("CG-Sender".to_owned(), "x".to_owned())]);
+        for other in [
+            "cg.v1r3.default.public.cmd.tool.hand.run",
+            "cg.v1r3.shop.public.cmd.agent.w1.wakeup",
+            "nonsense",
+        ] {
+            let error = published_again(&dead("command", other), 7).unwrap_err();
+            assert_eq!(error.code(), Code::Conflict, "{other}");
+        }
+        let event = "cg.v1r3.shop.public.evt.agent.ada.state";
+        assert!(published_again(&dead("letter", event), 7).is_ok(), "the crib's own");
+    }
 }

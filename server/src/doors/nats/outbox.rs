@@ -1,0 +1,213 @@
+//! Publishing what is in the outbox: wakeups, events of turns, commands that are tried again.
+//!
+//! Letters go out in the order they came, and none waits for another: what the broker does not
+//! take now is tried again later, while those behind it go on. What can never go out becomes a
+//! dead letter, so the outbox cannot fill up with it.
+
+use std::collections::HashMap;
+use std::panic::AssertUnwindSafe;
+use std::time::{Duration, Instant};
+
+use futures::FutureExt;
+use toolcrib::Engine;
+use toolcrib::engine::Unreadable;
+use toolcrib::utp::{Letter, is_token, subject};
+
+use crate::utp::link::NotPublished;
+use crate::utp::{Link, wire};
+
+/// Letters that are published at once.
+const BATCH: usize = 256;
+/// How long to wait for news before looking for what has to be tried again.
+const LOOK_AGAIN: Duration = Duration::from_secs(2);
+/// How long a letter waits for its second try; twice as long for each further one.
+const WAIT: Duration = Duration::from_millis(500);
+const LONGEST_WAIT: Duration = Duration::from_secs(30);
+/// Tries after which nobody expects a stream for a letter any more. The streams were there.
+const NO_STREAM_TRIES: u32 = 5;
+/// How long it takes until a publisher that fell over is begun again.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// Publishes for as long as it is polled. Whatever makes it fall over, it gets up again; `/readyz`
+/// tells of the time between.
+pub(super) async fn publish(engine: Engine, link: Link) {
+    let down = || link.publishes(false);
+    kept_up(down, || publish_all(engine.clone(), link.clone())).await;
+}
+
+async fn kept_up<F: Future<Output = ()>>(down: impl Fn(), begin: impl Fn() -> F) {
+    loop {
+        let ended = AssertUnwindSafe(begin()).catch_unwind().await;
+        down();
+        tracing::error!(panicked = ended.is_err(), "the publisher fell over; it is begun again");
+        tokio::time::sleep(PAUSE).await;
+    }
+}
+
+async fn publish_all(engine: Engine, link: Link) {
+    let mut news = engine.outbox_news();
+    let mut outbox = Outbox { engine, link, later: HashMap::new() };
+    loop {
+        if !outbox.link.is_up() {
+            // Nobody refused anything: it was not there.
+            outbox.later.clear();
+        }
+        outbox.link.up().await;
+        // Also where nothing is to be published: a tool service may come first.
+        if let Err(error) = outbox.link.ensure_streams().await {
+            tracing::debug!(%error, "the streams are not there yet");
+        }
+        match outbox.round().await {
+            Ok(0) => {
+                outbox.link.publishes(true);
+                tokio::select! {
+                    () = news.woken() => {}
+                    () = tokio::time::sleep(LOOK_AGAIN) => {}
+                }
+            }
+            Ok(_) => outbox.link.publishes(true),
+            Err(error) => {
+                tracing::warn!(%error, "the outbox waits");
+                tokio::time::sleep(Duration::from_millis(500)).await;
+            }
+        }
+    }
+}
+
+struct Outbox {
+    engine: Engine,
+    link: Link,
+    /// What was not taken, by its id.
+    later: HashMap<String, Later>,
+}
+
+struct Later {
+    tries: u32,
+    at: Instant,
+}
+
+impl Outbox {
+    /// Goes through all that is there. Answers with how many letters are out of the outbox by this.
+    async fn round(&mut self) -> anyhow::Result<usize> {
+        let (mut after, mut gone) = (0, 0);
+        loop {
+            let letters = self.engine.outbox(after, BATCH).await?;
+            let Some((last, _)) = letters.last() else { break };
+            after = *last;
+            gone += self.some(&letters).await?;
+            if letters.len() < BATCH || !self.link.is_up() {
+                break;
+            }
+        }
+        Ok(gone)
+    }
+
+    async fn some(&mut self, letters: &[(u64, Letter)]) -> anyhow::Result<usize> {
+        let (now_ms, now) = (self.engine.now_ms(), Instant::now());
+        let due = |letter: &&Letter| self.later.get(&letter.id).is_none_or(|wait| wait.at <= now);
+        let due: Vec<&Letter> = letters.iter().map(|(_, letter)| letter).filter(due).collect();
+        let link = &self.link;
+        let sending = due.iter().map(|letter| async move {
+            if letter.expires_ms <= now_ms {
+                return Ok(());
+            }
+            // One that brings its publisher down takes nobody else along.
+            let sent = AssertUnwindSafe(send(link, letter)).catch_unwind().await;
+            sent.unwrap_or_else(|_| Err(NotPublished::Never("it cannot be written".to_owned())))
+        });
+        let came_to = futures::future::join_all(sending).await;
+        let mut gone = Vec::with_capacity(due.len());
+        for (letter, came_to) in due.into_iter().zip(came_to) {
+            let Err(error) = came_to else {
+                gone.push(letter.id.clone());
+                continue;
+            };
+            match self.never(letter, &error) {
+                Some(reason) => {
+                    tracing::warn!(letter = letter.id, reason, %error, "became a dead letter");
+                    self.bury(letter, reason, &error).await?;
+                    gone.push(letter.id.clone());
+                }
+                None => tracing::debug!(letter = letter.id, %error, "will be published again"),
+            }
+        }
+        gone.iter().for_each(|id| drop(self.later.remove(id)));
+        self.engine.posted(&gone).await?;
+        Ok(gone.len())
+    }
+
+    /// Why a letter can never go out; none when it may later, and then it waits.
+    fn never(&mut self, letter: &Letter, error: &NotPublished) -> Option<&'static str> {
+        let waits = Later { tries: 0, at: Instant::now() };
+        let waits = self.later.entry(letter.id.clone()).or_insert(waits);
+        waits.at = Instant::now() + LONGEST_WAIT.min(WAIT * (1 << waits.tries.min(8)));
+        waits.tries += 1;
+        match error {
+            NotPublished::TooLarge => Some("too_large"),
+            NotPublished::Never(_) => Some("unpublishable"),
+            NotPublished::NoStream if waits.tries >= NO_STREAM_TRIES => Some("no_stream"),
+            NotPublished::NoStream | NotPublished::Later(_) => None,
+        }
+    }
+
+    async fn bury(
+        &self,
+        letter: &Letter,
+        reason: &str,
+        error: &NotPublished,
+    ) -> anyhow::Result<()> {
+        let subject = format!("cg.{}.{}", self.link.version(), letter.subject);
+        let parts = subject::parse(&subject);
+        let ours = parts.filter(|parts| matches!(parts.category, "cmd" | "evt"));
+        // Nobody knows whose it is.
+        let Some(parts) = ours else { return Ok(()) };
+        let command = (parts.category, parts.component) == ("cmd", "tool");
+        let text = |(name, value): &(String, String)| (name.clone(), value.as_str().into());
+        let dead = Unreadable {
+            kind: if command { "command" } else { "letter" },
+            reason: reason.to_owned(),
+            message: error.to_string(),
+            headers: letter.headers.iter().map(text).collect(),
+            payload: letter.payload.to_string(),
+            subject: subject.clone(),
+        };
+        self.engine.bury(parts.project, dead).await?;
+        Ok(())
+    }
+}
+
+async fn send(link: &Link, letter: &Letter) -> Result<(), NotPublished> {
+    let subject = format!("cg.{}.{}", link.version(), letter.subject);
+    if subject::parse(&subject).is_none() || !subject.split('.').all(is_token) {
+        return Err(NotPublished::Never(format!("\"{subject}\" is no subject of ours")));
+    }
+    let (headers, payload) = wire::letter(link.version(), letter);
+    link.publish(subject, headers, payload.to_string().into_bytes(), &letter.id).await
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_publisher_that_falls_over_gets_up_again_and_says_so() {
+        let (falls, begun) = (AtomicU32::new(0), AtomicU32::new(0));
+        let (up, is_up) = tokio::sync::oneshot::channel();
+        let up = parking_lot::Mutex::new(Some(up));
+        let down = || drop(falls.fetch_add(1, Ordering::Relaxed));
+        let begin = || async {
+            if begun.fetch_add(1, Ordering::Relaxed) == 0 {
+                panic!("a letter that nobody thought of");
+            }
+            up.lock().take().into_iter().for_each(|up| up.send(()).unwrap());
+            std::future::pending().await
+        };
+        tokio::select! {
+            () = kept_up(down, begin) => unreachable!(),
+            came = is_up => came.unwrap(),
+        }
+        assert_eq!((falls.into_inner(), begun.into_inner()), (1, 2));
+    }
+}

@@ -1,0 +1,173 @@
+//! What belongs to another epoch, step, channel or lineage is not taken for this one.
+
+use serde_json::{Value, json};
+
+use crate::support::nats::{Given, Hand, Nats, report, result_card, tool};
+use crate::support::{Api, Server, until};
+
+struct World {
+    _nats: Nats,
+    _server: Server,
+    api: Api,
+    hand: Hand,
+}
+
+impl World {
+    async fn new() -> Option<Self> {
+        let nats = Nats::start().await?;
+        let server = nats.server().await;
+        let (api, hand) = (server.api(), nats.hand().await);
+        api.post("/projects/default/tools", tool("hand.work", "hand", json!({}))).await.is(201);
+        api.put("/v1/agents/ada", json!({ "worker_target": "w1" })).await.is(200);
+        Some(Self { _nats: nats, _server: server, api, hand })
+    }
+
+    async fn act(&self, turn: &str, what: &str, body: Value) -> crate::support::api::Reply {
+        self.api.post(&format!("/v1/agents/ada/turns/{turn}/{what}"), body).await
+    }
+
+    async fn command(&self) -> Given {
+        let command = self.hand.next("hand").await;
+        command.ack().await;
+        command
+    }
+}
+
+fn call(id: &str, tool: &str, args: Value) -> Value {
+    json!({ "tool_call_id": id, "tool_name": tool, "arguments": args })
+}
+
+/// A success, with its card.
+fn success(command: &Value, card: &str) -> Value {
+    let mut said = report(command, card, "success");
+    said["card"] = result_card(command, card, "success", json!(card));
+    said
+}
+
+#[tokio::test]
+async fn a_result_for_an_epoch_that_is_over_is_refused() {
+    let Some(world) = World::new().await else { return };
+    let wanted = json!({ "agent_turn_id": "t1", "lease_ms": 1_000 });
+    world.api.post("/v1/agents/ada/turns", wanted.clone()).await.is(201);
+    let calls = json!([call("c", "hand.work", json!({}))]);
+    let body = json!({ "turn_epoch": 1, "calls": calls, "suspend": false });
+    let sent = world.act("t1", "dispatch", body).await.is(200);
+    let id = sent["calls"][0]["call_id"].as_str().unwrap().to_owned();
+    let command = world.command().await;
+    // Whoever dispatched it is gone; somebody else has the turn.
+    let again = until("the lease to run out", || async {
+        let answer = world.api.post("/v1/agents/ada/turns", wanted.clone()).await;
+        (answer.status == 201).then_some(answer.body)
+    })
+    .await;
+    assert!(again["turn_epoch"].as_u64().unwrap() > 1, "{again}");
+    let said = success(&command.payload, "r1");
+    let refused = world.hand.ask("sys.l0.report", said.clone()).await;
+    assert_eq!(refused["error"]["code"], "conflict", "{refused}");
+    world.api.post("/v1/tool_results", said).await.refused(409, "CONFLICT");
+    let dead = world.api.get("/v1/dead_letters").await.is(200)["dead_letters"][0].clone();
+    assert_eq!(dead["reason"], "wrong_epoch", "{dead}");
+    let path = format!("/v1/dead_letters/{}/redrive", dead["id"].as_str().unwrap());
+    world.api.post(&path, json!({})).await.refused(409, "CONFLICT");
+    let now = world.api.call(&id).await;
+    assert!(["PENDING", "RUNNING"].contains(&now["status"].as_str().unwrap()), "{now}");
+    assert_eq!(world.api.get("/v1/agents/ada/inbox").await.is(200)["items"], json!([]));
+    world.api.post(&format!("/v1/tool_calls/{id}/cancel"), json!({})).await.is(200);
+    assert!(world.api.history(&id).await.contains(&"tool.call.late".to_owned()));
+}
+
+#[tokio::test]
+async fn a_report_that_comes_again_after_the_turn_went_on_is_the_same() {
+    let Some(world) = World::new().await else { return };
+    world.api.post("/v1/agents/ada/turns", json!({ "agent_turn_id": "t1" })).await.is(201);
+    let body = json!({ "turn_epoch": 1, "calls": [call("c", "hand.work", json!({}))] });
+    world.act("t1", "dispatch", body).await.is(200);
+    let command = world.command().await;
+    let said = success(&command.payload, "r1");
+    assert_eq!(world.hand.ask("sys.l0.report", said.clone()).await["duplicate"], false);
+    let body = json!({ "turn_epoch": 1, "wait_ms": 9_000 });
+    assert_eq!(world.act("t1", "resume", body).await.is(200)["turn_epoch"], 2);
+    let again = world.hand.ask("sys.l0.report", said).await;
+    assert_eq!((&again["ok"], &again["duplicate"]), (&json!(true), &json!(true)), "{again}");
+}
+
+#[tokio::test]
+async fn a_step_that_was_dispatched_has_its_calls() {
+    let Some(world) = World::new().await else { return };
+    world.api.post("/v1/agents/ada/turns", json!({ "agent_turn_id": "t1" })).await.is(201);
+    let step = |calls: Value| json!({ "turn_epoch": 1, "step_id": "s1", "calls": calls });
+    let first = json!([
+        call("a", "hand.work", json!({ "n": 1 })),
+        call("b", "hand.nothing", json!({ "m": 1 })),
+    ]);
+    let sent = world.act("t1", "dispatch", step(first.clone())).await.is(200);
+    let again = world.act("t1", "dispatch", step(first)).await.is(200);
+    assert_eq!(again["calls"], sent["calls"], "the same again gives the same calls");
+    let good = || call("b", "hand.nothing", json!({ "m": 1 }));
+    for other in [
+        json!([call("a", "hand.work", json!({ "n": 1 }))]),
+        json!([call("a", "hand.work", json!({ "n": 2 })), good()]),
+        json!([call("a", "hand.other", json!({ "n": 1 })), good()]),
+        json!([call("c", "hand.work", json!({ "n": 1 })), good()]),
+        json!([call("a", "hand.work", json!({ "n": 1 })), call("b", "hand.nothing", json!({}))]),
+    ] {
+        world.act("t1", "dispatch", step(other)).await.refused(409, "CONFLICT");
+    }
+    // Nor is its name free in a later epoch.
+    let command = world.command().await;
+    world.hand.ask("sys.l0.report", success(&command.payload, "r1")).await;
+    let body = json!({ "turn_epoch": 1, "wait_ms": 9_000 });
+    world.act("t1", "resume", body).await.is(200);
+    let body = json!({
+        "turn_epoch": 2, "step_id": "s1", "calls": [call("later", "hand.work", json!({}))],
+    });
+    world.act("t1", "dispatch", body).await.refused(409, "CONFLICT");
+}
+
+#[tokio::test]
+async fn a_step_that_did_not_suspend_has_its_calls_too() {
+    let Some(world) = World::new().await else { return };
+    world.api.post("/v1/agents/ada/turns", json!({ "agent_turn_id": "t1" })).await.is(201);
+    let step = |args: Value| {
+        json!({
+            "turn_epoch": 1, "step_id": "s1", "suspend": false,
+            "calls": [call("a", "hand.work", args)],
+        })
+    };
+    let sent = world.act("t1", "dispatch", step(json!({ "n": 1 }))).await.is(200);
+    let again = world.act("t1", "dispatch", step(json!({ "n": 1 }))).await.is(200);
+    assert_eq!(again["calls"], sent["calls"]);
+    world.act("t1", "dispatch", step(json!({ "n": 2 }))).await.refused(409, "CONFLICT");
+}
+
+#[tokio::test]
+async fn a_report_names_the_channel_that_it_is_sent_under_or_none() {
+    let Some(world) = World::new().await else { return };
+    let id = world.api.invoke("hand.work", json!({})).await;
+    let command = world.command().await;
+    let said = success(&command.payload, "r1");
+    let other = [("CG-Channel-Id", "another")];
+    let refused = world.hand.ask_in("default", "sys.l0.report", said.clone(), &other).await;
+    assert_eq!(refused["error"]["code"], "bad_request", "{refused}");
+    let dead = world.api.get("/v1/dead_letters").await.is(200)["dead_letters"][0].clone();
+    assert_eq!(dead["reason"], "malformed", "{dead}");
+    let own = [("CG-Channel-Id", "public")];
+    assert_eq!(world.hand.ask_in("default", "sys.l0.report", said, &own).await["ok"], true);
+    assert_eq!(world.api.finished(&id).await["status"], "SUCCEEDED");
+}
+
+#[tokio::test]
+async fn a_result_has_no_other_parent_than_its_call() {
+    let Some(world) = World::new().await else { return };
+    let id = world.api.invoke("hand.work", json!({})).await;
+    let command = world.command().await;
+    let mut card = result_card(&command.payload, "r1", "success", json!(1));
+    card["metadata"]["parent_step_id"] = json!("step_of_somebody_else");
+    let refused = world.hand.ask("sys.cards.put", json!({ "card": card })).await;
+    assert_eq!(refused["error"]["code"], "bad_request", "{refused}");
+    card["metadata"]["parent_step_id"] = Value::Null;
+    assert_eq!(world.hand.ask("sys.cards.put", json!({ "card": card })).await["ok"], true);
+    let taken = world.hand.ask("sys.l0.report", report(&command.payload, "r1", "success")).await;
+    assert_eq!(taken["ok"], true, "{taken}");
+    assert_eq!(world.api.finished(&id).await["status"], "SUCCEEDED");
+}
