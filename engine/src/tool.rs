@@ -172,6 +172,13 @@ impl Definition {
                 hash.update(json::canonical(&parameters.value()).as_bytes());
             }
         }
+        // What people and models are shown in place of the name.
+        let metadata = self.metadata.as_ref().filter(|metadata| metadata.text().contains("title"));
+        let title = metadata.and_then(|metadata| metadata.value().get("title").cloned());
+        if let Some(title) = title.as_ref().and_then(serde_json::Value::as_str) {
+            hash.update([4]);
+            hash.update(title.as_bytes());
+        }
         hex(&hash.finalize()[..8])
     }
 }

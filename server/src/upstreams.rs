@@ -3,6 +3,7 @@
 //! doors, which know no source.
 
 mod api;
+mod lists;
 mod shelf;
 
 use std::collections::{BTreeMap, HashSet};

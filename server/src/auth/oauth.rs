@@ -129,8 +129,8 @@ impl Recognise for Oauth {
         let word = |name: &str| claims.get(name).and_then(Value::as_str).map(str::to_owned);
         let project = word(&settings.project_claim).or_else(|| settings.default_project.clone())?;
         let agent = word(&settings.agent_claim)?;
-        let role: Role = match word(&settings.role_claim) {
-            Some(role) => role.parse().ok()?,
+        let role: Role = match claims.get(&settings.role_claim) {
+            Some(role) => role.as_str()?.parse().ok()?,
             None => settings.default_role.parse().ok()?,
         };
         let plain = |word: &str| {

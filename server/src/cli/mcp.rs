@@ -6,9 +6,13 @@
 
 mod upstreams;
 
+use std::task::Poll;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
+use futures::future::{Fuse, FusedFuture};
+use futures::stream::FuturesUnordered;
+use futures::{FutureExt, StreamExt};
 use rmcp::model::{ClientJsonRpcMessage, ErrorData, RequestId, ServerJsonRpcMessage};
 use rmcp::transport::async_rw::AsyncRwTransport;
 use rmcp::transport::streamable_http_client::StreamableHttpClientTransportConfig;
@@ -128,42 +132,59 @@ async fn bridge(context: &Context, args: &McpArgs) -> Result<(), Failure> {
     pass(near, far, &url).await
 }
 
-/// Until one side has nothing more to say.
+/// Until one side has nothing more to say. Messages leave in the order in which they came: what is
+/// no request has arrived before the next one leaves. Requests are answered side by side.
 async fn pass(
     mut near: impl Transport<RoleServer>,
     mut far: impl Transport<RoleClient>,
     url: &str,
 ) -> Result<(), Failure> {
-    let (failed, mut failures) = tokio::sync::mpsc::unbounded_channel();
+    let mut requests = FuturesUnordered::new();
+    let mut first = Fuse::terminated();
     loop {
         let answer = tokio::select! {
-            said = near.receive() => match said {
+            said = near.receive(), if first.is_terminated() => match said {
                 None => break,
                 Some(message) => {
                     let (id, sending) = (id_of(&message), far.send(message));
-                    let failed = failed.clone();
-                    tokio::spawn(async move {
-                        if let Err(error) = sending.await {
-                            let _ = failed.send((id, error.to_string()));
+                    let is_request = id.is_some();
+                    let mut sending = Box::pin(async move { (id, sending.await.err()) });
+                    match is_request {
+                        // It is on its way as soon as it was looked at once.
+                        true => match futures::poll!(&mut sending) {
+                            Poll::Pending => {
+                                requests.push(sending);
+                                continue;
+                            }
+                            Poll::Ready((_, None)) => continue,
+                            Poll::Ready((id, Some(error))) => refused(url, id, &error),
+                        },
+                        false => {
+                            first = sending.fuse();
+                            continue;
                         }
-                    });
-                    continue;
+                    }
                 }
+            },
+            (id, failed) = &mut first => match failed {
+                None => continue,
+                Some(error) => refused(url, id, &error),
+            },
+            Some((id, failed)) = requests.next() => match failed {
+                None => continue,
+                Some(error) => refused(url, id, &error),
             },
             said = far.receive() => match said {
                 Some(message) => message,
                 None => {
-                    // Why, as far as the failed message knows it.
-                    let why = failures.try_recv().map(|(_, why)| format!(": {why}"));
+                    // Why, as far as a failed message knows it.
+                    let failed = requests.next().now_or_never().flatten();
+                    let why = failed.and_then(|(_, error)| Some(format!(": {}", error?)));
                     let message = format!("{url} does not answer{}", why.unwrap_or_default());
                     return Err(Failure::unreachable(message)
                         .hint("is the server running, and the key right? toolcrib doctor"));
                 }
             },
-            Some((id, why)) = failures.recv() => {
-                let error = ErrorData::internal_error(format!("{url}: {why}"), None);
-                ServerJsonRpcMessage::error(error, id)
-            }
         };
         if near.send(answer).await.is_err() {
             break;
@@ -173,9 +194,120 @@ async fn pass(
     Ok(())
 }
 
+/// What the near side is told about a message that did not get there.
+fn refused(
+    url: &str,
+    id: Option<RequestId>,
+    error: &impl std::error::Error,
+) -> ServerJsonRpcMessage {
+    let error = ErrorData::internal_error(format!("{url}: {error}"), None);
+    ServerJsonRpcMessage::error(error, id)
+}
+
 fn id_of(message: &ClientJsonRpcMessage) -> Option<RequestId> {
     match message {
         ClientJsonRpcMessage::Request(request) => Some(request.id.clone()),
         _ => None,
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::convert::Infallible;
+    use std::sync::Arc;
+
+    use parking_lot::Mutex;
+    use rmcp::service::{RxJsonRpcMessage, TxJsonRpcMessage};
+    use serde_json::json;
+    use tokio::sync::{mpsc, watch};
+
+    use super::*;
+
+    /// A client that has written all its messages at once.
+    struct Near(mpsc::UnboundedReceiver<RxJsonRpcMessage<RoleServer>>);
+
+    impl Transport<RoleServer> for Near {
+        type Error = Infallible;
+
+        fn send(
+            &mut self,
+            _item: TxJsonRpcMessage<RoleServer>,
+        ) -> impl Future<Output = Result<(), Infallible>> + Send + 'static {
+            async { Ok(()) }
+        }
+
+        async fn receive(&mut self) -> Option<RxJsonRpcMessage<RoleServer>> {
+            self.0.recv().await
+        }
+
+        async fn close(&mut self) -> Result<(), Infallible> {
+            Ok(())
+        }
+    }
+
+    /// A server that takes nothing until it is let.
+    struct Far {
+        came: Arc<Mutex<Vec<String>>>,
+        open: watch::Receiver<bool>,
+    }
+
+    impl Transport<RoleClient> for Far {
+        type Error = Infallible;
+
+        fn send(
+            &mut self,
+            item: TxJsonRpcMessage<RoleClient>,
+        ) -> impl Future<Output = Result<(), Infallible>> + Send + 'static {
+            let (came, mut open) = (self.came.clone(), self.open.clone());
+            async move {
+                let message = serde_json::to_value(&item).unwrap();
+                came.lock().push(message["method"].as_str().unwrap().to_owned());
+                let _ = open.wait_for(|open| *open).await;
+                Ok(())
+            }
+        }
+
+        async fn receive(&mut self) -> Option<RxJsonRpcMessage<RoleClient>> {
+            std::future::pending().await
+        }
+
+        async fn close(&mut self) -> Result<(), Infallible> {
+            Ok(())
+        }
+    }
+
+    #[tokio::test]
+    async fn messages_leave_in_the_order_in_which_they_came() {
+        let (says, near) = mpsc::unbounded_channel();
+        let (open, opened) = watch::channel(false);
+        let came: Arc<Mutex<Vec<String>>> = Arc::default();
+        let say = |message: serde_json::Value| says.send(serde_json::from_value(message).unwrap());
+        say(json!({ "jsonrpc": "2.0", "id": 1, "method": "ping" })).unwrap();
+        say(json!({ "jsonrpc": "2.0", "id": 2, "method": "tools/list" })).unwrap();
+        say(json!({ "jsonrpc": "2.0", "method": "notifications/initialized" })).unwrap();
+        say(json!({ "jsonrpc": "2.0", "id": 3, "method": "prompts/list" })).unwrap();
+        let far = Far { came: came.clone(), open: opened };
+        let passing = tokio::spawn(pass(Near(near), far, "http://there"));
+        let seen = || came.lock().clone();
+        while seen().len() < 3 {
+            tokio::task::yield_now().await;
+        }
+        for _ in 0..100 {
+            tokio::task::yield_now().await;
+        }
+        let so_far = ["ping", "tools/list", "notifications/initialized"];
+        assert_eq!(
+            seen(),
+            so_far,
+            "requests go side by side, and nothing overtakes a notification"
+        );
+        open.send_replace(true);
+        while seen().len() < 4 {
+            tokio::task::yield_now().await;
+        }
+        assert_eq!(seen()[3], "prompts/list");
+        drop(says);
+        passing.await.unwrap().unwrap();
     }
 }

@@ -13,6 +13,7 @@ mod direct;
 mod ears;
 mod environment;
 mod flags;
+mod listen;
 mod oauth;
 mod outcome;
 pub mod pages;
@@ -276,6 +277,26 @@ impl Upstreams {
             Some((name.clone(), upstream.connected()?.peer.clone()))
         });
         peers.collect()
+    }
+
+    /// A text of one of them, without the values that its settings name.
+    pub fn clean(&self, project: &str, name: &str, text: &str) -> String {
+        self.find(project, name).map_or_else(|| text.to_owned(), |upstream| upstream.clean(text))
+    }
+
+    /// Something is wrong with one that is there, beside its tools.
+    pub fn complain(&self, project: &str, name: &str, why: &str) {
+        if let Some(upstream) = self.find(project, name) {
+            upstream.state.lock().problem.get_or_insert_with(|| why.to_owned());
+        }
+    }
+
+    /// That is not wrong any more.
+    pub fn withdraw(&self, project: &str, name: &str, why: &str) {
+        if let Some(upstream) = self.find(project, name) {
+            let mut state = upstream.state.lock();
+            state.problem = state.problem.take().filter(|known| known != why);
+        }
     }
 
     /// Changes beside tools, each with its project and upstream.

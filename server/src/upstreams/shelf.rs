@@ -4,7 +4,6 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
 
 use async_trait::async_trait;
 use futures::future::join_all;
@@ -17,23 +16,23 @@ use rmcp::{ErrorData, RoleClient, ServiceError};
 use tokio::sync::broadcast;
 use toolcrib::{Caller, Engine};
 
+use super::lists::{Lists, PATIENCE};
 use crate::doors::mcp::{Change, Changed, Changes, Shelf};
-use crate::sources::mcp::{News, Upstreams, pages};
-
-/// How long an upstream may take to say what it has. One that takes longer is left out of lists.
-const PATIENCE: Duration = Duration::from_secs(10);
+use crate::sources::mcp::{News, Upstreams};
 
 /// What lies beside the tools of upstreams.
 pub struct Beside {
     engine: Engine,
     upstreams: Arc<Upstreams>,
+    lists: Lists,
 }
 
 type Peers = BTreeMap<String, Peer<RoleClient>>;
 
 impl Beside {
     pub(super) fn new(engine: Engine, upstreams: Arc<Upstreams>) -> Self {
-        Self { engine, upstreams }
+        let lists = Lists::new(upstreams.clone());
+        Self { engine, upstreams, lists }
     }
 
     /// The upstreams whose resources the caller may read.
@@ -47,25 +46,47 @@ impl Beside {
         peers
     }
 
-    /// The upstream that has a resource: the one that lists it, or has a template for it.
+    /// The upstream that has a resource, and its name: the first that lists it, or has a template
+    /// for it.
     async fn holder(
         &self,
         caller: &Caller,
         source: Option<&str>,
         uri: &str,
-    ) -> Option<Peer<RoleClient>> {
-        for (_, peer) in self.readable(caller, source) {
-            let listed = within(pages::resources(&peer)).await.unwrap_or_default();
+    ) -> Option<(String, Peer<RoleClient>)> {
+        let peers = self.readable(caller, source);
+        let asked = peers.iter().map(|(name, peer)| async move {
+            let listed = self.lists.resources(place(caller, name), peer).await;
             if listed.iter().any(|resource| resource.uri == uri) {
-                return Some(peer);
+                return true;
             }
-            let templates = within(pages::templates(&peer)).await.unwrap_or_default();
-            if templates.iter().any(|template| fits(&template.uri_template, uri)) {
-                return Some(peer);
+            let templates = self.lists.templates(place(caller, name), peer).await;
+            templates.iter().any(|template| fits(&template.uri_template, uri))
+        });
+        let found = join_all(asked).await.into_iter().position(|has| has)?;
+        peers.into_iter().nth(found)
+    }
+
+    /// What went wrong at an upstream, as the client is told.
+    fn told(&self, caller: &Caller, upstream: &str, error: ServiceError) -> ErrorData {
+        match error {
+            ServiceError::McpError(mut error) => {
+                let clean = |text: &str| self.upstreams.clean(&caller.project, upstream, text);
+                error.message = clean(&error.message).into();
+                let data = error.data.map(|data| clean(&data.to_string()));
+                error.data = data.and_then(|data| serde_json::from_str(&data).ok());
+                error
+            }
+            _ => {
+                let message = "the MCP server behind does not answer";
+                ErrorData::new(ErrorCode::INTERNAL_ERROR, message, None)
             }
         }
-        None
     }
+}
+
+fn place(caller: &Caller, upstream: &str) -> (String, String) {
+    (caller.project.clone(), upstream.to_owned())
 }
 
 /// Whether a template can make this address: its fixed parts are in it, in their order.
@@ -96,16 +117,6 @@ async fn within<T>(
     }
 }
 
-/// What went wrong, as the client is told.
-fn told(error: ServiceError) -> ErrorData {
-    match error {
-        ServiceError::McpError(error) => error,
-        _ => {
-            ErrorData::new(ErrorCode::INTERNAL_ERROR, "the MCP server behind does not answer", None)
-        }
-    }
-}
-
 /// The upstream of a prompt, and its own name for it.
 fn split(name: &str) -> Option<(&str, &str)> {
     name.split_once('.')
@@ -119,11 +130,12 @@ impl Shelf for Beside {
         source: Option<&str>,
     ) -> Result<Vec<Resource>, ErrorData> {
         let peers = self.readable(caller, source);
-        let asked = peers.values().map(|peer| within(pages::resources(peer)));
+        let asked =
+            peers.iter().map(|(name, peer)| self.lists.resources(place(caller, name), peer));
         let mut all: Vec<Resource> = Vec::new();
-        for list in join_all(asked).await.into_iter().flatten() {
+        for list in join_all(asked).await {
             // Of two with one address, the first upstream's counts, as in reading.
-            all.extend(list.into_iter().filter(|one| !one.uri.is_empty()));
+            all.extend(list.iter().filter(|one| !one.uri.is_empty()).cloned());
         }
         let mut seen = std::collections::HashSet::new();
         all.retain(|resource| seen.insert(resource.uri.clone()));
@@ -136,8 +148,9 @@ impl Shelf for Beside {
         source: Option<&str>,
     ) -> Result<Vec<ResourceTemplate>, ErrorData> {
         let peers = self.readable(caller, source);
-        let asked = peers.values().map(|peer| within(pages::templates(peer)));
-        Ok(join_all(asked).await.into_iter().flatten().flatten().collect())
+        let asked =
+            peers.iter().map(|(name, peer)| self.lists.templates(place(caller, name), peer));
+        Ok(join_all(asked).await.iter().flat_map(|list| list.iter().cloned()).collect())
     }
 
     async fn read(
@@ -146,10 +159,13 @@ impl Shelf for Beside {
         source: Option<&str>,
         asked: ReadResourceRequestParams,
     ) -> Result<Option<ReadResourceResponse>, ErrorData> {
-        let Some(peer) = self.holder(caller, source, &asked.uri).await else { return Ok(None) };
+        let Some((name, peer)) = self.holder(caller, source, &asked.uri).await else {
+            return Ok(None);
+        };
         let mut asked = asked;
         asked.meta = None;
-        within(peer.read_resource_once(asked)).await.map(Some).map_err(told)
+        let read = within(peer.read_resource_once(asked)).await;
+        read.map(Some).map_err(|error| self.told(caller, &name, error))
     }
 
     async fn prompts(&self, caller: &Caller) -> Result<Vec<Prompt>, ErrorData> {
@@ -158,11 +174,11 @@ impl Shelf for Beside {
             peer.peer_info().is_some_and(|info| info.capabilities.prompts.is_some())
         });
         let asked = peers.iter().map(|(name, peer)| async move {
-            (name, within(pages::prompts(peer)).await.unwrap_or_default())
+            (name, self.lists.prompts(place(caller, name), peer).await)
         });
         let mut all = Vec::new();
         for (upstream, list) in join_all(asked).await {
-            for mut prompt in list {
+            for mut prompt in list.iter().cloned() {
                 prompt.name = format!("{upstream}.{}", prompt.name);
                 if self.engine.may_use(caller, &prompt.name) {
                     all.push(prompt);
@@ -186,7 +202,8 @@ impl Shelf for Beside {
         };
         asked.name = theirs.to_owned();
         asked.meta = None;
-        within(peer.get_prompt_once(asked)).await.map(Some).map_err(told)
+        let got = within(peer.get_prompt_once(asked)).await;
+        got.map(Some).map_err(|error| self.told(caller, upstream, error))
     }
 
     async fn complete(
@@ -205,24 +222,26 @@ impl Shelf for Beside {
                 };
                 prompt.name = theirs.to_owned();
                 let allowed = self.engine.may_use(caller, &name);
-                self.upstreams.peers(&caller.project).remove(upstream).filter(|_| allowed)
+                let peer = self.upstreams.peers(&caller.project).remove(upstream);
+                peer.filter(|_| allowed).map(|peer| (upstream.to_owned(), peer))
             }
             Reference::Resource(resource) => {
                 let uri = resource.uri.clone();
-                let mut found = None;
-                for (_, peer) in self.readable(caller, source) {
-                    let templates = within(pages::templates(&peer)).await.unwrap_or_default();
-                    if templates.iter().any(|t| t.uri_template == uri) {
-                        found = Some(peer);
-                        break;
-                    }
-                }
-                found
+                let peers = self.readable(caller, source);
+                let asked = peers
+                    .iter()
+                    .map(|(name, peer)| self.lists.templates(place(caller, name), peer));
+                let listed = join_all(asked).await;
+                let has = listed.iter().position(|list| list.iter().any(|t| t.uri_template == uri));
+                has.and_then(|found| peers.into_iter().nth(found))
             }
             _ => None,
         };
         match peer {
-            Some(peer) => within(peer.complete(asked)).await.map_err(told),
+            Some((name, peer)) => {
+                let completed = within(peer.complete(asked)).await;
+                completed.map_err(|error| self.told(caller, &name, error))
+            }
             None => Ok(CompleteResult::default()),
         }
     }

@@ -7,6 +7,7 @@ mod changing;
 mod cli;
 mod keeping;
 mod oauth;
+mod panicking;
 mod tasks;
 
 use serde_json::{Value, json};

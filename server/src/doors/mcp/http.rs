@@ -8,7 +8,7 @@ use std::time::Duration;
 use axum::Router;
 use axum::body::Body;
 use axum::extract::{Request, State};
-use axum::http::{HeaderMap, HeaderValue, Method, header};
+use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{any, get};
 use parking_lot::Mutex;
@@ -121,9 +121,6 @@ impl Entrance {
         let caller = auth::caller(&shared.engine, &parts.headers)?;
         let session = session_of(&parts.headers);
         self.sessions.check(session.as_deref(), &caller)?;
-        if parts.method == Method::POST && session.is_none() {
-            self.sessions.check_room(shared.settings.max_sessions).await?;
-        }
         let standing = Some(Standing::new(&caller, &parts.headers));
         let query = parts.uri.query().unwrap_or_default();
         let (catalogue, source) = (catalogue(query)?, source(parts.uri.path())?);
@@ -135,7 +132,15 @@ impl Entrance {
         parts.extensions.insert(view.clone());
         // Secrets go no further than here.
         parts.headers.remove(header::AUTHORIZATION);
+        let post = parts.method == Method::POST;
         let body = read(body, shared.settings.max_body_bytes).await?;
+        let asked = match serde_json::from_slice::<Asked>(&body) {
+            Err(error) if post && !error.is_data() => return Ok(unreadable(&error)),
+            read => read.ok().and_then(|asked| asked.method),
+        };
+        if post && session.is_none() && asked.as_deref() == Some("initialize") {
+            self.sessions.check_room(shared.settings.max_sessions, &view.caller).await?;
+        }
         let request = Request::from_parts(parts, Body::from(body));
         let answer = WHO.scope(view.clone(), self.service.handle(request)).await;
         if let Some(made) = session_of(answer.headers()) {
@@ -143,6 +148,20 @@ impl Entrance {
         }
         Ok(answer.map(Body::new))
     }
+}
+
+/// The part of a message that decides whether a session is made for it.
+#[derive(serde::Deserialize)]
+struct Asked {
+    method: Option<String>,
+}
+
+/// A body that is no JSON, in the words of JSON-RPC.
+fn unreadable(error: &serde_json::Error) -> Response {
+    let message = format!("the body is no JSON: {error}");
+    let error = json!({ "code": -32700, "message": message });
+    let body = json!({ "jsonrpc": "2.0", "id": null, "error": error });
+    (StatusCode::BAD_REQUEST, axum::Json(body)).into_response()
 }
 
 /// How the client wants to see the tools: `/mcp?catalogue=search`.
@@ -188,7 +207,8 @@ async fn read(body: Body, limit: usize) -> Result<axum::body::Bytes, Error> {
 fn check_host(headers: &HeaderMap, allowed: &[String]) -> Result<(), Error> {
     let Some(host) = headers.get(header::HOST).map(text) else { return Ok(()) };
     let bare = host.rsplit_once(':').map_or(host, |(name, _)| name);
-    let named = |known: &String| known == host || known == bare;
+    let named =
+        |known: &String| known.eq_ignore_ascii_case(host) || known.eq_ignore_ascii_case(bare);
     if allowed.is_empty() || is_loopback_name(host) || allowed.iter().any(named) {
         return Ok(());
     }
@@ -230,11 +250,20 @@ impl Sessions {
         }
     }
 
-    async fn check_room(&self, limit: usize) -> Result<(), Error> {
-        if self.manager.sessions.read().await.len() < limit {
-            return Ok(());
-        }
-        Err(Error::later(Code::Overloaded, "too many MCP sessions are open", 1_000))
+    /// Refuses one session too many. Half of all that there may be is the most for one project, so
+    /// that it leaves room for the others.
+    async fn check_room(&self, limit: usize, caller: &Caller) -> Result<(), Error> {
+        let sessions = self.manager.sessions.read().await;
+        let owners = self.owners.lock();
+        let theirs = owners.iter().filter(|(id, owner)| {
+            owner.project == caller.project && sessions.contains_key(id.as_str())
+        });
+        let too_many = match () {
+            () if sessions.len() >= limit => "too many MCP sessions are open",
+            () if theirs.count() >= (limit / 2).max(1) => "the project has too many MCP sessions",
+            () => return Ok(()),
+        };
+        Err(Error::later(Code::Overloaded, too_many, 1_000))
     }
 
     async fn made(&self, session: String, caller: &Caller) {

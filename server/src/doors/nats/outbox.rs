@@ -196,7 +196,9 @@ mod tests {
         let (falls, begun) = (AtomicU32::new(0), AtomicU32::new(0));
         let (up, is_up) = tokio::sync::oneshot::channel();
         let up = parking_lot::Mutex::new(Some(up));
-        let down = || drop(falls.fetch_add(1, Ordering::Relaxed));
+        let down = || {
+            falls.fetch_add(1, Ordering::Relaxed);
+        };
         let begin = || async {
             if begun.fetch_add(1, Ordering::Relaxed) == 0 {
                 panic!("a letter that nobody thought of");

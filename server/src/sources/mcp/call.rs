@@ -62,10 +62,23 @@ pub(super) struct Out {
     handle: RequestHandle<RoleClient>,
     heard: mpsc::UnboundedReceiver<Heard>,
     live: Arc<Live>,
-    _followed: Followed,
+    followed: Followed,
     /// Answers that were given before, by the number of their question.
     ready: Map<String, Value>,
     asked: u32,
+}
+
+impl Out {
+    /// Nobody wants its result any more, and its question was canceled. It may end on that by
+    /// itself: then it is known to be over, which one that is canceled does not say.
+    async fn give_up(mut self, reason: &str) {
+        if tokio::time::timeout(super::TELLING, &mut self.handle.rx).await.is_ok() {
+            self.followed.over();
+        } else {
+            let telling = self.handle.cancel(Some(reason.to_owned()));
+            let _ = tokio::time::timeout(super::TELLING, telling).await;
+        }
+    }
 }
 
 /// A request that waits for an answer to its question.
@@ -79,9 +92,11 @@ pub(super) struct Suspended {
 }
 
 impl Suspended {
-    /// Nobody will answer: the upstream is told.
+    /// Nobody will answer: the upstream is told, first that its question was canceled.
     pub(super) async fn abandon(self) {
-        let _ = self.out.handle.cancel(Some("the call has ended".to_owned())).await;
+        let Self { out, question, .. } = self;
+        drop(question);
+        out.give_up("the call has ended").await;
     }
 }
 
@@ -138,6 +153,8 @@ impl Try {
         let (upstream, attempt) = (&self.upstream, &self.attempt);
         upstream.check_pin(&attempt.tool)?;
         let live = upstream.live(attempt.deadline_ms, &self.running.token).await?;
+        // While it was waited for, it may have come back with another tool.
+        upstream.check_pin(&attempt.tool)?;
         Ok((live, upstream.their_name(&attempt.tool)?))
     }
 
@@ -203,13 +220,15 @@ impl Try {
             }
             false => None,
         };
+        // Its turn may have been long in coming.
+        upstream.check_pin(&attempt.tool)?;
         let sent = live.peer.send_request_with_option(request, options).await;
         // The channel to the transport was closed: it has not left.
         let handle = sent.map_err(|_| upstream.away())?;
         let (id, token) = (handle.id.clone(), handle.progress_token.clone());
         let (followed, heard) = live.ears.follow(id, token, self.progress.clone());
         drop(sending);
-        Ok(Out { handle, heard, live, _followed: followed, ready, asked: 0 })
+        Ok(Out { handle, heard, live, followed, ready, asked: 0 })
     }
 
     /// Waits for what comes next of a request.
@@ -237,6 +256,7 @@ impl Try {
                 }
             };
             let Some(answer) = came else { continue };
+            out.followed.over();
             let answer = answer.unwrap_or(Err(ServiceError::TransportClosed));
             return self.ended(&out.live, answer).await;
         }
@@ -245,13 +265,12 @@ impl Try {
     /// It was asked something, and nobody can tell for which of its calls: to guess might give one
     /// caller's answer to another.
     async fn unclear(&self, out: Out) -> Started {
-        let reason = Some("it is not clear which call asked".to_owned());
-        let _ = tokio::time::timeout(super::TELLING, out.handle.cancel(reason)).await;
+        out.give_up("it is not clear which call asked").await;
         let name = &self.upstream.settings.name;
         let message = format!(
-            "{name} asked something while several of its calls were out, and its revision of MCP \
-             does not say over pipes which call a question is for: call its tools one at a time, \
-             or reach it over HTTP"
+            "{name} asked something while several of its calls were out, or one that was given up \
+             may still be, and its revision of MCP does not say over pipes which call a question \
+             is for: call its tools one at a time, or reach it over HTTP"
         );
         let code = match self.attempt.effect {
             Effect::Irreversible => Code::OutcomeUnknown,

@@ -13,6 +13,7 @@ use tokio::io::{AsyncBufReadExt, AsyncRead, BufReader, ReadBuf};
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 use tokio::task::JoinHandle;
 
+use super::connection::MAX_MESSAGE_BYTES;
 use super::environment::Filled;
 
 /// What is kept of standard error: so many lines, each of at most so many bytes.
@@ -161,6 +162,8 @@ fn keep(
 ) -> JoinHandle<()> {
     tokio::spawn(async move {
         let mut reader = BufReader::new(errors);
+        // So much more that no value which must not be shown is seen in part.
+        let most = LINE_BYTES + filled.longest();
         let mut line = Vec::new();
         while let Ok(available) = reader.fill_buf().await {
             if available.is_empty() {
@@ -168,20 +171,27 @@ fn keep(
             }
             let end = available.iter().position(|byte| *byte == b'\n');
             let taken = end.map_or(available.len(), |end| end + 1);
-            let room = LINE_BYTES.saturating_sub(line.len());
+            let room = most.saturating_sub(line.len());
             let text = &available[..end.unwrap_or(available.len())];
             line.extend_from_slice(&text[..text.len().min(room)]);
             reader.consume(taken);
             if end.is_some() {
-                let text = String::from_utf8_lossy(&line);
-                complaints.add(filled.clean(text.trim_end()));
+                complaints.add(shown(&filled, &line, most));
                 line.clear();
             }
         }
         if !line.is_empty() {
-            complaints.add(filled.clean(&String::from_utf8_lossy(&line)));
+            complaints.add(shown(&filled, &line, most));
         }
     })
+}
+
+/// A line as it is kept: cleaned first, and then cut.
+fn shown(filled: &Filled, line: &[u8], most: usize) -> String {
+    let whole = if line.len() < most { line } else { filled.without_start(line) };
+    let mut text = filled.clean(String::from_utf8_lossy(whole).trim_end());
+    text.truncate(text.floor_char_boundary(LINE_BYTES));
+    text
 }
 
 /// Lines that are no messages, in a row, before its output is taken for garbage.
@@ -206,18 +216,26 @@ pub struct Watched<R> {
     /// The first bytes of the line that is being read, and its last.
     head: Vec<u8>,
     last: u8,
+    /// How much of it has come.
+    length: usize,
     in_a_row: u32,
 }
 
 impl<R> Watched<R> {
     pub fn new(inner: R, garbage: Garbage) -> Self {
-        Self { inner, garbage, head: Vec::new(), last: 0, in_a_row: 0 }
+        Self { inner, garbage, head: Vec::new(), last: 0, length: 0, in_a_row: 0 }
     }
 
     /// Whether what has come so far can still be understood.
     fn look(&mut self, bytes: &[u8]) -> bool {
         for part in bytes.split_inclusive(|byte| *byte == b'\n') {
             let ends = part.ends_with(b"\n");
+            self.length += part.len();
+            if self.length > MAX_MESSAGE_BYTES {
+                let limit = MAX_MESSAGE_BYTES >> 20;
+                *self.garbage.0.lock() = Some(format!("it wrote a message over {limit} MiB"));
+                return false;
+            }
             let text = part.strip_suffix(b"\n").unwrap_or(part);
             let text = text.strip_suffix(b"\r").unwrap_or(text);
             let room = 120_usize.saturating_sub(self.head.len());
@@ -235,6 +253,7 @@ impl<R> Watched<R> {
     fn line(&mut self) -> bool {
         let head = std::mem::take(&mut self.head);
         let last = std::mem::take(&mut self.last);
+        self.length = 0;
         let text = head.trim_ascii_start();
         if text.is_empty() {
             return true;
@@ -271,5 +290,38 @@ impl<R: AsyncRead + Unpin> AsyncRead for Watched<R> {
             buffer.set_filled(before);
         }
         read
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use tokio::io::AsyncReadExt;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_line_without_an_end_is_not_read_for_ever() {
+        let garbage = Garbage::default();
+        let mut watched = Watched::new(tokio::io::repeat(b'x'), garbage.clone());
+        let mut read = vec![0; 1 << 20];
+        while watched.read(&mut read).await.unwrap() > 0 {}
+        assert_eq!(garbage.seen().unwrap(), "it wrote a message over 16 MiB");
+    }
+
+    #[test]
+    fn a_value_across_the_cut_of_a_line_is_not_shown_in_part() {
+        let filled = Filled::hiding(&[("TOKEN", "sesame-open-123")]);
+        let most = LINE_BYTES + filled.longest();
+        for before in [LINE_BYTES - 20, LINE_BYTES - 7, LINE_BYTES, most - 8] {
+            let mut line = format!("{}sesame-open-123 and more", "x".repeat(before)).into_bytes();
+            line.truncate(most);
+            let shown = shown(&filled, &line, most);
+            assert!(!shown.contains("ses") && shown.len() <= LINE_BYTES, "{shown}");
+        }
+        // What is shorter once it is clean brings the end of what was read into view.
+        let mut line = "sesame-open-123 ".repeat(100).into_bytes();
+        line.truncate(most);
+        assert!(!shown(&filled, &line, most).contains("ses"));
     }
 }

@@ -18,7 +18,7 @@ use rmcp::transport::async_rw::AsyncRwTransport;
 use rmcp::transport::streamable_http_client::StreamableHttpClientTransportConfig;
 use rmcp::transport::{StreamableHttpClientTransport, Transport};
 use rmcp::{RoleClient, ServiceError};
-use tokio::task::JoinHandle;
+use tokio_util::task::AbortOnDropHandle;
 
 use super::authorised::Authorised;
 use super::child::{Complaints, Garbage, Program, Watched};
@@ -50,13 +50,15 @@ pub struct Flooded(Arc<Mutex<bool>>);
 struct Guarded<T> {
     inner: T,
     flooded: Flooded,
+    /// Who must know which requests are answered, also those that nobody waits for.
+    ears: Arc<Ears>,
     room: f64,
     looked: Instant,
 }
 
 impl<T> Guarded<T> {
-    fn new(inner: T, flooded: Flooded) -> Self {
-        Self { inner, flooded, room: UNASKED_AT_ONCE, looked: Instant::now() }
+    fn new(inner: T, flooded: Flooded, ears: Arc<Ears>) -> Self {
+        Self { inner, flooded, ears, room: UNASKED_AT_ONCE, looked: Instant::now() }
     }
 
     fn has_room(&mut self) -> bool {
@@ -90,6 +92,14 @@ impl<T: Transport<RoleClient>> Transport<RoleClient> for Guarded<T> {
             *self.flooded.0.lock() = true;
             return None;
         }
+        let answered = match &message {
+            JsonRpcMessage::Response(answer) => Some(&answer.id),
+            JsonRpcMessage::Error(error) => error.id.as_ref(),
+            _ => None,
+        };
+        if let Some(id) = answered {
+            self.ears.answered(id);
+        }
         Some(message)
     }
 
@@ -106,7 +116,8 @@ pub struct Connection {
     /// The straight way for calls, where there is one.
     direct: direct::Shared,
     stop: RunningServiceCancellationToken,
-    done: JoinHandle<()>,
+    /// Ends with this, whatever becomes of us.
+    done: AbortOnDropHandle<()>,
     program: Option<Program>,
     watch: Watch,
 }
@@ -160,7 +171,9 @@ impl Connection {
         let output = Watched::new(pipes.output, watch.garbage.clone());
         let transport = AsyncRwTransport::new_client(output, pipes.input)
             .with_max_line_length(MAX_MESSAGE_BYTES);
-        let begun = begin(&dialing, Guarded::new(transport, watch.flooded.clone())).await;
+        let begun =
+            begin(&dialing, Guarded::new(transport, watch.flooded.clone(), dialing.ears.clone()))
+                .await;
         match begun {
             Ok(running) => Ok(Self::of(running, dialing.ears, Some(program), watch)),
             Err(why) => {
@@ -178,7 +191,9 @@ impl Connection {
         let client = Authorised { client, pass: dialing.pass.clone() };
         let direct = Direct::new(client.clone(), &dialing.filled.url, headers);
         let transport = StreamableHttpClientTransport::with_client(client, config);
-        let running = begin(&dialing, Guarded::new(transport, watch.flooded.clone())).await;
+        let running =
+            begin(&dialing, Guarded::new(transport, watch.flooded.clone(), dialing.ears.clone()))
+                .await;
         let running = running.map_err(|why| watch.trouble().unwrap_or(why))?;
         let connection = Self::of(running, dialing.ears, None, watch);
         Ok(Self { direct: direct.map(Arc::new), ..connection })
@@ -197,7 +212,9 @@ impl Connection {
     ) -> Self {
         let (peer, stop) = (running.peer().clone(), running.cancellation_token());
         let process = program.as_ref().and_then(Program::id);
-        let done = tokio::spawn(async move { drop(running.waiting().await) });
+        let done = AbortOnDropHandle::new(tokio::spawn(async move {
+            drop(running.waiting().await);
+        }));
         Self { peer, ears, process, direct: None, stop, done, program, watch }
     }
 

@@ -59,6 +59,7 @@ struct Question<'a> {
 
 #[derive(Deserialize)]
 struct Message<'a> {
+    id: Option<Value>,
     #[serde(borrow)]
     result: Option<&'a RawValue>,
     error: Option<ErrorData>,
@@ -106,12 +107,12 @@ impl Direct {
 
     fn body(
         &self,
+        id: u64,
         name: &str,
         attempt: &Attempt,
         answers: Option<&Map<String, Value>>,
         state: Option<&str>,
     ) -> Result<String, serde_json::Error> {
-        let id = self.next.fetch_add(1, Ordering::Relaxed);
         let trace = attempt.traceparent.as_ref();
         let trace = trace.map(|trace| format!(",\"traceparent\":\"{trace}\"")).unwrap_or_default();
         let about = &self.about_us;
@@ -133,7 +134,8 @@ impl Direct {
         state: Option<&str>,
         progress: &ProgressSink,
     ) -> Came {
-        let body = match self.body(name, attempt, answers, state) {
+        let id = self.next.fetch_add(1, Ordering::Relaxed);
+        let body = match self.body(id, name, attempt, answers, state) {
             Ok(body) => body,
             Err(error) => return Came::NotSent(error.to_string()),
         };
@@ -150,7 +152,7 @@ impl Direct {
             }
         });
         match sent.await {
-            Ok(answer) => read(answer, progress).await,
+            Ok(answer) => read(answer, id, progress).await,
             Err(error) if error.is_connect() => Came::NotSent("it cannot be reached".to_owned()),
             Err(error) => Came::Lost(plainly(&error)),
         }
@@ -166,12 +168,12 @@ fn plainly(error: &reqwest::Error) -> String {
     cause.to_string()
 }
 
-async fn read(mut answer: Response, progress: &ProgressSink) -> Came {
+async fn read(mut answer: Response, id: u64, progress: &ProgressSink) -> Came {
     let status = answer.status();
     let kind = answer.headers().get("content-type").and_then(|kind| kind.to_str().ok());
     let kind = kind.unwrap_or_default();
     if status.is_success() && kind.starts_with("text/event-stream") {
-        return stream(&mut answer, progress).await;
+        return stream(&mut answer, id, progress).await;
     }
     let is_json = kind.starts_with("application/json");
     let body = match whole(&mut answer).await {
@@ -180,14 +182,14 @@ async fn read(mut answer: Response, progress: &ProgressSink) -> Came {
     };
     // Gateways and issuers refuse with JSON of their own.
     let is_message = is_json && (status.is_success() || speaks_rpc(&body));
-    if is_message && let Some(came) = message(&body, progress) {
+    if is_message && let Some(came) = message(&body, id, progress) {
         return came;
     }
     match status {
         StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
             Came::NotSent(format!("it does not let us in (HTTP {status})"))
         }
-        StatusCode::NOT_FOUND | StatusCode::TOO_MANY_REQUESTS => {
+        StatusCode::TOO_MANY_REQUESTS => {
             Came::NotSent(format!("it turned the call away (HTTP {status})"))
         }
         _ => Came::Lost(format!("it answered what is no message of MCP (HTTP {status})")),
@@ -215,7 +217,7 @@ async fn whole(answer: &mut Response) -> Result<Vec<u8>, String> {
 }
 
 /// Server-sent events, until the one with the answer.
-async fn stream(answer: &mut Response, progress: &ProgressSink) -> Came {
+async fn stream(answer: &mut Response, id: u64, progress: &ProgressSink) -> Came {
     let (mut rest, mut data) = (Vec::new(), Vec::new());
     // How much of the rest is known to have no end of a line in it.
     let mut searched = 0;
@@ -235,7 +237,7 @@ async fn stream(answer: &mut Response, progress: &ProgressSink) -> Came {
             if let Some(text) = line.strip_prefix(b"data:") {
                 data.extend_from_slice(text.trim_ascii_start());
             } else if line.is_empty() && !data.is_empty() {
-                if let Some(came) = message(&data, progress) {
+                if let Some(came) = message(&data, id, progress) {
                     return came;
                 }
                 data.clear();
@@ -258,10 +260,19 @@ async fn stream(answer: &mut Response, progress: &ProgressSink) -> Came {
 /// Messages beside its answer that one call may bring.
 const MOST_EVENTS: u32 = 20_000;
 
-/// What a message means; none when the answer is still to come.
-fn message(text: &[u8], progress: &ProgressSink) -> Option<Came> {
+/// What a message means for the request with this id; none when its answer is still to come.
+fn message(text: &[u8], id: u64, progress: &ProgressSink) -> Option<Came> {
     let garbled = || Some(Came::Lost("it answered what is no message of MCP".to_owned()));
     let Ok(message) = serde_json::from_slice::<Message<'_>>(text) else { return garbled() };
+    let answers = message.error.is_some() || message.result.is_some();
+    if !answers && message.method.is_none() {
+        return garbled();
+    }
+    // One that could not be read has no id; every other answer is to what was asked.
+    let unread = message.error.is_some() && message.id.is_none();
+    if answers && !unread && message.id != Some(id.into()) {
+        return None;
+    }
     if let Some(error) = message.error {
         return Some(Came::Error(error));
     }
@@ -272,8 +283,7 @@ fn message(text: &[u8], progress: &ProgressSink) -> Option<Came> {
         {
             progress(progressed(said));
         }
-        // Only what has a method is something else than the answer.
-        return if message.method.is_some() { None } else { garbled() };
+        return None;
     };
     let text = result.get();
     let kind = serde_json::from_str::<Kind<'_>>(text).ok().and_then(|kind| kind.kind);
@@ -298,7 +308,7 @@ mod tests {
 
     fn meaning(text: &str) -> Option<Came> {
         let sink: ProgressSink = Arc::new(|_| {});
-        message(text.as_bytes(), &sink)
+        message(text.as_bytes(), 1, &sink)
     }
 
     #[test]
@@ -315,6 +325,11 @@ mod tests {
         let news =
             r#"{"method":"notifications/progress","params":{"progressToken":1,"progress":1}}"#;
         assert!(meaning(news).is_none());
+        let other = r#"{"jsonrpc":"2.0","id":2,"result":{"content":[]}}"#;
+        assert!(meaning(other).is_none(), "it is the answer to something else");
+        assert!(meaning(r#"{"id":"1","error":{"code":-32602,"message":"no"}}"#).is_none());
+        let unread = r#"{"id":null,"error":{"code":-32700,"message":"no"}}"#;
+        assert!(matches!(meaning(unread), Some(Came::Error(_))));
         for odd in ["", "{}", "nonsense", r#"{"id":1}"#, r#"{"id":1,"result":7}"#] {
             assert!(matches!(meaning(odd), Some(Came::Lost(_))), "{odd}");
         }

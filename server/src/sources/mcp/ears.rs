@@ -1,7 +1,7 @@
 //! What an upstream says without having been asked: how far a call is, what has changed, and what
 //! it wants to know before it goes on.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,11 +16,19 @@ use rmcp::service::{InboundStreamOrigin, NotificationContext, RequestContext};
 use rmcp::{ClientHandler, ErrorData, RoleClient};
 use serde_json::Value;
 use tokio::sync::{Notify, broadcast, mpsc, oneshot};
+use tokio::time::Instant;
 use toolcrib::Progress;
 use toolcrib::source::ProgressSink;
 
 /// How long a question may come before we know ourselves that its call is under way.
 const EARLY: Duration = Duration::from_secs(5);
+
+/// How long to wait for calls that were given up, before a question may be theirs. Many upstreams
+/// say nothing more of one that was canceled.
+const GIVEN_UP: Duration = Duration::from_secs(2);
+
+/// Calls that were given up, and are remembered by their ids.
+const MOST_GIVEN_UP: usize = 256;
 
 /// What has changed at an upstream, beside its tools.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -49,6 +57,26 @@ struct UnderWay {
     heard: mpsc::UnboundedSender<Heard>,
     /// Whether it waits for an answer, and so cannot have asked anything else.
     asked: bool,
+    /// Whether it was told that nobody can tell which questions are its, and is being given up.
+    told: bool,
+    /// Whether the upstream has ended it.
+    answered: bool,
+}
+
+/// Calls that we have given up and the upstream has not ended: they may still ask.
+#[derive(Default)]
+struct GivenUp {
+    ids: HashSet<RequestId>,
+    /// So many more that nobody knows which.
+    more: usize,
+    /// Whether a question came that may be theirs.
+    asked: bool,
+}
+
+impl GivenUp {
+    fn count(&self) -> usize {
+        self.ids.len() + self.more
+    }
 }
 
 /// What keeps calls and questions apart.
@@ -63,6 +91,7 @@ struct Turns {
 /// Listens to one connection.
 pub struct Ears {
     calls: Mutex<HashMap<RequestId, UnderWay>>,
+    given_up: Mutex<GivenUp>,
     tokens: Mutex<HashMap<ProgressToken, RequestId>>,
     turns: Mutex<Turns>,
     /// Something about which calls are under way is another.
@@ -76,6 +105,7 @@ impl Ears {
     pub fn new(news: broadcast::Sender<News>) -> Arc<Self> {
         Arc::new(Self {
             calls: Mutex::default(),
+            given_up: Mutex::default(),
             tokens: Mutex::default(),
             turns: Mutex::default(),
             turned: Notify::new(),
@@ -92,10 +122,33 @@ impl Ears {
         progress: ProgressSink,
     ) -> (Followed, mpsc::UnboundedReceiver<Heard>) {
         let (heard, hears) = mpsc::unbounded_channel();
-        self.calls.lock().insert(id.clone(), UnderWay { progress, heard, asked: false });
+        let call = UnderWay { progress, heard, asked: false, told: false, answered: false };
+        self.calls.lock().insert(id.clone(), call);
         self.tokens.lock().insert(token.clone(), id.clone());
         self.turned.notify_waiters();
-        (Followed { ears: self.clone(), id, token }, hears)
+        (Followed { ears: self.clone(), id, token, over: false }, hears)
+    }
+
+    /// The upstream has ended a request.
+    pub fn answered(&self, id: &RequestId) {
+        if let Some(call) = self.calls.lock().get_mut(id) {
+            call.answered = true;
+        }
+        if self.given_up.lock().ids.remove(id) {
+            self.turned.notify_waiters();
+        }
+    }
+
+    /// Waits until a question came that may be of a call which was given up, and no other call is
+    /// out. From then on only another connection can tell questions apart.
+    pub async fn spoiled(&self) {
+        loop {
+            let turned = self.turned.notified();
+            if self.given_up.lock().asked && self.calls.lock().is_empty() {
+                return;
+            }
+            turned.await;
+        }
     }
 
     /// A call is about to be sent: until what is given back is dropped, nobody believes to know
@@ -119,8 +172,9 @@ impl Ears {
     ///
     /// It is the one on whose stream it came. Where there are no streams, the protocol does not
     /// say: then it is the only one that can have asked. One that waits for an answer cannot; the
-    /// others are waited for until one is left. Where as many have asked as there are, nobody can
-    /// tell, and nobody is asked: it might be somebody else's question.
+    /// others are waited for until one is left, and so are those that we have given up. Where as
+    /// many have asked as there are, nobody can tell, and nobody is asked: it might be somebody
+    /// else's question.
     fn asker(&self, origin: Option<&InboundStreamOrigin>) -> Option<Asker> {
         let mut calls = self.calls.lock();
         if let Some(InboundStreamOrigin::OutboundRequest(id)) = origin {
@@ -135,38 +189,52 @@ impl Ears {
             }
             turns.unclear
         };
-        let all = calls.len();
+        let given_up = self.given_up.lock().count();
+        let all = calls.len() + given_up;
         let able = calls.iter_mut().filter(|(_, call)| all == 1 || !call.asked);
         let mut able: Vec<_> = able.collect();
-        match able.as_mut_slice() {
-            [] if all == 0 => None,
-            [(id, call)] => {
+        match (able.as_mut_slice(), given_up) {
+            ([], 0) if all == 0 => None,
+            ([(id, call)], 0) if !call.told => {
                 call.asked = true;
                 Some(Asker::Known((*id).clone(), call.heard.clone()))
             }
-            several if unclear < several.len() => None,
-            several => {
-                for (_, call) in several {
-                    let _ = call.heard.send(Heard::Unclear);
-                }
+            // It is of one that was or is being given up, and nobody is left to answer it.
+            (rest, _) if rest.iter().all(|(_, call)| call.told) => Some(Asker::Unknown),
+            (several, _) if unclear < several.len() + given_up => None,
+            (several, _) => {
+                tell_unclear(several.iter_mut().map(|(_, call)| &mut **call));
                 Some(Asker::Unknown)
             }
         }
     }
 
+    /// Nobody can tell whose a question is, because some calls were given up.
+    fn leave_open(&self) -> Asker {
+        self.given_up.lock().asked = true;
+        tell_unclear(self.calls.lock().values_mut().filter(|call| !call.asked));
+        Asker::Unknown
+    }
+
     async fn ask(&self, asked: Value, origin: Option<InboundStreamOrigin>) -> Option<Value> {
         let known = matches!(origin, Some(InboundStreamOrigin::OutboundRequest(_)));
         let unclear = (!known).then(|| Unclear::new(self));
+        let began = Instant::now();
         let finding = async {
             loop {
                 let turned = self.turned.notified();
                 if let Some(asker) = self.asker(origin.as_ref()) {
                     return asker;
                 }
+                let given_up = !known && self.given_up.lock().count() > 0;
                 // It may have come before we know ourselves that its call is under way.
-                if known || self.calls.lock().is_empty() {
+                if known || self.calls.lock().is_empty() && !given_up {
                     if tokio::time::timeout(EARLY, turned).await.is_err() {
                         return Asker::Unknown;
+                    }
+                } else if given_up {
+                    if tokio::time::timeout_at(began + GIVEN_UP, turned).await.is_err() {
+                        return self.leave_open();
                     }
                 } else {
                     turned.await;
@@ -184,6 +252,13 @@ impl Ears {
         }
         self.turned.notify_waiters();
         answer
+    }
+}
+
+fn tell_unclear<'a>(calls: impl Iterator<Item = &'a mut UnderWay>) {
+    for call in calls {
+        call.told = true;
+        let _ = call.heard.send(Heard::Unclear);
     }
 }
 
@@ -227,11 +302,28 @@ pub struct Followed {
     ears: Arc<Ears>,
     id: RequestId,
     token: ProgressToken,
+    /// Whether the upstream is known to have ended it.
+    over: bool,
+}
+
+impl Followed {
+    /// The upstream has ended it.
+    pub fn over(&mut self) {
+        self.over = true;
+    }
 }
 
 impl Drop for Followed {
     fn drop(&mut self) {
-        self.ears.calls.lock().remove(&self.id);
+        let known = self.ears.calls.lock().remove(&self.id);
+        let over = self.over || known.is_some_and(|call| call.answered);
+        if !over {
+            let mut given_up = self.ears.given_up.lock();
+            match given_up.ids.len() < MOST_GIVEN_UP {
+                true => drop(given_up.ids.insert(self.id.clone())),
+                false => given_up.more += 1,
+            }
+        }
         self.ears.tokens.lock().remove(&self.token);
         self.ears.turned.notify_waiters();
     }
@@ -335,7 +427,7 @@ mod tests {
     #[tokio::test]
     async fn nothing_is_sent_until_it_is_known_whose_a_question_is() {
         let ears = Ears::new(broadcast::channel(1).0);
-        let (rests, _) = followed(&ears, 1);
+        let (mut rests, _) = followed(&ears, 1);
         let (_asks, mut hears) = followed(&ears, 2);
         let mut asking = Box::pin(ears.ask(json!("who?"), None));
         assert!(poll!(&mut asking).is_pending());
@@ -343,11 +435,47 @@ mod tests {
         assert!(poll!(&mut sending).is_pending(), "it would be one more that could have asked");
         assert!(hears.try_recv().is_err(), "either of two may have asked");
         // One has its result, so it was the other.
+        rests.over();
         drop(rests);
         assert!(poll!(&mut asking).is_pending());
         let Ok(Heard::Question(question)) = hears.try_recv() else { panic!("it is its question") };
         assert!(sending.now_or_never().is_some(), "and calls are sent again");
         question.answer.send(json!("Ada")).unwrap();
         assert_eq!(asking.await, Some(json!("Ada")));
+    }
+    #[tokio::test]
+    async fn a_question_of_a_call_that_was_given_up_is_put_to_nobody_else() {
+        let ears = Ears::new(broadcast::channel(1).0);
+        let (canceled, _) = followed(&ears, 1);
+        drop(canceled);
+        assert_eq!(ears.ask(json!("who?"), None).await, None, "nobody is left to answer");
+        let (asks, mut hears) = followed(&ears, 2);
+        let mut asking = Box::pin(ears.ask(json!("who?"), None));
+        assert!(poll!(&mut asking).is_pending());
+        assert!(hears.try_recv().is_err(), "the one that was canceled may have asked");
+        // The upstream ends that after all, so it was the other.
+        ears.answered(&NumberOrString::Number(1));
+        assert!(poll!(&mut asking).is_pending());
+        let Ok(Heard::Question(question)) = hears.try_recv() else { panic!("it is its question") };
+        question.answer.send(json!("Ada")).unwrap();
+        assert_eq!(asking.await, Some(json!("Ada")));
+        // One that is never ended makes it unclear, and that is said.
+        let (canceled, _) = followed(&ears, 3);
+        drop(canceled);
+        assert_eq!(ears.ask(json!("who?"), None).await, None);
+        assert!(matches!(hears.try_recv(), Ok(Heard::Unclear)));
+        assert!(poll!(Box::pin(ears.spoiled())).is_pending(), "a call is still out");
+        drop(asks);
+        assert!(ears.spoiled().now_or_never().is_some());
+    }
+
+    #[tokio::test]
+    async fn what_is_remembered_of_calls_that_were_given_up_has_a_limit() {
+        let ears = Ears::new(broadcast::channel(1).0);
+        for n in 0..MOST_GIVEN_UP as i64 + 10 {
+            drop(followed(&ears, n));
+        }
+        let given_up = ears.given_up.lock();
+        assert_eq!((given_up.ids.len(), given_up.count()), (MOST_GIVEN_UP, MOST_GIVEN_UP + 10));
     }
 }

@@ -72,26 +72,85 @@ impl Filled {
         let of_ours = of_ours.map(|(name, value)| Some((name.to_owned(), value.clone()?)));
         let hidden = hidden_in(&filled.url).into_iter().map(|part| ("url".to_owned(), part));
         let all = named.chain(of_ours.into_iter().flatten()).chain(hidden).chain(put.take());
-        filled.secrets = all.filter(|(_, value)| value.len() >= SHORT).collect();
-        // The longest first: one may be a part of another.
-        filled.secrets.sort_by_key(|(_, value)| std::cmp::Reverse(value.len()));
+        filled.hide(all.collect());
         Ok(filled)
+    }
+
+    /// These must not be repeated, in none of their forms.
+    fn hide(&mut self, mut values: Vec<(String, String)>) {
+        let longest_first = |(_, value): &(String, String)| std::cmp::Reverse(value.len());
+        values.sort_by_key(longest_first);
+        let formed = values.into_iter().flat_map(|(name, value)| {
+            forms(&value).into_iter().map(move |form| (name.clone(), form))
+        });
+        self.secrets = formed.filter(|(_, form)| form.len() >= SHORT).collect();
+        // The longest first: one may be a part of another.
+        self.secrets.sort_by_key(longest_first);
+    }
+
+    /// The length of the longest text that must not be repeated.
+    pub fn longest(&self) -> usize {
+        self.secrets.first().map_or(0, |(_, form)| form.len())
+    }
+
+    /// A text that was cut off, without the beginning of a value at its end.
+    pub fn without_start<'a>(&self, text: &'a [u8]) -> &'a [u8] {
+        let starts = |form: &str| {
+            let most = form.len().saturating_sub(1).min(text.len());
+            (1..=most).rev().find(|length| text.ends_with(&form.as_bytes()[..*length]))
+        };
+        let longest = self.secrets.iter().filter_map(|(_, form)| starts(form)).max();
+        &text[..text.len() - longest.unwrap_or(0)]
+    }
+
+    /// Only what is not to be repeated.
+    #[cfg(test)]
+    pub fn hiding(values: &[(&str, &str)]) -> Self {
+        let mut filled = Self::default();
+        let values = values.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
+        filled.hide(values.collect());
+        filled
     }
 
     /// A text in which the values that were named are told by their names.
     pub fn clean(&self, text: &str) -> String {
         let mut text = text.to_owned();
-        for (name, value) in &self.secrets {
-            if text.contains(value.as_str()) {
-                text = text.replace(value.as_str(), &format!("[{name}]"));
-            }
-            let bare = value.split_once(' ').map_or("", |(_, bare)| bare);
-            if bare.len() >= SHORT && text.contains(bare) {
-                text = text.replace(bare, &format!("[{name}]"));
+        for (name, form) in &self.secrets {
+            if text.contains(form.as_str()) {
+                text = text.replace(form.as_str(), &format!("[{name}]"));
             }
         }
         text
     }
+}
+
+/// How a value may be repeated: as it is, without the word before it (`Bearer …`), as JSON writes
+/// it, and where it has several lines, each of them.
+fn forms(value: &str) -> Vec<String> {
+    let mut forms = vec![value.to_owned()];
+    forms.extend(value.split_once(' ').map(|(_, bare)| bare.to_owned()));
+    let lines = value.lines().map(str::trim).filter(|line| *line != value);
+    forms.extend(lines.map(str::to_owned));
+    for plain in forms.clone() {
+        let written = serde_json::Value::from(plain.as_str()).to_string();
+        let written = written[1..written.len() - 1].to_owned();
+        forms.extend(Some(in_ascii(&written)).filter(|ascii| *ascii != written));
+        forms.extend(Some(written).filter(|written| *written != plain));
+    }
+    forms
+}
+
+/// JSON as many write it, with other letters than ASCII's escaped.
+fn in_ascii(written: &str) -> String {
+    let mut units = [0; 2];
+    let escaped = written.chars().map(|letter| match letter.is_ascii() {
+        true => letter.to_string(),
+        false => {
+            let units = letter.encode_utf16(&mut units).iter();
+            units.map(|unit| format!("\\u{unit:04x}")).collect()
+        }
+    });
+    escaped.collect()
 }
 
 /// What an address carries that may open something: the values of its query, and a password.
@@ -154,6 +213,14 @@ mod tests {
         let clean = filled.clean(&format!("{} {}", filled.args[0], filled.url));
         for secret in ["not-for-you", "opensesame", "secret-token", "literally"] {
             assert!(!clean.contains(secret), "{clean}");
+        }
+        let letter = "-----BEGIN KEY-----\nfirst line of it\n\"quoted\" Schlüssel\n";
+        let filled = Filled::hiding(&[("KEY", letter)]);
+        let json = serde_json::to_string(letter).unwrap();
+        let ascii = json.replace('ü', "\\u00fc");
+        for said in [letter, "first line of it", &json, &ascii, r#"\"quoted\" Schlüssel"#] {
+            let clean = filled.clean(&format!("it is: {said}"));
+            assert!(!clean.contains("first") && !clean.contains("quoted"), "{clean}");
         }
         settings.env_from.push("MISSING".into());
         assert!(Filled::with(&settings, look).is_err());

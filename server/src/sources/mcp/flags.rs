@@ -51,12 +51,14 @@ const LOOKS: [(&str, &str); 6] = [
 static FINDER: LazyLock<Option<RegexSet>> =
     LazyLock::new(|| RegexSet::new(LOOKS.iter().map(|(_, look)| *look)).ok());
 
-/// The flags of a tool's words: of its description, and of what its schemas say about arguments.
-pub fn found(tool: &Definition) -> Vec<&'static str> {
+/// The flags of a tool's words: of its titles, its description, and of what its schemas say about
+/// arguments.
+pub fn found(tool: &Definition, titles: [Option<&str>; 2]) -> Vec<&'static str> {
     let Some(finder) = FINDER.as_ref() else { return Vec::new() };
     let mut hits = [false; LOOKS.len()];
     let output = tool.output_schema.as_ref().map_or("", |schema| schema.text());
-    for text in [tool.description.as_str(), tool.input_schema.text(), output] {
+    let words = [tool.description.as_str(), tool.input_schema.text(), output];
+    for text in words.into_iter().chain(titles.into_iter().flatten()) {
         finder.matches(text).into_iter().for_each(|n| hits[n] = true);
     }
     let named = LOOKS.iter().zip(hits).filter(|(_, hit)| *hit);

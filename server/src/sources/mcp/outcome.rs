@@ -63,7 +63,7 @@ pub(super) fn of_error(
     let name = &upstream.settings.name;
     match error {
         ServiceError::McpError(error) => {
-            let said: String = error.message.chars().take(2_000).collect();
+            let said: String = upstream.clean(&error.message).chars().take(2_000).collect();
             match error.code {
                 ErrorCode::INVALID_PARAMS => {
                     Fault::new(Code::ValidationError, format!("{name}: {said}")).not_happened()

@@ -2,12 +2,14 @@
 //! no end.
 
 use rmcp::model::{
-    ErrorCode, ListPromptsResult, ListResourceTemplatesResult, ListResourcesResult,
-    ListToolsResult, PaginatedRequestParams, Prompt, Resource, ResourceTemplate, Tool,
+    ClientRequest, ErrorCode, ListPromptsResult, ListResourceTemplatesResult, ListResourcesResult,
+    ListToolsRequest, PaginatedRequestParams, Prompt, Resource, ResourceTemplate, ServerResult,
+    Tool,
 };
 use rmcp::service::Peer;
 use rmcp::{ErrorData, RoleClient, ServiceError};
 use serde::Serialize;
+use serde_json::Value;
 
 /// Of one list.
 const MOST_ITEMS: usize = 20_000;
@@ -33,7 +35,6 @@ macro_rules! page {
     };
 }
 
-page!(ListToolsResult, Tool, tools);
 page!(ListResourcesResult, Resource, resources);
 page!(ListResourceTemplatesResult, ResourceTemplate, resource_templates);
 page!(ListPromptsResult, Prompt, prompts);
@@ -86,9 +87,70 @@ where
     Err(endless(what, &format!("{MOST_PAGES} pages so far")))
 }
 
-/// Every tool of an upstream.
-pub(super) async fn tools(peer: &Peer<RoleClient>) -> Result<Vec<Tool>, ServiceError> {
-    all("tools", |page| peer.list_tools(page)).await
+/// A tool, or what is wrong with it.
+#[derive(Serialize)]
+#[serde(untagged)]
+pub(super) enum Listed {
+    Tool(Box<Tool>),
+    Unreadable(String, String),
+}
+
+struct Tools(Vec<Listed>, Option<String>);
+
+impl Page for Tools {
+    type Item = Listed;
+
+    fn split(self) -> (Vec<Listed>, Option<String>) {
+        (self.0, self.1)
+    }
+}
+
+/// Every tool of an upstream, and those that cannot be read.
+pub(super) async fn tools(peer: &Peer<RoleClient>) -> Result<Vec<Listed>, ServiceError> {
+    let ask = |page: Option<PaginatedRequestParams>| async move {
+        match peer.list_tools(page.clone()).await {
+            Ok(page) => {
+                let tools = page.tools.into_iter().map(|tool| Listed::Tool(Box::new(tool)));
+                Ok(Tools(tools.collect(), page.next_cursor))
+            }
+            // One that is malformed makes the whole page unreadable: then each is read by itself.
+            Err(ServiceError::UnexpectedResponse) => one_by_one(peer, page).await,
+            Err(error) => Err(error),
+        }
+    };
+    all("tools", ask).await
+}
+
+async fn one_by_one(
+    peer: &Peer<RoleClient>,
+    page: Option<PaginatedRequestParams>,
+) -> Result<Tools, ServiceError> {
+    let request = ListToolsRequest { params: page, ..ListToolsRequest::default() };
+    let unreadable = || {
+        let message = "it is not as MCP has it: every tool needs a name that is a text and an \
+                       inputSchema that is an object";
+        ServiceError::McpError(ErrorData::new(ErrorCode::INTERNAL_ERROR, message, None))
+    };
+    match peer.send_request(ClientRequest::ListToolsRequest(request)).await? {
+        ServerResult::CustomResult(page) => read_each(&page.0).ok_or_else(unreadable),
+        _ => Err(unreadable()),
+    }
+}
+
+fn read_each(page: &Value) -> Option<Tools> {
+    let each = page.get("tools")?.as_array()?.iter().enumerate().map(|(at, tool)| {
+        let name = tool.get("name").and_then(Value::as_str);
+        let name = name.map_or_else(|| format!("number {}", at + 1), str::to_owned);
+        match serde_json::from_value(tool.clone()) {
+            Ok(tool) => Listed::Tool(Box::new(tool)),
+            Err(error) => {
+                let name = name.chars().take(80).collect();
+                Listed::Unreadable(name, format!("it cannot be read: {error}"))
+            }
+        }
+    });
+    let next = page.get("nextCursor").and_then(Value::as_str).map(str::to_owned);
+    Some(Tools(each.collect(), next))
 }
 
 /// Every resource of an upstream.

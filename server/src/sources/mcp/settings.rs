@@ -66,7 +66,7 @@ pub struct McpSettings {
     /// How long a call of its tools has; the policy's unless said.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub timeout_ms: Option<u64>,
-    /// How long it may take to answer when it is connected to.
+    /// How long it may take to answer when it is connected to, and to give its list of tools.
     #[serde(skip_serializing_if = "is_usual_time")]
     pub connect_timeout_ms: u64,
     /// How many of its tools are taken.
@@ -122,6 +122,9 @@ const MAX_TOOLS: usize = 1_000;
 
 /// How long an upstream may take to answer for the first time, unless its settings say otherwise.
 const CONNECT_TIMEOUT_MS: u64 = 30_000;
+
+/// The first parts of the names of our own tools: `tools.search`, `call.result`.
+const RESERVED: [&str; 2] = ["tools", "call"];
 
 impl Default for McpSettings {
     fn default() -> Self {
@@ -185,6 +188,10 @@ impl McpSettings {
     /// Checks what types alone cannot say.
     pub fn check(&self) -> Result<(), Wrong> {
         if let Err(why) = toolcrib::tool::check_upstream_name(&self.name) {
+            return wrong("name", why);
+        }
+        if RESERVED.contains(&self.name.as_str()) {
+            let why = format!("\"{}\" is taken: Toolcrib has tools under it", self.name);
             return wrong("name", why);
         }
         match (&self.command, &self.url) {
@@ -296,6 +303,15 @@ fn of_desktop_client(name: &str, server: &Value) -> Result<McpSettings, Wrong> {
         }
         Some(_) => Err(bad(key, "an object of texts by their names")),
     };
+    if text("type")?.or(text("transport")?).is_some_and(|kind| kind.eq_ignore_ascii_case("sse")) {
+        return Err(Wrong {
+            field: "type",
+            why: format!(
+                "of \"{name}\" is sse, the transport of 2024-11-05, which is not spoken here: give \
+                 its address for streamable HTTP, with the type http"
+            ),
+        });
+    }
     let off = server.get("disabled").and_then(Value::as_bool).unwrap_or(false);
     let (url, other_url) = (text("url")?, text("serverUrl")?);
     Ok(McpSettings {
@@ -354,6 +370,10 @@ mod tests {
         assert_eq!(files.check(), Ok(()));
         let wrong = of_desktop_clients(&json!({"mcpServers": {"x": {"command": 1}}})).unwrap_err();
         assert_eq!(wrong.field, "command");
+        let old = json!({"mcpServers": {"x": {"type": "sse", "url": "https://x.example/sse"}}});
+        let wrong = of_desktop_clients(&old).unwrap_err();
+        assert_eq!(wrong.field, "type");
+        assert!(wrong.why.contains("streamable HTTP"), "{}", wrong.why);
     }
 
     #[test]
@@ -379,6 +399,9 @@ mod tests {
             ..named.clone()
         };
         assert_eq!(both.check().unwrap_err().field, "command");
+        let ours =
+            McpSettings { name: "tools".into(), url: Some("http://x/".into()), ..named.clone() };
+        assert_eq!(ours.check().unwrap_err().field, "name");
         let odd = McpSettings { url: Some("ftp://x/".into()), ..named };
         assert_eq!(odd.check().unwrap_err().field, "url");
     }

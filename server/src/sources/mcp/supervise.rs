@@ -2,17 +2,21 @@
 //! tools whenever they may be others.
 
 use std::collections::{BTreeMap, HashMap};
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rmcp::model::{ErrorCode, ServerNotification, SubscriptionFilter, Tool};
+use futures::FutureExt;
+use rmcp::model::ErrorCode;
 use rmcp::service::Peer;
 use rmcp::{RoleClient, ServiceError};
 use toolcrib::tool::Definition;
 
 use super::connection::{Connection, Dialing, never_sent};
-use super::ears::{Ears, News};
+use super::ears::Ears;
 use super::environment::Filled;
+use super::listen::listen;
+use super::pages::Listed;
 use super::state::Phase;
 use super::tools::{Offered, ToolChange, changes};
 use super::upstream::{Live, Upstream};
@@ -25,14 +29,15 @@ const LONGEST_WAIT: Duration = Duration::from_secs(30);
 /// One that was there for so long begins with the shortest wait again.
 const STEADY: Duration = Duration::from_secs(60);
 
-/// How long the list of tools may take.
-const LISTING: Duration = Duration::from_secs(30);
+/// How long one that did not give its list of tools may take to answer at all.
+const ANSWERING: Duration = Duration::from_secs(10);
 
 /// Between two looks at the list, however often it changes.
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// How often the list is looked at where nobody says that it has changed.
-const LOOK: Duration = Duration::from_secs(60);
+/// Why a connection is ended by us.
+const SIGNED_OUT: &str = "it was signed out";
+const SPOILED: &str = "it asked something that may be of a call which was given up";
 
 impl Upstream {
     /// Runs until it is told to stop.
@@ -43,7 +48,12 @@ impl Upstream {
         let (mut failures, mut older) = (0_u32, false);
         loop {
             let began = Instant::now();
-            let (reached, why) = self.once(&*ledger, older).await;
+            // A fault of ours is no reason to leave it for ever. What it held is let go of.
+            let tried = AssertUnwindSafe(self.once(&*ledger, older)).catch_unwind().await;
+            let (reached, why) = tried.unwrap_or_else(|_| {
+                tracing::error!(upstream = self.settings.name, "its supervision panicked");
+                (false, "a fault of Toolcrib's own; the server's log has it".to_owned())
+            });
             self.set_live(None);
             if self.stop.is_cancelled() {
                 return;
@@ -143,7 +153,7 @@ impl Upstream {
             outbound: &self.outbound,
             pass: self.pass.clone(),
             older: older || self.settings.older,
-            limit: Duration::from_millis(self.settings.connect_timeout_ms),
+            limit: self.patience(),
         };
         // What was begun is ended in order: only what has not begun is let go.
         let dialled = tokio::select! {
@@ -192,20 +202,36 @@ impl Upstream {
             tokio::select! {
                 why = &mut over => return why,
                 () = ears.tools_changed.notified() => {}
-                () = &mut listening => {}
+                never = &mut listening => match never {},
                 () = self.again.notified() => {}
-                () = self.leave.notified() => return "it was signed out".to_owned(),
+                () = self.leave.notified() => return SIGNED_OUT.to_owned(),
+                () = ears.spoiled() => return SPOILED.to_owned(),
             }
-            match self.refresh(ledger, &peer).await {
-                Ok(()) => {
-                    let mut state = self.state.lock();
-                    state.problem = self.offered_problem();
-                }
-                Err(why) if self.pass.as_ref().is_some_and(|pass| pass.is_shut()) => return why,
-                Err(why) if peer.is_transport_closed() || !self.answers(&peer).await => return why,
-                Err(why) => self.state.lock().problem = Some(why),
+            // However long it takes, the end of the connection is heard.
+            let looked = tokio::select! {
+                looked = self.look(ledger, &peer) => looked,
+                why = &mut over => return why,
+                () = self.leave.notified() => return SIGNED_OUT.to_owned(),
+            };
+            if let Err(why) = looked {
+                return why;
             }
             tokio::time::sleep(PAUSE).await;
+        }
+    }
+
+    /// Looks at what it offers, and says how that went. An error is why it cannot be used.
+    async fn look(&self, ledger: &dyn Ledger, peer: &Peer<RoleClient>) -> Result<(), String> {
+        let Err(why) = self.refresh(ledger, peer).await else {
+            let problem = self.offered_problem();
+            self.state.lock().problem = problem;
+            return Ok(());
+        };
+        self.state.lock().problem = Some(why.clone());
+        let shut = self.pass.as_ref().is_some_and(|pass| pass.is_shut());
+        match shut || peer.is_transport_closed() || !self.answers(peer).await {
+            true => Err(why),
+            false => Ok(()),
         }
     }
 
@@ -237,23 +263,38 @@ impl Upstream {
         over.map(|(_, why)| why.clone())
     }
 
-    /// Whether it is reachable at all.
+    /// Whether it is reachable at all. One that says nothing is not.
     async fn answers(&self, peer: &Peer<RoleClient>) -> bool {
-        match peer.list_tools(None).await {
-            Ok(_) | Err(ServiceError::McpError(_)) => true,
-            Err(error) => !never_sent(&error) && !peer.is_transport_closed(),
+        match tokio::time::timeout(self.patience().min(ANSWERING), peer.list_tools(None)).await {
+            Ok(Ok(_) | Err(ServiceError::McpError(_))) => true,
+            Ok(Err(error)) => !never_sent(&error) && !peer.is_transport_closed(),
+            Err(_) => false,
         }
+    }
+
+    /// How long it may take to introduce itself, and to give its list of tools.
+    fn patience(&self) -> Duration {
+        Duration::from_millis(self.settings.connect_timeout_ms)
     }
 
     /// Looks at what it offers, and puts that into the directory, or shows what is to be accepted.
     async fn refresh(&self, ledger: &dyn Ledger, peer: &Peer<RoleClient>) -> Result<(), String> {
         peer.clear_response_cache().await;
-        let listing = tokio::time::timeout(LISTING, list(peer)).await;
+        let limit = self.patience();
+        let listing = tokio::time::timeout(limit, list(peer)).await;
         let list = listing
-            .map_err(|_| format!("its list of tools did not come within {LISTING:?}"))?
+            .map_err(|_| format!("its list of tools did not come within {limit:?}"))?
             .map_err(|why| self.clean(&why))?;
         let (project, name) = (&self.settings.project, &self.settings.name);
-        let offered = Offered::of(&self.settings, list, ledger.default_timeout_ms(project));
+        let (mut readable, mut unreadable) = (Vec::new(), Vec::new());
+        for listed in list {
+            match listed {
+                Listed::Tool(tool) => readable.push(*tool),
+                Listed::Unreadable(name, why) => unreadable.push((name, self.clean(&why))),
+            }
+        }
+        let timeout_ms = ledger.default_timeout_ms(project);
+        let offered = Offered::of(&self.settings, readable, unreadable, timeout_ms);
         {
             let mut state = self.state.lock();
             state.flagged.clone_from(&offered.flagged);
@@ -353,57 +394,11 @@ fn in_words(found: &[ToolChange]) -> String {
 }
 
 /// Every tool.
-async fn list(peer: &Peer<RoleClient>) -> Result<Vec<Tool>, String> {
+async fn list(peer: &Peer<RoleClient>) -> Result<Vec<Listed>, String> {
     match pages::tools(peer).await {
         Err(ServiceError::McpError(error)) if error.code == ErrorCode::METHOD_NOT_FOUND => {
             Ok(Vec::new())
         }
         listed => listed.map_err(|error| format!("its list of tools cannot be had: {error}")),
-    }
-}
-
-/// Waits until its tools may be others. In the newer revision that has to be asked for; where that
-/// is not offered, it is looked at from time to time.
-async fn listen(peer: &Peer<RoleClient>, ears: &Arc<Ears>, modern: bool) {
-    if !modern {
-        return std::future::pending().await;
-    }
-    let info = peer.peer_info();
-    let Some(can) = info.map(|info| info.capabilities.clone()) else { return };
-    let mut filter = SubscriptionFilter::builder();
-    if can.tools.as_ref().is_some_and(|tools| tools.list_changed == Some(true)) {
-        filter = filter.tools_list_changed();
-    }
-    if can.prompts.as_ref().is_some_and(|prompts| prompts.list_changed == Some(true)) {
-        filter = filter.prompts_list_changed();
-    }
-    if can.resources.as_ref().is_some_and(|resources| resources.list_changed == Some(true)) {
-        filter = filter.resources_list_changed();
-    }
-    let filter = filter.build();
-    if filter == SubscriptionFilter::default() {
-        return tokio::time::sleep(LOOK).await;
-    }
-    let Ok(mut heard) = peer.listen(filter).await else {
-        return tokio::time::sleep(LOOK).await;
-    };
-    loop {
-        match heard.next().await {
-            Ok(Some(ServerNotification::ToolListChangedNotification(_))) => {
-                ears.tools_changed.notify_one();
-            }
-            Ok(Some(ServerNotification::PromptListChangedNotification(_))) => {
-                let _ = ears.news.send(News::Prompts);
-            }
-            Ok(Some(ServerNotification::ResourceListChangedNotification(_))) => {
-                let _ = ears.news.send(News::Resources);
-            }
-            Ok(Some(ServerNotification::ResourceUpdatedNotification(updated))) => {
-                let _ = ears.news.send(News::Resource(updated.params.uri));
-            }
-            Ok(Some(_)) => {}
-            // What was missed is seen at the next look, which is at once.
-            Ok(None) | Err(_) => return,
-        }
     }
 }

@@ -87,7 +87,8 @@ impl Try {
                 Err(ServiceError::McpError(error)) if is_final(error.code) => {
                     let message = format!(
                         "{} does not know its task any more ({}): what became of it is unknown",
-                        self.upstream.settings.name, error.message
+                        self.upstream.settings.name,
+                        self.upstream.clean(&error.message)
                     );
                     return Started::Done(Err(Fault::new(Code::OutcomeUnknown, message)));
                 }

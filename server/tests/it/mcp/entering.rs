@@ -74,6 +74,7 @@ async fn with_keys_pages_still_need_permission() {
     assert_eq!(status("origin", "https://evil.example").await, 403);
     assert_eq!(status("origin", "null").await, 403);
     assert_eq!(status("host", "crib.example.com").await, 200);
+    assert_eq!(status("host", "Crib.Example.COM").await, 200);
     assert_eq!(status("host", "evil.example").await, 403);
 }
 
@@ -108,6 +109,38 @@ async fn an_older_client_that_lost_its_session_is_told_to_begin_again() {
     let again = Mcp::legacy(&server.api()).await;
     assert!(!again.names().await.is_empty());
     server.api().register("pc_1", json!([offer("x.y")])).await;
+}
+
+#[tokio::test]
+async fn a_body_that_is_no_json_is_told_so_in_the_words_of_json_rpc() {
+    let server = Server::start().await;
+    let request = server.api().request(Method::POST, "/mcp");
+    let request = request.header("content-type", "application/json");
+    let answer = request.body("{").send().await.unwrap();
+    assert_eq!(answer.status().as_u16(), 400);
+    let body: serde_json::Value = answer.json().await.unwrap();
+    assert_eq!((&body["error"]["code"], &body["id"]), (&json!(-32700), &json!(null)), "{body}");
+}
+
+#[tokio::test]
+async fn sessions_have_a_limit_that_shuts_out_nobody_without_one() {
+    let server = Server::with(|config| config.doors.mcp.max_sessions = 4).await;
+    let ada = server.keyed("acme", "ada", "agent", &["*"]).await;
+    let eve = server.keyed("other", "eve", "agent", &["*"]).await;
+    let begin = async |api: &crate::support::Api| {
+        let params = json!({ "protocolVersion": "2025-11-25", "capabilities": {},
+            "clientInfo": { "name": "test", "version": "1" } });
+        let mut client = Mcp::modern(api);
+        client.revision = crate::support::mcp::LEGACY;
+        client.ask("initialize", params).await.status
+    };
+    assert_eq!((begin(&ada).await, begin(&ada).await), (200, 200));
+    assert_eq!(begin(&ada).await, 503, "one project does not use up all");
+    assert_eq!((begin(&eve).await, begin(&eve).await), (200, 200));
+    assert_eq!(begin(&eve).await, 503);
+    for api in [&ada, &eve] {
+        Mcp::modern(api).ask("tools/list", json!({})).await.result();
+    }
 }
 
 #[tokio::test]

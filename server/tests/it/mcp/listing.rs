@@ -146,3 +146,15 @@ async fn a_revoked_key_ends_the_subscription() {
     }
     assert!(rest.iter().all(|m| m["method"].is_null()), "nothing more is told: {rest:?}");
 }
+
+#[tokio::test]
+async fn who_sees_the_catalogue_hears_of_changes_too() {
+    let server = Server::start().await;
+    let api = server.api();
+    let client = Mcp::modern(&api).at("/mcp?catalogue=search");
+    let asked = json!({ "notifications": { "toolsListChanged": true } });
+    let mut stream = client.open("subscriptions/listen", asked).await;
+    stream.until("notifications/subscriptions/acknowledged").await;
+    api.register("pc_1", json!([offer("our.tool")])).await;
+    stream.until("notifications/tools/list_changed").await;
+}

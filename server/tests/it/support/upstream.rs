@@ -40,6 +40,11 @@ pub struct Shared {
     together: watch::Sender<u64>,
     tasks: Mutex<Vec<Arc<Job>>>,
     news: watch::Sender<u64>,
+    /// Its list of tools does not come.
+    pub deaf: AtomicBool,
+    /// How many have begun to listen.
+    pub listened: AtomicU64,
+    hung_up: watch::Sender<u64>,
 }
 
 /// A task.
@@ -63,6 +68,11 @@ impl Fixture {
     pub fn change(&self) {
         self.shared.changed.store(true, Ordering::SeqCst);
         self.shared.news.send_modify(|version| *version += 1);
+    }
+
+    /// Whoever listens is hung up on.
+    pub fn hang_up(&self) {
+        self.shared.hung_up.send_modify(|times| *times += 1);
     }
 
     /// How its only task ends.
@@ -115,8 +125,11 @@ impl Fixture {
             Tool::new("silent", "Never answers", plain()),
             Tool::new("garbage", "Answers garbage", plain()),
             Tool::new("flood", "Floods", plain()),
+            Tool::new("huge", "Answers with more than a message may have", plain()),
+            Tool::new("leak", "Refuses, with its secret", plain()),
             Tool::new("ask", "Asks for a name", plain()),
             Tool::new("ask_together", "Asks for a name when two have come", plain()),
+            Tool::new("ask_late", "Asks after a while, canceled or not", plain()),
             Tool::new("nap", "Takes a while", plain()).with_annotations(read()),
             Tool::new("task", "Goes on as a task", plain()),
             Tool::new("asking_task", "Goes on as a task, and asks", plain()),
@@ -177,10 +190,19 @@ impl Fixture {
                 std::future::pending().await
             }
             "flood" => self.flood(context).await,
+            "huge" => text(&"x".repeat(17 << 20)),
+            "leak" => {
+                let token = std::env::var("TOKEN").unwrap_or_default();
+                Err(ErrorData::internal_error(format!("no entry with {token}"), None))
+            }
             "ask" => self.ask(asked, context).await,
             "ask_together" => {
                 self.shared.together.send_modify(|come| *come += 1);
                 let _ = self.shared.together.subscribe().wait_for(|come| *come >= 2).await;
+                self.ask(asked, context).await
+            }
+            "ask_late" => {
+                tokio::time::sleep(Duration::from_millis(700)).await;
                 self.ask(asked, context).await
             }
             "nap" => {
@@ -331,6 +353,9 @@ impl ServerHandler for Fixture {
         _asked: Option<PaginatedRequestParams>,
         _context: RequestContext<RoleServer>,
     ) -> Result<ListToolsResult, ErrorData> {
+        if self.shared.deaf.load(Ordering::SeqCst) {
+            std::future::pending::<()>().await;
+        }
         Ok(ListToolsResult::with_all_items(self.tools()))
     }
 
@@ -429,9 +454,12 @@ impl ServerHandler for Fixture {
 
     async fn listen(&self, subscription: SubscriptionContext) -> Result<(), ErrorData> {
         let mut news = self.shared.news.subscribe();
+        let mut hung_up = self.shared.hung_up.subscribe();
+        self.shared.listened.fetch_add(1, Ordering::SeqCst);
         loop {
             tokio::select! {
                 () = subscription.cancelled() => return Ok(()),
+                _ = hung_up.changed() => return Ok(()),
                 _ = news.changed() => {
                     let said = ToolListChangedNotification::default().into();
                     let _ = subscription.sink().send(said).await;

@@ -26,6 +26,11 @@ async fn a_question_between_two_requests_is_answered_over_http() {
     .await;
     let question = &held["hold"]["questions"]["who"];
     assert_eq!(question["params"]["message"], "Which name?", "{held}");
+    let place = format!("/v1/tool_calls/{id}/answer");
+    for content in [json!({}), json!({ "name": 7 }), json!("Ada")] {
+        let odd = json!({ "answers": { "who": { "action": "accept", "content": content } } });
+        api.post(&place, odd).await.refused(422, "VALIDATION_ERROR");
+    }
     api.post(&format!("/v1/tool_calls/{id}/answer"), answer("who")).await.is(200);
     assert_eq!(words(&api.finished(&id).await), "Hello, Ada!");
 }
@@ -175,4 +180,29 @@ async fn over_pipes_a_question_that_could_be_of_two_calls_is_put_to_neither() {
     // The next one can be asked again.
     let id = api.invoke("fixture.ask", json!({})).await;
     on_hold(&api, &id).await;
+}
+
+#[tokio::test]
+async fn over_pipes_a_question_of_a_call_that_has_ended_is_put_to_no_other() {
+    let server = server(vec![older(program("good"))]).await;
+    let api = server.api();
+    let body = json!({ "run_id": "r", "args": {}, "timeout_ms": 200 });
+    let late = api.invoke_with("fixture.ask_late", body.clone()).await;
+    assert_eq!(api.finished(&late).await["status"], "TIMEOUT");
+    // The question comes while this one is the only call that is out.
+    let nap = api.invoke("fixture.nap", json!({})).await;
+    assert_eq!(words(&api.finished(&nap).await), "rested");
+    let events = api.history(&nap).await;
+    assert!(!events.contains(&"tool.call.asked".to_owned()), "{events:?}");
+    // Where it cannot be told, that is said, and questions can be told apart again afterwards.
+    let late = api.invoke_with("fixture.ask_late", body).await;
+    assert_eq!(api.finished(&late).await["status"], "TIMEOUT");
+    let silent = call(&api, "fixture.silent", json!({})).await;
+    assert_eq!(silent["error"]["code"], "OUTCOME_UNKNOWN", "{silent}");
+    let message = silent["error"]["message"].as_str().unwrap();
+    assert!(message.contains("given up"), "{message}");
+    let id = api.invoke("fixture.ask", json!({})).await;
+    on_hold(&api, &id).await;
+    api.post(&format!("/v1/tool_calls/{id}/answer"), answer("question_1")).await.is(200);
+    assert_eq!(words(&api.finished(&id).await), "Hello, Ada!");
 }

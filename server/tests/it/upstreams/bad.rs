@@ -1,6 +1,8 @@
 //! Upstreams that misbehave: a clear state on the source, a clear fault on the call, and nobody
 //! else notices.
 
+use std::sync::atomic::Ordering;
+
 use serde_json::{Value, json};
 use toolcrib_server::sources::mcp::McpSettings;
 
@@ -52,6 +54,22 @@ async fn a_tool_that_never_answers() {
 }
 
 #[tokio::test]
+async fn one_whose_list_of_tools_does_not_come_any_more() {
+    let bad = Http::start().await;
+    let settings = McpSettings { connect_timeout_ms: 1_500, ..at(&bad.url()) };
+    let (server, _good) = beside(settings).await;
+    let api = server.api();
+    in_state(&api, "fixture", "ready").await;
+    bad.fixture.shared.deaf.store(true, Ordering::SeqCst);
+    bad.fixture.change();
+    let shown = in_state(&api, "fixture", "waiting").await;
+    assert!(problem(&shown).contains("its list of tools did not come within 1.5s"), "{shown}");
+    bad.fixture.shared.deaf.store(false, Ordering::SeqCst);
+    in_state(&api, "fixture", "ready").await;
+    others_do_not_notice(&api).await;
+}
+
+#[tokio::test]
 async fn one_that_does_not_start() {
     let (server, _good) = beside(program("broken")).await;
     let api = server.api();
@@ -95,6 +113,70 @@ async fn a_tool_that_answers_garbage() {
     .await;
     assert_eq!(words(&call(&api, "fixture.echo", json!({ "text": "back" })).await), "back");
     others_do_not_notice(&api).await;
+}
+
+#[tokio::test]
+async fn a_tool_whose_answer_is_larger_than_a_message_may_be() {
+    let (server, _good) = beside(program("good")).await;
+    let api = server.api();
+    in_state(&api, "fixture", "ready").await;
+    let ended = call(&api, "fixture.huge", json!({})).await;
+    assert_eq!(ended["error"]["code"], "OUTCOME_UNKNOWN", "{ended}");
+    let message = ended["error"]["message"].as_str().unwrap();
+    assert!(message.contains("it wrote a message over 16 MiB"), "{message}");
+    until("it to be begun again", || async {
+        let shown = api.get("/v1/sources/mcp/fixture").await.is(200);
+        (shown["state"] == "ready" && shown["restarts"] == 1).then_some(())
+    })
+    .await;
+    others_do_not_notice(&api).await;
+}
+
+#[tokio::test]
+async fn one_whose_refusals_have_its_secret_in_them() {
+    let mut settings = program("good");
+    settings.env.insert("TOKEN".into(), "sesame-open-123".into());
+    let server = super::server(vec![settings]).await;
+    let ended = call(&server.api(), "fixture.leak", json!({})).await;
+    assert_eq!(ended["error"]["message"], "fixture: no entry with [TOKEN]", "{ended}");
+}
+
+#[tokio::test]
+async fn one_with_a_tool_that_cannot_be_read() {
+    let about = json!({ "protocolVersion": "2025-11-25", "capabilities": { "tools": {} },
+        "serverInfo": { "name": "odd", "version": "1" } });
+    let url = answering(move |method| match method {
+        "initialize" => about.to_string(),
+        _ => json!({ "tools": [
+            { "name": "fine", "inputSchema": { "type": "object" } },
+            { "name": "odd", "inputSchema": { "type": "object" }, "description": 7 },
+        ] })
+        .to_string(),
+    })
+    .await;
+    let settings = McpSettings { older: true, ..at(&url) };
+    let server = super::server(vec![settings]).await;
+    let shown = in_state(&server.api(), "fixture", "ready").await;
+    assert_eq!(shown["tools"], 1, "{shown}");
+    assert_eq!(shown["skipped"][0]["tool"], "odd", "{shown}");
+    assert!(shown["skipped"][0]["why"].as_str().unwrap().contains("cannot be read"), "{shown}");
+}
+
+#[tokio::test]
+async fn one_that_does_not_say_what_lies_beside_its_tools() {
+    let url = silent_beside().await;
+    let (server, _good) = beside(at(&url)).await;
+    let api = server.api();
+    in_state(&api, "fixture", "ready").await;
+    let client = Mcp::modern(&api);
+    // Whoever asks first waits for it; everybody afterwards does not.
+    let listed = client.ask("resources/list", json!({})).await.result();
+    assert_eq!(listed["resources"][0]["uri"], "fixture://notes", "{listed}");
+    let shown = api.get("/v1/sources/mcp/fixture").await.is(200);
+    assert_eq!(problem(&shown), "it does not answer resources/list");
+    let began = std::time::Instant::now();
+    client.ask("resources/list", json!({})).await.result();
+    assert!(began.elapsed().as_secs() < 5, "{:?}", began.elapsed());
 }
 
 #[tokio::test]
@@ -180,6 +262,25 @@ async fn answering(answer: impl Fn(&str) -> String + Clone + Send + Sync + 'stat
         let result = answer(body["method"].as_str().unwrap_or_default());
         let text = format!("{{\"jsonrpc\":\"2.0\",\"id\":{},\"result\":{result}}}", body["id"]);
         async move { ([("content-type", "application/json")], text) }
+    };
+    let router = axum::Router::new().route("/mcp", axum::routing::post(asked));
+    tokio::spawn(async move { axum::serve(listener, router).await.unwrap() });
+    url
+}
+
+/// An MCP server that does not answer when it is asked for its resources.
+async fn silent_beside() -> String {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}/mcp", listener.local_addr().unwrap());
+    let asked = |asked: String| async move {
+        let asked: Value = serde_json::from_str(&asked).unwrap();
+        let result: Value = match asked["method"].as_str() {
+            Some("resources/list") => std::future::pending().await,
+            Some("server/discover") => serde_json::from_str(ABOUT).unwrap(),
+            _ => json!({ "resultType": "complete", "ttlMs": 0, "cacheScope": "private",
+                "tools": [] }),
+        };
+        axum::Json(json!({ "jsonrpc": "2.0", "id": asked["id"], "result": result }))
     };
     let router = axum::Router::new().route("/mcp", axum::routing::post(asked));
     tokio::spawn(async move { axum::serve(listener, router).await.unwrap() });

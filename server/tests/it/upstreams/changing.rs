@@ -6,7 +6,7 @@ use serde_json::json;
 
 use super::{at, call, in_state, server, words};
 use crate::support::until;
-use crate::support::upstream::Http;
+use crate::support::upstream::{Http, program};
 
 #[tokio::test]
 async fn a_changed_tool_is_noticed_and_shown() {
@@ -82,4 +82,48 @@ async fn a_tool_that_changes_under_a_running_call_does_not_disturb_it() {
     upstream.fixture.let_go();
     assert_eq!(words(&api.finished(&id).await), "let go");
     assert_eq!(words(&call(&api, "fixture.tool_00001", json!({})).await), "tool_00001");
+}
+
+#[tokio::test]
+async fn a_stream_of_changes_that_ended_is_opened_again() {
+    let upstream = Http::start().await;
+    let server = server(vec![at(&upstream.url())]).await;
+    let api = server.api();
+    let listened = &upstream.fixture.shared.listened;
+    for times in 1..=2 {
+        until("somebody to listen", || async {
+            (listened.load(Ordering::SeqCst) == times).then_some(())
+        })
+        .await;
+        upstream.fixture.hang_up();
+    }
+    until("somebody to listen again", || async {
+        (listened.load(Ordering::SeqCst) == 3).then_some(())
+    })
+    .await;
+    upstream.fixture.change();
+    until("the new description", || async {
+        let tool = api.get("/v1/tools/fixture.echo").await.is(200);
+        (tool["description"] == "Says it back, twice").then_some(())
+    })
+    .await;
+    let shown = api.get("/v1/sources/mcp/fixture").await.is(200);
+    assert_eq!((&shown["state"], &shown["restarts"]), (&json!("ready"), &json!(0)), "{shown}");
+}
+
+#[tokio::test]
+async fn a_pinned_tool_that_changed_while_its_server_was_away_is_refused_at_once() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut settings = program("reborn");
+    settings.pin = true;
+    let once = directory.path().join("once").to_str().unwrap().to_owned();
+    settings.env.insert("ONCE".into(), once);
+    let server = server(vec![settings]).await;
+    let api = server.api();
+    let body = json!({ "run_id": "r", "args": {}, "retry": 0 });
+    let id = api.invoke_with("fixture.die_once", body).await;
+    assert_eq!(api.finished(&id).await["status"], "FAILED");
+    // It waits for the server, which comes back with another tool.
+    let refused = call(&api, "fixture.echo", json!({ "text": "x" })).await;
+    assert_eq!(refused["error"]["code"], "CONFLICT", "{refused}");
 }

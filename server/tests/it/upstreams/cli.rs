@@ -27,7 +27,7 @@ async fn servers_are_added_listed_and_removed_on_a_running_server() {
     let to = ["--server", at.as_str()];
     let url = upstream.url();
     let added = run(&[&["mcp", "add", "far", &url, "--pin"], &to[..]].concat()).await;
-    assert!(added.starts_with("far is ready: 17 tools"), "{added}");
+    assert!(added.starts_with("far is ready: 20 tools"), "{added}");
     let settings = program("good");
     let variable = settings.env.iter().next().map(|(n, v)| format!("{n}={v}")).unwrap();
     let mut words = vec!["mcp", "add", "near", "--env", &variable];

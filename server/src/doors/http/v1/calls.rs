@@ -5,8 +5,10 @@ use axum::extract::State;
 use axum::http::{HeaderValue, header};
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 use toolcrib::engine::CallQuery;
 use toolcrib::fault::{Code, Error};
+use toolcrib::schema::Schema;
 use toolcrib::{Call, CallId, Status};
 use utoipa::{IntoParams, ToSchema};
 
@@ -192,13 +194,48 @@ pub(super) struct AnswerBody {
     params(("tool_call_id" = String, Path, description = "The ticket")),
     request_body = AnswerBody,
     responses((status = 200, body = CallBody), (status = 404, body = Problem),
-        (status = 409, description = "It does not wait for answers", body = Problem)))]
+        (status = 409, description = "It does not wait for answers", body = Problem),
+        (status = 422, description = "An answer does not fit the form", body = Problem)))]
 pub(super) async fn answer(
     State(door): State<Door>,
     Who(caller): Who,
     CallPath(id): CallPath,
     Body(body): Body<AnswerBody>,
 ) -> Result<Response, Refused> {
+    if caller.may_invoke() {
+        let call = door.engine.call(&caller, &id).await?;
+        let open = call.dialogue.as_ref().map(|dialogue| &dialogue.open);
+        for (key, question) in open.into_iter().flatten() {
+            if let Some(answer) = body.answers.get(key) {
+                check_form(key, question, answer)?;
+            }
+        }
+    }
     let call = door.engine.answer(&caller, &id, body.answers).await?;
     Ok(shown(&door, &call))
+}
+
+/// Refuses what does not fit the form that a tool has asked to be filled in. What the form has a
+/// default for may be left out.
+fn check_form(key: &str, question: &Value, answer: &Value) -> Result<(), Error> {
+    let form = question.pointer("/params/requestedSchema");
+    let Some(form) = form.filter(|_| answer["action"] == "accept") else { return Ok(()) };
+    // One that cannot be used is no reason to refuse anything.
+    let Ok(schema) = Schema::compile(form) else { return Ok(()) };
+    let mut content = answer.get("content").cloned().unwrap_or_else(|| Value::Object(Map::new()));
+    let fields = form.get("properties").and_then(Value::as_object);
+    if let Value::Object(content) = &mut content {
+        for (name, field) in fields.into_iter().flatten() {
+            if let Some(usual) = field.get("default") {
+                content.entry(name.clone()).or_insert_with(|| usual.clone());
+            }
+        }
+    }
+    match schema.problems(&content).first() {
+        None => Ok(()),
+        Some(problem) => {
+            let message = format!("the answer to {key} does not fit: {}", problem.message);
+            Err(Error::refused(Code::ValidationError, message))
+        }
+    }
 }

@@ -102,6 +102,11 @@ async fn serve(mode: &str) {
             println!("this is no protocol");
             tokio::time::sleep(Duration::from_millis(1)).await;
         },
+        // Its tools are others after its first death.
+        "reborn" => {
+            let died = std::fs::exists(std::env::var("ONCE").unwrap()).unwrap();
+            fixture.shared.changed.store(died, Ordering::SeqCst);
+        }
         "many" => fixture.shared.many.store(5_000, Ordering::SeqCst),
         _ => {}
     }
