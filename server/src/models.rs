@@ -70,21 +70,21 @@ struct Known {
 impl Shelf {
     /// What the configuration names, and the demo.
     pub fn new(settings: &LlmSettings) -> Self {
-        let demo = Counted::new(Arc::new(Demo), DEMO, DEMO);
+        let demo = Counted::over(Arc::new(Demo), DEMO, DEMO);
         let demo = Known { model: demo, upstream: DEMO.into() };
         let mut named = BTreeMap::from([(DEMO.to_owned(), demo)]);
         let mut others = None;
         if let Some(endpoint) = settings.endpoint() {
             let (provider, model) = (endpoint.kind.as_str(), at(endpoint));
             if let Some(name) = &settings.model {
-                let model = Counted::new(model.clone(), provider, name);
+                let model = Counted::over(model.clone(), provider, name);
                 named.insert(name.clone(), Known { model, upstream: name.clone() });
             }
-            others = settings.other_models.then(|| Counted::new(model, provider, OTHER));
+            others = settings.other_models.then(|| Counted::over(model, provider, OTHER));
         }
         for (name, upstream, endpoint) in settings.named() {
             let provider = endpoint.kind.as_str();
-            let model = Counted::new(at(endpoint), provider, name);
+            let model = Counted::over(at(endpoint), provider, name);
             named.insert(name.clone(), Known { model, upstream });
         }
         // Where one is all there is, nobody has to name it.

@@ -51,7 +51,8 @@ pub(crate) fn let_go() {
     }
 }
 
-#[cfg(all(test, target_os = "linux"))]
+#[cfg(test)]
+#[cfg(target_os = "linux")]
 mod tests {
     use std::path::Path;
 

@@ -234,7 +234,7 @@ mod tests {
             &mut self,
             _item: TxJsonRpcMessage<RoleServer>,
         ) -> impl Future<Output = Result<(), Infallible>> + Send + 'static {
-            async { Ok(()) }
+            std::future::ready(Ok(()))
         }
 
         async fn receive(&mut self) -> Option<RxJsonRpcMessage<RoleServer>> {
@@ -282,11 +282,14 @@ mod tests {
         let (says, near) = mpsc::unbounded_channel();
         let (open, opened) = watch::channel(false);
         let came: Arc<Mutex<Vec<String>>> = Arc::default();
-        let say = |message: serde_json::Value| says.send(serde_json::from_value(message).unwrap());
-        say(json!({ "jsonrpc": "2.0", "id": 1, "method": "ping" })).unwrap();
-        say(json!({ "jsonrpc": "2.0", "id": 2, "method": "tools/list" })).unwrap();
-        say(json!({ "jsonrpc": "2.0", "method": "notifications/initialized" })).unwrap();
-        say(json!({ "jsonrpc": "2.0", "id": 3, "method": "prompts/list" })).unwrap();
+        for message in [
+            json!({ "jsonrpc": "2.0", "id": 1, "method": "ping" }),
+            json!({ "jsonrpc": "2.0", "id": 2, "method": "tools/list" }),
+            json!({ "jsonrpc": "2.0", "method": "notifications/initialized" }),
+            json!({ "jsonrpc": "2.0", "id": 3, "method": "prompts/list" }),
+        ] {
+            says.send(serde_json::from_value(message).unwrap()).unwrap();
+        }
         let far = Far { came: came.clone(), open: opened };
         let passing = tokio::spawn(pass(Near(near), far, "http://there"));
         let seen = || came.lock().clone();

@@ -16,7 +16,11 @@ pub(super) struct Counted {
 
 impl Counted {
     /// Counted from here on, beginning with 0.
-    pub(super) fn new(model: Arc<dyn Model>, provider: &'static str, name: &str) -> Arc<dyn Model> {
+    pub(super) fn over(
+        model: Arc<dyn Model>,
+        provider: &'static str,
+        name: &str,
+    ) -> Arc<dyn Model> {
         for kind in ["input", "output"] {
             let name = name.to_owned();
             let labels =

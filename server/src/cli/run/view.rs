@@ -164,7 +164,7 @@ impl View {
         }
         let whole = text(event, "text");
         match whole.strip_prefix(self.said.as_str()) {
-            Some(rest) if rest.is_empty() => {}
+            Some("") => {}
             Some(rest) => self.words(rest)?,
             None if whole.is_empty() => {}
             // Who came in the middle has not heard its beginning.

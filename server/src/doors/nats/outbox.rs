@@ -131,7 +131,9 @@ impl Outbox {
                 None => tracing::debug!(letter = letter.id, %error, "will be published again"),
             }
         }
-        gone.iter().for_each(|id| drop(self.later.remove(id)));
+        for id in &gone {
+            self.later.remove(id);
+        }
         self.engine.posted(&gone).await?;
         Ok(gone.len())
     }
