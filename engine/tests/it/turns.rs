@@ -17,6 +17,10 @@ async fn published(engine: &Engine) -> Vec<String> {
     letters.into_iter().map(|(_, letter)| letter.subject).collect()
 }
 
+/// The arguments of a tool that needs none: models call tools with objects.
+#[derive(serde::Deserialize, schemars::JsonSchema)]
+struct Nothing {}
+
 #[tokio::test]
 async fn who_does_not_come_is_rung_for_again_on_the_turns_own_channel() {
     let clock = Arc::new(ManualClock::at(1_700_000_000_000));
@@ -60,7 +64,7 @@ async fn who_does_not_come_is_rung_for_again_on_the_turns_own_channel() {
 
 #[tokio::test]
 async fn a_model_is_shown_what_the_roster_allows_its_agent() {
-    let tool = |name: &str| FnTool::new(name, "Does it", async |()| Ok::<_, Fault>(1));
+    let tool = |name: &str| FnTool::new(name, "Does it", async |_: Nothing| Ok::<_, Fault>(1));
     let engine = Engine::builder().tool(tool("a.one")).tool(tool("a.two")).tool(tool("b.one"));
     let engine = engine.idle().await.unwrap();
     let shown = |caller: &Caller| -> Vec<String> {

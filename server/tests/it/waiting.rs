@@ -89,8 +89,8 @@ async fn a_wait_is_bounded_by_the_servers_limit() {
     let path = format!("/v1/tool_calls/{id}?wait_ms=18446744073709551615");
     assert_eq!(api.get(&path).await.is(200)["status"], "PENDING");
     let error = api.get(&format!("/v1/tool_calls/{id}?wait_ms=soon")).await;
-    let error = error.refused(400, "BAD_REQUEST");
+    let error = error.refused(422, "VALIDATION_ERROR");
     assert!(error["message"].as_str().unwrap().contains("wait_ms"), "{error}");
     let negative = api.get(&format!("/v1/tool_calls/{id}?wait_ms=-1")).await;
-    negative.refused(400, "BAD_REQUEST");
+    negative.refused(422, "VALIDATION_ERROR");
 }

@@ -68,6 +68,12 @@ pub(super) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Refused> {
     parse_checked(bytes)
 }
 
+/// A document of which something else judges what it must be.
+pub(super) fn document(bytes: &[u8]) -> Result<serde_json::Value, Refused> {
+    json::check(bytes).map_err(unreadable)?;
+    Ok(serde_json::from_slice(bytes).map_err(|error| unreadable(error.into()))?)
+}
+
 /// What a provider says, for [`parse_checked`]: texts that were cut within an emoji are mended.
 pub(super) fn mended(bytes: &[u8]) -> Result<Cow<'_, [u8]>, Refused> {
     Ok(json::mended(bytes).map_err(unreadable)?)

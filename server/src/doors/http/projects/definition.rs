@@ -40,7 +40,7 @@ pub(super) async fn read(
         return Err(Error::refused(Code::ValidationError, message).into());
     }
     match kind.starts_with("application/json") {
-        true => question::parse(&bytes),
+        true => question::document(&bytes),
         false => yaml(&bytes, parse),
     }
 }
