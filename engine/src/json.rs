@@ -3,6 +3,7 @@
 //! A payload is checked to be JSON once and then carried, stored and answered byte for byte, so
 //! `1.10` stays `1.10` and a large result is not taken apart and put together again. Pure.
 
+mod canonical;
 mod check;
 pub mod cursor;
 
@@ -13,6 +14,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::Value;
 use serde_json::value::RawValue;
 
+pub use canonical::canonical;
 pub use check::{check, mended};
 
 /// How deep a document may nest, everywhere.
@@ -83,6 +85,11 @@ impl Json {
         Some(items.into_iter().map(Self::part).collect())
     }
 
+    /// The same document in the one spelling that documents are compared by.
+    pub fn canonical(&self) -> String {
+        canonical(self.text())
+    }
+
     /// The value tree. The text was checked when it came in, so this cannot fail in practice.
     pub fn value(&self) -> Value {
         serde_json::from_str(self.0.get()).unwrap_or(Value::Null)
@@ -95,10 +102,11 @@ impl fmt::Debug for Json {
     }
 }
 
-/// The same text; or, where the texts differ, the same value.
+/// The same text; or, where the texts differ, the same document. Numbers are compared as they are
+/// written, and not as the doubles next to them.
 impl PartialEq for Json {
     fn eq(&self, other: &Self) -> bool {
-        self.text() == other.text() || self.value() == other.value()
+        self.text() == other.text() || self.canonical() == other.canonical()
     }
 }
 
@@ -133,43 +141,6 @@ impl From<serde_json::Error> for NotJson {
         let place = format!(" at line {line} column {column}");
         let reason = full.strip_suffix(&place).unwrap_or(&full).to_owned();
         Self { reason, line, column }
-    }
-}
-
-/// The same document with its object keys in order, as text: what fingerprints are taken of.
-pub fn canonical(value: &Value) -> String {
-    let mut text = String::new();
-    write_canonical(value, &mut text);
-    text
-}
-
-fn write_canonical(value: &Value, text: &mut String) {
-    match value {
-        Value::Object(map) => {
-            let mut keys: Vec<&String> = map.keys().collect();
-            keys.sort();
-            text.push('{');
-            for (n, key) in keys.into_iter().enumerate() {
-                if n > 0 {
-                    text.push(',');
-                }
-                text.push_str(&Value::String(key.clone()).to_string());
-                text.push(':');
-                write_canonical(&map[key], text);
-            }
-            text.push('}');
-        }
-        Value::Array(items) => {
-            text.push('[');
-            for (n, item) in items.iter().enumerate() {
-                if n > 0 {
-                    text.push(',');
-                }
-                write_canonical(item, text);
-            }
-            text.push(']');
-        }
-        scalar => text.push_str(&scalar.to_string()),
     }
 }
 
@@ -214,10 +185,9 @@ mod tests {
     }
 
     #[test]
-    fn canonical_ignores_key_order_and_space() {
-        let one = Json::parse(r#"{"b": [1, 2], "a": {"d":1,"c":2}}"#).unwrap();
-        let two = Json::parse(r#"{"a":{"c":2,"d":1},"b":[1,2]}"#).unwrap();
-        assert_eq!(canonical(&one.value()), canonical(&two.value()));
-        assert_eq!(one, two);
+    fn documents_are_the_same_however_they_are_written() {
+        let json = |text| Json::parse(text).unwrap();
+        assert_eq!(json(r#"{"b": [1.10], "a": 1}"#), json(r#"{"a":1,"b":[1.1]}"#));
+        assert_ne!(json("[18446744073709551616]"), json("[18446744073709551617]"));
     }
 }

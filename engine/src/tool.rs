@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::args::Rules;
-use crate::json::{self, Json};
+use crate::json::Json;
 use crate::retry::PolicyPatch;
 
 /// Who executes a tool.
@@ -156,20 +156,20 @@ impl Definition {
         hash.update([0]);
         hash.update(self.description.as_bytes());
         hash.update([0]);
-        hash.update(json::canonical(&self.input_schema.value()).as_bytes());
+        hash.update(self.input_schema.canonical().as_bytes());
         if let Some(output) = &self.output_schema {
             hash.update([1]);
-            hash.update(json::canonical(&output.value()).as_bytes());
+            hash.update(output.canonical().as_bytes());
         }
         hash.update([self.effect as u8, self.risk as u8, self.executor as u8]);
         if let Some(utp) = &self.utp {
             hash.update([2, utp.after_execution as u8]);
             hash.update(utp.target_subject.as_deref().unwrap_or_default().as_bytes());
             hash.update([0]);
-            hash.update(json::canonical(&utp.options.value()).as_bytes());
+            hash.update(utp.options.canonical().as_bytes());
             if let Some(parameters) = &utp.parameters {
                 hash.update([3]);
-                hash.update(json::canonical(&parameters.value()).as_bytes());
+                hash.update(parameters.canonical().as_bytes());
             }
         }
         // What people and models are shown in place of the name.

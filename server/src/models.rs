@@ -1,12 +1,13 @@
 //! Language models: the endpoints that are configured, behind the engine's port, and the scripted
 //! `demo`. Each asks once and says honestly how it went.
 //!
-//! A key is looked up when it is used. It is in no message of ours, and what an endpoint answers is
-//! given on only where it cannot repeat one.
+//! A key is looked up when it is used. It is in no message of ours, and an endpoint that says it is
+//! not heard saying it.
 
 mod anthropic;
 mod counted;
 mod demo;
+mod discreet;
 mod http;
 mod openai;
 

@@ -23,7 +23,7 @@ use crate::caller::Caller;
 use crate::dialogue::Dialogue;
 use crate::event::{Kind, Record};
 use crate::fault::{Code, Error, Fault};
-use crate::json::{Json, NotJson, canonical};
+use crate::json::{Json, NotJson};
 use crate::lifecycle::{self, Action, Event};
 use crate::policy::Decision;
 use crate::store::{Coming, Created, IdempotencyKey, NewCall};
@@ -137,7 +137,7 @@ impl Engine {
         if let Some(url) = &asked.callback_url {
             asked.callback_url = Some(inner.check_callback(caller, url)?);
         }
-        let key = idempotency_key(caller, &asked, &args);
+        let key = idempotency_key(caller, &asked);
         let call = inner.draft(&catalog, caller, &tool, asked, &args)?;
         let accepting = inner.clone().accept(call, key, among);
         inner.surely(accepting).await
@@ -469,11 +469,7 @@ fn check_client(
     Err(fault.with_detail(json!({ "pointer": "/client_id" })).into())
 }
 
-pub(super) fn idempotency_key(
-    caller: &Caller,
-    asked: &Invocation,
-    args: &Value,
-) -> Option<IdempotencyKey> {
+pub(super) fn idempotency_key(caller: &Caller, asked: &Invocation) -> Option<IdempotencyKey> {
     let key = asked.idempotency_key.clone()?;
     let mut hash = Sha256::new();
     let rest = json!([
@@ -488,7 +484,7 @@ pub(super) fn idempotency_key(
     if let Some(url) = &asked.callback_url {
         hash.update(Value::from(url.as_str()).to_string().as_bytes());
     }
-    hash.update(canonical(args).as_bytes());
+    hash.update(asked.args.canonical().as_bytes());
     let fingerprint = hex(&hash.finalize());
     Some(IdempotencyKey { agent: caller.agent.clone(), key, fingerprint })
 }

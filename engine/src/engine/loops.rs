@@ -376,7 +376,7 @@ fn go_on(run: &mut Run) {
 
 fn run_key(caller: &Caller, new: &NewRun) -> Option<IdempotencyKey> {
     let key = new.idempotency_key.clone()?;
-    let request = serde_json::to_value(new).unwrap_or_default();
+    let request = serde_json::to_string(new).unwrap_or_default();
     let fingerprint = hex(&Sha256::digest(canonical(&request).as_bytes()));
     Some(IdempotencyKey { agent: caller.agent.clone(), key, fingerprint })
 }

@@ -132,7 +132,7 @@ impl Engine {
         let tool = own_form(known, &caller.project, &asked.tool, default_ms)?;
         let args = asked.args.value();
         check_args(&tool, &args)?;
-        let key = idempotency_key(caller, &asked, &args);
+        let key = idempotency_key(caller, &asked);
         let drafted = inner.draft(&catalog, caller, &Arc::new(tool), asked, &args)?;
         let mut call = Call { max_retries: 0, alternates: Vec::new(), ..drafted };
         call.asked.background = background.unwrap_or(call.asked.background);

@@ -8,7 +8,7 @@ use sha2::{Digest, Sha256};
 use super::{Awaited, Closing, Limits, Progress, Seen};
 use crate::dialect::fault_content;
 use crate::fault::{Code, Fault};
-use crate::json::canonical;
+use crate::json::Json;
 use crate::model::{Reply, Stopped, Usage, Wanted};
 
 /// How many steps of nothing but repeated calls are enough.
@@ -142,8 +142,8 @@ pub fn readdressed(message: &Value, ids: &HashMap<String, String>) -> Value {
 
 /// What makes two calls the same: the tool, and the arguments in whatever order they are written.
 pub fn same_call(call: &Wanted) -> String {
-    let args = match serde_json::from_str::<Value>(&call.arguments) {
-        Ok(value) => canonical(&value),
+    let args = match Json::parse(&call.arguments) {
+        Ok(args) => args.canonical(),
         Err(_) => call.arguments.clone(),
     };
     let mut hash = Sha256::new();

@@ -40,14 +40,16 @@ impl Model for Anthropic {
         let credential = Credential::Header(HeaderName::from_static("x-api-key"));
         let answer = self.line.post("/messages", headers, credential, body).await?;
         let mut blocks = Blocks::new(&self.line);
+        let discreet = self.line.discreet(listener);
+        let listener = |piece| discreet.tell(piece);
         let reply = match answer.is_stream() {
-            true => answer.events(blocks, listener).await?,
+            true => answer.events(blocks, &listener).await?,
             false => {
-                blocks.take_message(&answer.json().await?, listener)?;
+                blocks.take_message(&answer.json().await?, &listener)?;
                 blocks.whole()?
             }
         };
-        Ok(self.line.discreet(reply))
+        Ok(discreet.end(reply))
     }
 }
 

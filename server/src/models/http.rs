@@ -15,6 +15,7 @@ use tokio::time::{Instant, timeout, timeout_at};
 use toolcrib::fault::{Code, Fault};
 use toolcrib::model::{Listener, Reply, Silence};
 
+use super::discreet::{Discreet, without};
 use super::{Kind, shown};
 use crate::auth::is_loopback_name;
 use crate::outbound::retry_after_ms;
@@ -26,10 +27,6 @@ const CONNECT: Duration = Duration::from_secs(10);
 /// How much of a refusal is read, and how long of it is repeated.
 const REFUSAL_BYTES: usize = 64 << 10;
 const REFUSAL_SHOWN: usize = 300;
-
-/// A key that is shorter is none that anybody must hide: endpoints on one's own machine are given
-/// any word, and that word may be in an answer for its own sake.
-const SECRET_BYTES: usize = 16;
 
 /// How long the end of an answer is waited for after all was said, so that its connection can be
 /// used again.
@@ -191,16 +188,9 @@ impl Line {
         passing(last.map_or_else(|| what.clone(), |last| format!("{what}: {last}")))
     }
 
-    /// The answer without the key, if the endpoint says it there.
-    pub(super) fn discreet(&self, mut reply: Reply) -> Reply {
-        let key = self.endpoint.key.key().ok().flatten();
-        let Some(key) = key.filter(|key| key.len() >= SECRET_BYTES) else { return reply };
-        let calls = reply.calls.iter_mut();
-        let said = calls.flat_map(|call| [&mut call.id, &mut call.name, &mut call.arguments]);
-        for text in said.chain([&mut reply.text]).filter(|text| text.contains(&key)) {
-            *text = without(text, Some(&key));
-        }
-        reply
+    /// Between its answers and whoever listens to them.
+    pub(super) fn discreet<'l>(&self, listener: Listener<'l>) -> Discreet<'l> {
+        Discreet::new(self.endpoint.key.key().ok().flatten(), listener)
     }
 
     /// The answer ended before the model said that it was done.
@@ -362,13 +352,6 @@ fn said(error: &Value, key: Option<&str>) -> Option<String> {
     let text: String =
         without(text, key).chars().filter(|c| !c.is_control()).take(REFUSAL_SHOWN).collect();
     Some(text).filter(|text| !text.is_empty())
-}
-
-fn without(text: &str, key: Option<&str>) -> String {
-    match key.filter(|key| !key.is_empty()) {
-        Some(key) => text.replace(key, "…"),
-        None => text.to_owned(),
-    }
 }
 
 fn silence(code: Code, message: impl Into<String>, passing: bool) -> Silence {

@@ -52,11 +52,13 @@ impl Model for OpenAi {
         let body = self.request(prompt);
         let path = "/chat/completions";
         let answer = self.line.post(path, HeaderMap::new(), Credential::Bearer, body).await?;
+        let discreet = self.line.discreet(listener);
+        let listener = |piece| discreet.tell(piece);
         let reply = match answer.is_stream() {
-            true => answer.events(Chunks::new(&self.line), listener).await,
-            false => whole(&self.line, answer, listener).await,
+            true => answer.events(Chunks::new(&self.line), &listener).await?,
+            false => whole(&self.line, answer, &listener).await?,
         };
-        reply.map(|reply| self.line.discreet(reply))
+        Ok(discreet.end(reply))
     }
 }
 

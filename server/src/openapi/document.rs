@@ -1,5 +1,6 @@
 //! A document and the references within it.
 
+use percent_encoding::percent_decode_str;
 use serde_json::Value;
 
 /// How often a reference may lead to another.
@@ -40,8 +41,9 @@ impl<'a> Document<'a> {
         let Some(pointer) = reference.strip_prefix('#') else {
             return Err(format!("$ref \"{shown}\" leads out of the document"));
         };
-        let pointer = percent_decoded(pointer);
-        let found = self.root.pointer(&pointer);
+        // A pointer in a fragment is percent-encoded.
+        let decoded = percent_decode_str(pointer).decode_utf8();
+        let found = self.root.pointer(decoded.as_deref().unwrap_or(pointer));
         found.ok_or_else(|| format!("$ref \"{shown}\" leads nowhere"))
     }
 
@@ -56,25 +58,4 @@ impl<'a> Document<'a> {
         }
         Err(format!("a $ref leads on more than {MAX_HOPS} times, or in a circle"))
     }
-}
-
-/// A pointer in a fragment is percent-encoded.
-fn percent_decoded(text: &str) -> String {
-    let bytes = text.as_bytes();
-    let mut made = Vec::with_capacity(bytes.len());
-    let mut at = 0;
-    while at < bytes.len() {
-        let code = text.get(at + 1..at + 3).filter(|_| bytes[at] == b'%');
-        match code.and_then(|code| u8::from_str_radix(code, 16).ok()) {
-            Some(byte) => {
-                made.push(byte);
-                at += 3;
-            }
-            None => {
-                made.push(bytes[at]);
-                at += 1;
-            }
-        }
-    }
-    String::from_utf8(made).unwrap_or_else(|_| text.to_owned())
 }

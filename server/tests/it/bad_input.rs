@@ -311,6 +311,8 @@ async fn a_query_that_cannot_be_is_refused_by_its_name() {
             assert!(message(&error).contains(value), "{path}: {error}");
         }
     }
+    let answer = api.get("/v1/tool_calls?run_id=%ff").await.refused(400, "BAD_REQUEST");
+    assert!(message(&answer).contains("UTF-8"), "{answer}");
     for limit in [0, 1_001] {
         let answer = api.get(&format!("/v1/audit?limit={limit}")).await;
         assert_eq!(answer.refused(422, "VALIDATION_ERROR")["detail"]["field"], "limit");

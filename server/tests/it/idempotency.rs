@@ -74,6 +74,19 @@ async fn another_request_under_the_same_key_is_refused() {
 }
 
 #[tokio::test]
+async fn numbers_of_any_length_are_told_apart() {
+    let (_server, api) = started().await;
+    let ask = |n: &str| {
+        let body = format!(r#"{{"run_id":"run_1","args":{{"n":{n}}}}}"#);
+        let request = api.request(reqwest::Method::POST, "/v1/tools/a.tool/invoke");
+        api.send(request.header("idempotency-key", "key-1").body(body))
+    };
+    let first = ask("100000000000000000001").await.is(202);
+    ask("100000000000000000002").await.refused(422, "IDEMPOTENCY_MISMATCH");
+    assert_eq!(ask("100000000000000000001").await.is(202), first);
+}
+
+#[tokio::test]
 async fn keys_that_cannot_be_used() {
     let (_server, api) = started().await;
     let mut both = body(1);

@@ -5,7 +5,6 @@ use serde_json::json;
 use super::{Catalog, Registration, require_owner};
 use crate::caller::Caller;
 use crate::fault::{Code, Error, Fault};
-use crate::json::{self, Json};
 use crate::names;
 use crate::tool::{Definition, Executor};
 
@@ -75,9 +74,7 @@ fn trouble(
 }
 
 fn same_schemas(one: &Definition, two: &Definition) -> bool {
-    let canonical = |schema: &Json| json::canonical(&schema.value());
-    canonical(&one.input_schema) == canonical(&two.input_schema)
-        && one.output_schema.as_ref().map(canonical) == two.output_schema.as_ref().map(canonical)
+    one.input_schema == two.input_schema && one.output_schema == two.output_schema
 }
 
 /// What is different about the same tool beside its schemas: what decides how it is executed, and

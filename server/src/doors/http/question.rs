@@ -10,6 +10,7 @@ use axum::extract::{FromRequest, FromRequestParts, Path, Query, Request};
 use axum::http::request::Parts;
 use axum::http::{HeaderMap, HeaderValue};
 use futures::StreamExt;
+use percent_encoding::percent_decode_str;
 use serde::de::{DeserializeOwned, IgnoredAny};
 use serde_json::json;
 use toolcrib::fault::{Code, Error, Fault};
@@ -209,6 +210,10 @@ impl<T: DeserializeOwned + 'static> FromRequestParts<Door> for Asked<T> {
     type Rejection = Refused;
 
     async fn from_request_parts(parts: &mut Parts, _door: &Door) -> Result<Self, Refused> {
+        let query = percent_decode_str(parts.uri.query().unwrap_or_default());
+        if query.decode_utf8().is_err() {
+            return Err(Error::refused(Code::BadRequest, "the query is not UTF-8").into());
+        }
         let error = match Query::<T>::try_from_uri(&parts.uri) {
             Ok(Query(asked)) => return Ok(Self(asked)),
             Err(error) => error,

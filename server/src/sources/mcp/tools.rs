@@ -213,17 +213,11 @@ pub fn changes(
 }
 
 fn differences(a: &Definition, b: &Definition) -> Vec<&'static str> {
-    let same = |a: &Json, b: &Json| a.text() == b.text() || a.value() == b.value();
-    let same_output = match (&a.output_schema, &b.output_schema) {
-        (Some(a), Some(b)) => same(a, b),
-        (None, None) => true,
-        _ => false,
-    };
     let fields = [
         ("title", titles(a) != titles(b)),
         ("description", a.description != b.description),
-        ("schema", !same(&a.input_schema, &b.input_schema)),
-        ("output_schema", !same_output),
+        ("schema", a.input_schema != b.input_schema),
+        ("output_schema", a.output_schema != b.output_schema),
         ("effect", a.effect != b.effect),
         ("risk", a.risk != b.risk),
     ];

@@ -55,7 +55,8 @@ async fn a_key_that_an_endpoint_says_in_its_answer_is_kept_nowhere() {
     let tells = || Answer::text(format!("The key is {secret}, I think."));
     let asks =
         tells().call("call_1", "calculation__eval", eval(&format!("'{secret}'")).to_string());
-    let scripted = Scripted::saying([Turn::Say(asks), Turn::Say(tells())]).await.unwrap();
+    let turns = [Turn::Say(asks.clone()), Turn::Say(tells()), Turn::Say(asks), Turn::Say(tells())];
+    let scripted = Scripted::saying(turns.into_iter().chain([Turn::Say(tells())])).await.unwrap();
     let mut server = Process::new()
         .with("LLM__BASE_URL", &scripted.url)
         .with("LLM__MODEL", MODEL)
@@ -66,6 +67,17 @@ async fn a_key_that_an_endpoint_says_in_its_answer_is_kept_nowhere() {
     let run: Value = answer.json().await.unwrap();
     assert_eq!(run["answer"], "The key is …, I think.", "{run}");
     assert!(!run.to_string().contains(secret), "{run}");
+    // Nor is it heard while the answer comes, which it does in pieces of a few letters.
+    for (path, own) in [("/v1/runs", "run.text"), ("/v1/chat/completions", "delta")] {
+        let mut body = question("?");
+        body["stream"] = true.into();
+        let answer = server.http.post(server.url(path)).json(&body).send().await.unwrap();
+        let heard = answer.text().await.unwrap();
+        assert!(heard.contains(own), "{heard}");
+        for part in [secret, "52-do", "-not-"] {
+            assert!(!heard.contains(part), "{heard}");
+        }
+    }
     server.stop().await;
     let stored = std::fs::read(server.database()).unwrap();
     let found = stored.windows(secret.len()).any(|part| part == secret.as_bytes());

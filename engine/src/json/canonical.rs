@@ -1,0 +1,158 @@
+//! One text for all the ways in which the same document can be written: what documents are compared
+//! by and fingerprints are taken of. Pure.
+//!
+//! It is made from the text and not from a tree of values, as a number in such a tree is a double
+//! where it is beyond 64 bits, and two different numbers may be the same double.
+
+use std::borrow::Cow;
+
+use serde_json::{Number, Value};
+
+use super::cursor::{Cursor, Kind, unquoted};
+
+/// The document with its object keys in order, its numbers and escapes in one spelling and without
+/// space. The text must have been checked to be JSON.
+pub fn canonical(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    write(&mut Cursor::new(text), &mut out);
+    out
+}
+
+fn write(cursor: &mut Cursor<'_>, out: &mut String) {
+    match cursor.kind() {
+        Kind::Object => {
+            cursor.enter();
+            let mut members: Vec<(Cow<'_, str>, &str, Cursor<'_>)> = Vec::new();
+            while cursor.more() {
+                let key = cursor.key();
+                members.push((unquoted(key), key, *cursor));
+                cursor.skip();
+            }
+            // Of a name that is there twice, the last one counts, as it does for every reader.
+            members.reverse();
+            members.sort_by(|(one, ..), (two, ..)| one.cmp(two));
+            members.dedup_by(|(one, ..), (two, ..)| one == two);
+            out.push('{');
+            for (n, (_, key, mut value)) in members.into_iter().enumerate() {
+                if n > 0 {
+                    out.push(',');
+                }
+                write_string(key, out);
+                out.push(':');
+                write(&mut value, out);
+            }
+            out.push('}');
+        }
+        Kind::Array => {
+            cursor.enter();
+            out.push('[');
+            let mut first = true;
+            while cursor.more() {
+                if !std::mem::take(&mut first) {
+                    out.push(',');
+                }
+                write(cursor, out);
+            }
+            out.push(']');
+        }
+        Kind::Text => write_string(cursor.skip(), out),
+        Kind::Number => out.push_str(&number(cursor.skip())),
+        Kind::Bool | Kind::Null => out.push_str(cursor.skip()),
+    }
+}
+
+fn write_string(written: &str, out: &mut String) {
+    match written.contains('\\') {
+        // Escapes have several spellings; this is the one that the serialiser has.
+        true => out.push_str(&Value::from(unquoted(written)).to_string()),
+        false => out.push_str(written),
+    }
+}
+
+/// A number as the serialiser writes it where that says the same, and exactly where it does not.
+fn number(written: &str) -> Cow<'_, str> {
+    let Ok(number) = written.parse::<Number>() else { return Cow::Borrowed(written) };
+    let usual = number.to_string();
+    if usual == written {
+        return Cow::Borrowed(written);
+    }
+    let (digits, exponent) = decimal(written);
+    if number.is_f64() && decimal(&usual) != (digits.clone(), exponent) {
+        let sign = if written.starts_with('-') { "-" } else { "" };
+        return Cow::Owned(format!("{sign}{digits}e{exponent}"));
+    }
+    Cow::Owned(usual)
+}
+
+/// The digits of a number without zeros at either end, and the power of ten that they are times.
+fn decimal(written: &str) -> (String, i64) {
+    let plain = written.trim_start_matches('-');
+    let (mantissa, exponent) = plain.split_once(['e', 'E']).unwrap_or((plain, "0"));
+    // More than fits is refused where JSON is checked, unless all digits are zeros.
+    let exponent: i64 = exponent.parse().unwrap_or_default();
+    let (whole, fraction) = mantissa.split_once('.').unwrap_or((mantissa, ""));
+    let all = format!("{whole}{fraction}");
+    let kept = all.trim_end_matches('0');
+    let zeros = (all.len() - kept.len()) as i64;
+    let digits = kept.trim_start_matches('0').to_owned();
+    if digits.is_empty() {
+        return (digits, 0);
+    }
+    let exponent = exponent.saturating_sub(fraction.len() as i64).saturating_add(zeros);
+    (digits, exponent)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn all_same(texts: &[&str]) {
+        for text in texts {
+            assert_eq!(canonical(text), canonical(texts[0]), "{text}");
+        }
+    }
+
+    #[test]
+    fn order_space_and_spelling_do_not_matter() {
+        all_same(&[r#"{"a":{"c":2,"d":1},"b":[1,2]}"#, r#" { "b": [1, 2], "a": {"d":1,"c":2} } "#]);
+        all_same(&[r#"["é/","\n"]"#, r#"["\u00E9\/","\u000a"]"#]);
+        all_same(&[r#"{"a":1}"#, r#"{"a":2,"\u0061":1}"#]);
+        all_same(&["1.1", "1.10", "11e-1", "0.11E+1"]);
+        all_same(&["100.0", "1e2", "1E+2", "1000e-1"]);
+        all_same(&["18446744073709551616", "18446744073709551616.0", "1844674407370955161600e-2"]);
+        assert_eq!(
+            canonical(r#"{"":[],"a b":{}, "c":[true,null]}"#),
+            r#"{"":[],"a b":{},"c":[true,null]}"#
+        );
+    }
+
+    #[test]
+    fn different_numbers_are_different_however_long() {
+        for (one, two) in [
+            ("18446744073709551616", "18446744073709551617"),
+            ("100000000000000000001", "100000000000000000002"),
+            ("-18446744073709551616", "18446744073709551616"),
+            ("0.1", "0.1000000000000000000001"),
+            ("1e300", "1.00000000000000000001e300"),
+            ("9007199254740993", "9007199254740992"),
+            ("[1,2]", "[12]"),
+            (r#""1""#, "1"),
+        ] {
+            assert_ne!(canonical(one), canonical(two));
+        }
+    }
+
+    /// Fingerprints of what is stored were taken of this text.
+    #[test]
+    fn usual_documents_are_written_as_the_serialiser_writes_them() {
+        for text in [
+            r#"{"a":[1,-2,3.5,1e-7,18446744073709551615],"b":"x\"\\\u0007😀"}"#,
+            r#"{"n":{"m":[true,false,null,"",0,0.0,-0.0]}}"#,
+            "1.5e300",
+            "123456789.125",
+        ] {
+            let value: Value = serde_json::from_str(text).unwrap();
+            assert_eq!(canonical(text), value.to_string());
+        }
+    }
+}
