@@ -6,6 +6,7 @@ mod directory;
 mod grants;
 mod history;
 mod line;
+mod log;
 mod loops;
 mod op;
 mod open;

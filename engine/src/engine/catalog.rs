@@ -4,6 +4,7 @@
 //! registered or first loaded, never when it is called.
 
 mod offers;
+mod places;
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, OnceLock};
@@ -22,6 +23,7 @@ use crate::retry::TIMEOUT_MS_RANGE;
 use crate::schema::Schema;
 use crate::store::Saved;
 use crate::tool::{Definition, check_name};
+use places::Places;
 
 /// A tool, ready to be called.
 #[derive(Debug)]
@@ -67,8 +69,10 @@ impl Entry {
 pub struct Catalog {
     version: u64,
     shared: HashMap<String, Arc<Entry>>,
-    own: HashMap<(String, String), Arc<Entry>>,
-    offered_by: HashMap<(String, String), Vec<String>>,
+    own: Places<Arc<Entry>>,
+    offered_by: Places<Vec<String>>,
+    /// Where in the directory each client is.
+    clients: Places<usize>,
     keys: HashMap<String, Key>,
     directory: Directory,
     /// Tools by the names that models know; made when somebody first asks by such a name.
@@ -84,8 +88,10 @@ impl Catalog {
     pub(super) fn renewed(&self, directory: Directory) -> Self {
         let mut next = Self { shared: self.shared.clone(), ..Self::default() };
         for definition in &directory.tools {
-            let place = (definition.project.clone().unwrap_or_default(), definition.name.clone());
-            let kept = self.own.get(&place).filter(|entry| entry.definition == *definition);
+            let project = definition.project.as_deref().unwrap_or_default();
+            let name = definition.name.as_str();
+            let kept =
+                self.own.get(project, name).filter(|entry| entry.definition == *definition);
             let entry = match kept {
                 Some(entry) => entry.clone(),
                 None => match Entry::compile(definition.clone()) {
@@ -96,11 +102,13 @@ impl Catalog {
                     }
                 },
             };
-            next.own.insert(place, entry);
+            next.own.insert(project, name, entry);
         }
         for offer in &directory.offers {
-            let place = (offer.project.clone(), offer.tool.clone());
-            next.offered_by.entry(place).or_default().push(offer.client_id.clone());
+            next.offered_by.at(&offer.project, &offer.tool).push(offer.client_id.clone());
+        }
+        for (place, client) in directory.clients.iter().enumerate() {
+            next.clients.insert(&client.project, &client.client_id, place);
         }
         let open = directory.keys.iter().filter(|key| key.revoked_ms.is_none());
         next.keys = open.map(|key| (key.digest.clone(), key.clone())).collect();
@@ -111,8 +119,7 @@ impl Catalog {
 
     /// The tool of this name in this project.
     pub fn find(&self, project: &str, name: &str) -> Option<Arc<Entry>> {
-        let own = || self.own.get(&(project.to_owned(), name.to_owned()));
-        self.shared.get(name).or_else(own).cloned()
+        self.shared.get(name).or_else(|| self.own.get(project, name)).cloned()
     }
 
     /// The tool that a name means: a tool's own name, or the one that models know it by. The
@@ -155,16 +162,15 @@ impl Catalog {
 
     /// Every tool of a project, by name.
     pub fn tools(&self, project: &str) -> Vec<Arc<Entry>> {
-        let own = self.own.iter().filter(|((owner, _), _)| owner == project);
-        let mut tools: Vec<_> = self.shared.values().chain(own.map(|(_, e)| e)).cloned().collect();
+        let own = self.own.of(project);
+        let mut tools: Vec<_> = self.shared.values().chain(own).cloned().collect();
         tools.sort_by(|a, b| a.definition.name.cmp(&b.definition.name));
         tools
     }
 
     /// The clients that offer a tool.
     pub fn offered_by(&self, project: &str, tool: &str) -> &[String] {
-        let place = (project.to_owned(), tool.to_owned());
-        self.offered_by.get(&place).map(Vec::as_slice).unwrap_or_default()
+        self.offered_by.get(project, tool).map(Vec::as_slice).unwrap_or_default()
     }
 
     /// The tools a client offers.
@@ -175,8 +181,7 @@ impl Catalog {
     }
 
     pub(super) fn client(&self, project: &str, client_id: &str) -> Option<&Client> {
-        let clients = &self.directory.clients;
-        clients.iter().find(|c| c.project == project && c.client_id == client_id)
+        self.directory.clients.get(*self.clients.get(project, client_id)?)
     }
 
     pub(super) fn directory(&self) -> &Directory {

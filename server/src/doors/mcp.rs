@@ -7,6 +7,7 @@
 
 mod announce;
 mod answer;
+mod beside;
 mod call;
 mod catalogue;
 mod http;

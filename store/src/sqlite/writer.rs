@@ -1,9 +1,8 @@
 //! The one writer: takes everything that waits, commits it as one transaction, tells everybody.
 //!
 //! Group commit is what makes `synchronous=FULL` affordable: one flush for all who wait. The log
-//! (WAL) is grown once, at the start, and then written over again and again, because a flush of
-//! blocks that are there already is much cheaper than one that also makes the file longer. The log
-//! is copied into the database between groups, when nobody waits or when it has become long.
+//! (WAL) is grown once and then written over again and again. It is copied into the database
+//! between groups, when nobody waits or when it has become long.
 //!
 //! When a group fails (disk full, locked), all of it is rolled back and everybody in it is told
 //! so: nothing of it happened. When a flush fails, nobody can know what is on the disk: the writer
@@ -21,6 +20,7 @@ use toolcrib::store::{StoreError, Together};
 
 use super::history::newest_number;
 use super::line::{Came, Line, Refused};
+use super::log::Growing;
 use super::op::{Op, Told, refuse};
 use super::open::OpenCalls;
 use super::reader::failed;
@@ -40,12 +40,10 @@ const LOG_PAGES: u32 = 4_096;
 const CHANGES_IDLE: u32 = 1_000;
 /// Nobody waits when nobody came for so long.
 const IDLE_AFTER: Duration = Duration::from_millis(100);
-/// The log is made this long beforehand: more than it has when it is copied.
-const LOG_BYTES: u64 = 20 << 20;
 /// The mark of the first open call is moved after so many calls have ended.
 const MARK_EVERY: usize = 1_000;
 
-/// Whether to grow the log.
+/// Whether the log is to be grown.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Log {
     Grown,
@@ -67,9 +65,6 @@ impl Writer {
         open: OpenCalls,
     ) -> Result<Self, super::OpenError> {
         connection.set_prepared_statement_cache_capacity(64);
-        if log == Log::Grown {
-            grow_log(&connection, path)?;
-        }
         connection.pragma_update(None, "wal_autocheckpoint", LOG_PAGES)?;
         let line = Arc::new(Line::new(MAX_WAITING));
         let broken = Arc::new(AtomicBool::new(false));
@@ -85,6 +80,7 @@ impl Writer {
             places: HashMap::new(),
             ended_since_mark: 0,
             keeps_mark: log == Log::Grown,
+            growing: (log == Log::Grown).then(|| Growing::of(path)),
         };
         let thread = std::thread::Builder::new().name("store-writer".to_owned()).spawn({
             let taken = Taken(line.clone());
@@ -143,30 +139,6 @@ fn last_number(connection: &Connection) -> rusqlite::Result<i64> {
     Ok(newest.max(counted.unwrap_or(0)))
 }
 
-/// Writes into the log until it has its length, and starts it over without cutting it. The bytes
-/// are random because SQLite does not write a page that would not change. The table is gone again
-/// in the same transaction's end, so the database itself does not grow.
-fn grow_log(connection: &Connection, path: &Path) -> rusqlite::Result<()> {
-    let mut name = path.as_os_str().to_owned();
-    name.push("-wal");
-    let length = || std::fs::metadata(&name).map_or(0, |file| file.len());
-    if length() >= LOG_BYTES {
-        return Ok(());
-    }
-    connection.execute_batch(
-        "PRAGMA synchronous = OFF;
-         PRAGMA wal_autocheckpoint = 0;
-         CREATE TABLE IF NOT EXISTS filler (bytes BLOB);
-         DELETE FROM filler;
-         INSERT INTO filler VALUES (randomblob(131072));",
-    )?;
-    while length() < LOG_BYTES {
-        connection.execute("UPDATE filler SET bytes = randomblob(131072)", [])?;
-    }
-    connection.execute_batch("DROP TABLE filler; PRAGMA synchronous = FULL;")?;
-    connection.query_row("PRAGMA wal_checkpoint(RESTART)", [], |_| Ok(()))
-}
-
 /// The thread's side.
 pub(super) struct Desk {
     pub(super) connection: Connection,
@@ -183,6 +155,8 @@ pub(super) struct Desk {
     ended_since_mark: usize,
     /// Only the server's own writer knows what is open.
     keeps_mark: bool,
+    /// The log, until it has its length.
+    growing: Option<Growing>,
 }
 
 impl Desk {
@@ -192,6 +166,10 @@ impl Desk {
             let mut came = line.wait(Some(IDLE_AFTER));
             if let Came::Nobody = came {
                 self.checkpoint(CHANGES_IDLE);
+                self.growing = self.growing.take().and_then(|log| log.grown(&self.connection));
+                if self.growing.is_some() {
+                    continue;
+                }
                 came = line.wait(None);
             }
             let Came::Somebody(op) = came else { break };

@@ -21,7 +21,7 @@ pub(super) fn check_against(
             return Err(fault.with_detail(json!({ "tool": tool.name })).into());
         }
     }
-    let owned = catalog.own.keys().filter(|(project, _)| *project == caller.project).count();
+    let owned = catalog.own.count(&caller.project);
     if owned + registration.tools.len() > limit + catalog.shared.len() {
         let message = format!("the project would have more than {limit} tools");
         return Err(Error::refused(Code::PayloadTooLarge, message));
@@ -45,8 +45,7 @@ fn trouble(
         let message = format!("models know \"{meant}\" as \"{name}\"; choose another name");
         return Some(message);
     }
-    let place = (caller.project.clone(), name.clone());
-    let known = &catalog.own.get(&place)?.definition;
+    let known = &catalog.own.get(&caller.project, name)?.definition;
     if known.executor != Executor::Client {
         return Some(format!("\"{name}\" is not a tool of clients"));
     }

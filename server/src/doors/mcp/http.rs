@@ -20,6 +20,7 @@ use toolcrib::fault::{Code, Error};
 use toolcrib::json;
 
 use super::Door;
+use super::beside::Beside;
 use super::catalogue::Catalogue;
 use super::server::{Server, View};
 use crate::auth::{self, Standing, is_loopback_name};
@@ -141,12 +142,22 @@ impl Entrance {
         if post && session.is_none() && asked.as_deref() == Some("initialize") {
             self.sessions.check_room(shared.settings.max_sessions, &view.caller).await?;
         }
+        // A session answers with a stream, and what it says later is not ours to fill.
+        let lists = post && session.is_none() && asked.as_deref() == Some("tools/list");
+        let beside = lists.then(Beside::default);
+        if let Some(beside) = &beside {
+            parts.extensions.insert(beside.clone());
+        }
         let request = Request::from_parts(parts, Body::from(body));
         let answer = WHO.scope(view.clone(), self.service.handle(request)).await;
         if let Some(made) = session_of(answer.headers()) {
             self.sessions.made(made, &view.caller).await;
         }
-        Ok(answer.map(Body::new))
+        let answer = answer.map(Body::new);
+        match beside {
+            Some(beside) => beside.into(answer).await,
+            None => Ok(answer),
+        }
     }
 }
 

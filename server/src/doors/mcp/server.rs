@@ -24,6 +24,7 @@ use rmcp::{ErrorData, RoleServer, ServerHandler};
 use toolcrib::{Call, Caller, Engine};
 
 use super::answer::{self, Shape};
+use super::beside::Beside;
 use super::call::{self, Seen, ticketed};
 use super::catalogue::{self, Catalogue};
 use super::shelf::Shelf;
@@ -185,9 +186,17 @@ impl ServerHandler for Server {
             true => self.shared.lists.of_catalogue(),
             false => self.shared.lists.of(self.engine(), &view.caller),
         };
-        let prefix = view.prefix();
-        let (tools, more) =
-            list.page(after, self.settings().page_size, revision, prefix.as_deref());
+        let (prefix, size) = (view.prefix(), self.settings().page_size);
+        let parts = context.extensions.get::<axum::http::request::Parts>();
+        let beside = parts.and_then(|parts| parts.extensions.get::<Beside>());
+        let (tools, more) = match beside {
+            Some(beside) if revision == Revision::Modern && prefix.is_none() => {
+                let (text, more) = list.page_text(after, size);
+                beside.put(text);
+                (Vec::new(), more)
+            }
+            _ => list.page(after, size, revision, prefix.as_deref()),
+        };
         let mut result = ListToolsResult::with_all_items(tools);
         result.next_cursor = more.map(|name| cursor(&name));
         if revision == Revision::Modern {

@@ -5,7 +5,7 @@
 //! also after the list has changed.
 
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 use rmcp::model::{JsonObject, MetaObject, ProtocolVersion, Tool, ToolAnnotations};
@@ -24,11 +24,22 @@ struct Listed {
     /// What it was made of; none for the door's own.
     entry: Option<Arc<CatalogEntry>>,
     tool: Arc<Tool>,
+    /// As it is written on the later wire, once somebody has asked for it.
+    text: Arc<OnceLock<Box<str>>>,
 }
 
 impl Listed {
+    fn new(entry: Option<Arc<CatalogEntry>>, tool: Tool) -> Self {
+        Self { entry, tool: Arc::new(tool), text: Arc::default() }
+    }
+
     fn name(&self) -> &str {
         &self.tool.name
+    }
+
+    fn text(&self) -> &str {
+        let write = || serde_json::to_string(&*self.tool).unwrap_or_default().into();
+        self.text.get_or_init(write)
     }
 
     fn same_as(&self, other: &Self) -> bool {
@@ -70,6 +81,36 @@ impl List {
         revision: Revision,
         prefix: Option<&str>,
     ) -> (Vec<Tool>, Option<String>) {
+        let (page, more) = self.part(after, size, prefix);
+        let mut tools: Vec<Tool> = page.iter().map(|l| revision.shown(&l.tool)).collect();
+        if let Some(prefix) = prefix {
+            for tool in &mut tools {
+                tool.name = tool.name.strip_prefix(prefix).unwrap_or(&tool.name).to_owned().into();
+            }
+            if more.is_none() && self.len() > 0 {
+                tools.extend(own::tools());
+            }
+        }
+        (tools, more)
+    }
+
+    /// The same for the later wire, written: nothing is written that was written before.
+    pub(super) fn page_text(&self, after: Option<&str>, size: usize) -> (String, Option<String>) {
+        let (page, more) = self.part(after, size, None);
+        let mut text = String::with_capacity(page.iter().map(|l| l.text().len() + 1).sum());
+        for listed in page {
+            text.push_str(if text.is_empty() { "" } else { "," });
+            text.push_str(listed.text());
+        }
+        (text, more)
+    }
+
+    fn part(
+        &self,
+        after: Option<&str>,
+        size: usize,
+        prefix: Option<&str>,
+    ) -> (&[Listed], Option<String>) {
         let begin =
             after.map_or(0, |after| self.tools.partition_point(|listed| listed.name() <= after));
         let rest = match prefix {
@@ -84,16 +125,7 @@ impl List {
         };
         let page = &rest[..size.min(rest.len())];
         let more = (rest.len() > page.len()).then(|| page.last().map(|l| l.name().to_owned()));
-        let mut tools: Vec<Tool> = page.iter().map(|l| revision.shown(&l.tool)).collect();
-        if let Some(prefix) = prefix {
-            for tool in &mut tools {
-                tool.name = tool.name.strip_prefix(prefix).unwrap_or(&tool.name).to_owned().into();
-            }
-            if more.is_none() && self.len() > 0 {
-                tools.extend(own::tools());
-            }
-        }
-        (tools, more.flatten())
+        (page, more.flatten())
     }
 }
 
@@ -142,7 +174,7 @@ pub(super) struct Lists {
 impl Lists {
     /// The list of who searches: the same for everybody.
     pub(super) fn of_catalogue(&self) -> Arc<List> {
-        let listed = |tool: Tool| Listed { entry: None, tool: Arc::new(tool) };
+        let listed = |tool: Tool| Listed::new(None, tool);
         let tools = own::tools().into_iter().chain(catalogue::tools()).map(listed);
         Arc::new(List { version: 0, tools: tools.collect() })
     }
@@ -180,17 +212,14 @@ fn made(engine: &Engine, caller: &Caller, version: u64, before: Option<&List>) -
     };
     let mut tools: Vec<Listed> = Vec::new();
     for entry in engine.tools(caller) {
-        let fresh = || {
-            let tool = Arc::new(described(&entry.definition)?);
-            Some(Listed { entry: Some(entry.clone()), tool })
-        };
+        let fresh = || Some(Listed::new(Some(entry.clone()), described(&entry.definition)?));
         tools.extend(kept(&entry).or_else(fresh));
     }
     for tool in own::tools() {
         // The door's own goes before one of the crib that has taken its name.
         tools.retain(|listed| listed.name() != tool.name);
         let place = tools.partition_point(|listed| listed.name() < tool.name.as_ref());
-        tools.insert(place, Listed { entry: None, tool: Arc::new(tool) });
+        tools.insert(place, Listed::new(None, tool));
     }
     List { version, tools }
 }

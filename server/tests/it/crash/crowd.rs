@@ -90,6 +90,9 @@ async fn a_crowd_costs_file_descriptors_and_nothing_else() {
 async fn who_does_not_finish_a_sentence_is_hung_up_on() {
     let mut server = Server::new().with("LIMITS__REQUEST_HEADER_TIMEOUT_MS", 1_000);
     server.start().await;
+    // A connection that is kept is hung up on as well, perhaps in the moment it is used again.
+    let client = reqwest::Client::builder().no_proxy().pool_max_idle_per_host(0);
+    server.http = client.build().unwrap();
     let mut stream = TcpStream::connect(("127.0.0.1", server.port)).await.unwrap();
     let began = Instant::now();
     stream.write_all(b"GET /livez HTTP/1.1\r\nHost: 127.0").await.unwrap();

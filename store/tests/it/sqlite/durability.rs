@@ -325,3 +325,36 @@ async fn a_torn_log_gives_whole_commits_in_their_order() {
         put(&torn, &call()).await;
     }
 }
+
+/// A server's log gets its length while nobody waits, in parts, and calls come in between: what
+/// was stored before, between and after is there, also when the machine stops at any of these.
+#[tokio::test]
+async fn the_log_is_grown_while_nobody_waits_and_nothing_is_lost_by_it() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = database_in(&directory);
+    let store = SqliteStore::open(&path).unwrap();
+    let length = || std::fs::metadata(beside(&path, "-wal")).unwrap().len();
+    let mut stored = vec![call()];
+    put(&store, &stored[0]).await;
+    let first = length();
+    assert!(first < 2 << 20, "the start does not wait for it: {first} bytes");
+    while length() < 20 << 20 {
+        let seen = length();
+        let copy = crashed(&path, &directory.path().join(format!("at-{seen}.db")));
+        assert_eq!(ids_of(&copy, "p").await.len(), stored.len());
+        assert_eq!(copy.integrity().await.unwrap(), "ok");
+        while length() == seen {
+            tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+        }
+        stored.push(call());
+        put(&store, &stored[stored.len() - 1]).await;
+    }
+    let calls: Vec<Call> = (0..500).map(|_| call()).collect();
+    futures::future::join_all(calls.iter().map(|call| put(&store, call))).await;
+    assert_eq!(length(), 20 << 20, "it is written over, and not made longer");
+    let copy = crashed(&path, &directory.path().join("grown.db"));
+    assert_eq!(ids_of(&copy, "p").await.len(), stored.len() + calls.len());
+    for call in stored.iter().chain(&calls) {
+        assert_eq!(read(&copy, call).await, *call);
+    }
+}

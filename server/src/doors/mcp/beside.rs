@@ -1,0 +1,73 @@
+//! Long lists on their way past the library: it writes an answer with an empty list, and the list,
+//! which was written before, is put into it. So a list of a thousand tools is written once and not
+//! for each who asks.
+
+use std::sync::Arc;
+
+use axum::body::{Body, Bytes};
+use axum::http::header;
+use axum::response::Response;
+use parking_lot::Mutex;
+use toolcrib::fault::Error;
+
+/// How the library writes the list that is to be filled.
+const EMPTY: &[u8] = br#""tools":[]"#;
+
+/// Where a handler leaves the tools of its answer, written. It goes with the request.
+#[derive(Clone, Default)]
+pub(super) struct Beside(Arc<Mutex<Option<String>>>);
+
+impl Beside {
+    /// Leaves them.
+    pub(super) fn put(&self, tools: String) {
+        *self.0.lock() = Some(tools);
+    }
+
+    /// Puts what was left into the answer.
+    pub(super) async fn into(self, answer: Response) -> Result<Response, Error> {
+        let Some(tools) = self.0.lock().take() else { return Ok(answer) };
+        let (mut parts, body) = answer.into_parts();
+        // It is short: what is long is here.
+        let body = axum::body::to_bytes(body, usize::MAX).await;
+        let body = body.map_err(|error| Error::Internal(Box::new(error)))?;
+        let filled = filled(&body, &tools).ok_or_else(|| {
+            let missing = std::io::Error::other("tools/list was answered without a list");
+            Error::Internal(Box::new(missing))
+        })?;
+        parts.headers.remove(header::CONTENT_LENGTH);
+        Ok(Response::from_parts(parts, Body::from(filled)))
+    }
+}
+
+fn filled(body: &Bytes, tools: &str) -> Option<Vec<u8>> {
+    let at = body.windows(EMPTY.len()).rposition(|part| part == EMPTY)? + EMPTY.len() - 1;
+    let mut filled = Vec::with_capacity(body.len() + tools.len());
+    filled.extend_from_slice(&body[..at]);
+    filled.extend_from_slice(tools.as_bytes());
+    filled.extend_from_slice(&body[at..]);
+    Some(filled)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn what_was_left_is_in_the_answer() {
+        let beside = Beside::default();
+        let answer = || Response::new(Body::from(r#"{"id":"\"tools\":[]","result":{"tools":[]}}"#));
+        let text = async |answer: Response| {
+            let bytes = axum::body::to_bytes(answer.into_body(), usize::MAX).await.unwrap();
+            String::from_utf8(bytes.to_vec()).unwrap()
+        };
+        let plain = beside.clone().into(answer()).await.unwrap();
+        assert_eq!(text(plain).await, r#"{"id":"\"tools\":[]","result":{"tools":[]}}"#);
+        beside.put(r#"{"name":"a"}"#.to_owned());
+        let filled = beside.clone().into(answer()).await.unwrap();
+        let whole = r#"{"id":"\"tools\":[]","result":{"tools":[{"name":"a"}]}}"#;
+        assert_eq!(text(filled).await, whole);
+        beside.put(String::new());
+        assert!(beside.into(Response::new(Body::from("{}"))).await.is_err());
+    }
+}
