@@ -185,6 +185,16 @@ impl FailedAttempt {
 }
 
 impl Call {
+    /// About how much it takes to show it.
+    pub fn bytes(&self) -> usize {
+        let outcome = self.outcome.as_ref();
+        let data = outcome.and_then(|outcome| outcome.data.as_ref());
+        let detail = outcome.and_then(|outcome| outcome.error.as_ref()?.detail.as_ref());
+        let data = data.map_or(0, |data| data.text().len());
+        let detail = detail.map_or(0, |detail| detail.to_string().len());
+        self.args.text().len() + data + detail
+    }
+
     /// Whether an attempt is out: being executed, or parked with somebody.
     pub fn attempt_is_out(&self) -> bool {
         self.status == Status::Running || self.hold == Some(Hold::Parked)

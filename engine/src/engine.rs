@@ -108,6 +108,8 @@ pub struct Limits {
     pub max_tools_per_registration: usize,
     /// Tools of one project.
     pub max_tools_per_project: usize,
+    /// Clients of one project that have ever registered.
+    pub max_clients_per_project: usize,
     /// Entries of one batch.
     pub max_batch_entries: usize,
     /// Entries of one batch that are under way at the same time.
@@ -129,6 +131,7 @@ impl Default for Limits {
             max_progress_events: 1_000,
             max_tools_per_registration: 1_000,
             max_tools_per_project: 10_000,
+            max_clients_per_project: 20_000,
             max_batch_entries: 256,
             max_batch_parallel: 128,
             max_batch_bytes: 32 << 20,

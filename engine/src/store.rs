@@ -121,6 +121,15 @@ pub struct CallFilter {
     /// Older than this call (the last of the page before).
     pub before: Option<CallId>,
     pub limit: usize,
+    /// Those after the first so many bytes (`Call::bytes`) are not wanted, and need not be read.
+    pub enough_bytes: Option<usize>,
+}
+
+impl CallFilter {
+    /// Whether a page that has so many bytes is enough.
+    pub fn is_enough(&self, bytes: usize) -> bool {
+        self.enough_bytes.is_some_and(|enough| bytes >= enough)
+    }
 }
 
 /// Which deliveries to list: of the newest calls first.

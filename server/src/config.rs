@@ -280,6 +280,8 @@ pub struct LimitSettings {
     pub max_tools_per_registration: usize,
     /// Tools of one project.
     pub max_tools_per_project: usize,
+    /// Clients of one project that have ever registered.
+    pub max_clients_per_project: usize,
     /// Entries of one batch.
     pub max_batch_entries: usize,
     /// Entries of one batch that are under way at the same time.
@@ -308,6 +310,7 @@ impl Default for LimitSettings {
             max_progress_events: limits.max_progress_events,
             max_tools_per_registration: limits.max_tools_per_registration,
             max_tools_per_project: limits.max_tools_per_project,
+            max_clients_per_project: limits.max_clients_per_project,
             max_batch_entries: limits.max_batch_entries,
             max_batch_parallel: limits.max_batch_parallel,
             max_batch_bytes: limits.max_batch_bytes,
@@ -466,6 +469,7 @@ impl Config {
             max_progress_events: limits.max_progress_events,
             max_tools_per_registration: limits.max_tools_per_registration,
             max_tools_per_project: limits.max_tools_per_project,
+            max_clients_per_project: limits.max_clients_per_project,
             max_batch_entries: limits.max_batch_entries,
             max_batch_parallel: limits.max_batch_parallel,
             max_batch_bytes: limits.max_batch_bytes,

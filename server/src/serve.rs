@@ -21,6 +21,7 @@ use tokio_util::task::TaskTracker;
 use toolcrib::{Caller, Engine, Executor};
 
 use crate::config::{Config, Kept};
+use crate::doors::http::Place;
 use crate::{assemble, pages, telemetry};
 
 /// How long connections may take to finish after the calls have.
@@ -184,10 +185,8 @@ async fn accept(
             }
         };
         let (router, stopping, header) = (router.clone(), stopping.clone(), limits.header);
-        connections.spawn(async move {
-            serve_connection(stream, router, header, stopping).await;
-            drop(place);
-        });
+        let place = Place(Arc::new(place));
+        connections.spawn(serve_connection(stream, router, header, stopping, place));
     }
 }
 
@@ -196,13 +195,18 @@ async fn serve_connection(
     router: Router,
     header: Duration,
     stopping: CancellationToken,
+    place: Place,
 ) {
     // Answers are small and whole: holding them back for more would only delay them.
     let _ = stream.set_nodelay(true);
     let service =
         hyper::service::service_fn(move |request: hyper::Request<hyper::body::Incoming>| {
             let router = router.clone();
-            let request = request.map(axum::body::Body::new);
+            let mut request = request.map(axum::body::Body::new);
+            // What becomes of the connection then is not seen here any more.
+            if request.headers().contains_key(hyper::header::UPGRADE) {
+                request.extensions_mut().insert(place.clone());
+            }
             async move { Ok::<_, Infallible>(crate::doors::http::answer(router, request).await) }
         });
     let connection = hyper::server::conn::http1::Builder::new()

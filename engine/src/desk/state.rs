@@ -19,8 +19,8 @@ type ToolKey = (String, String);
 pub(super) struct State {
     /// Everything that is parked, wherever it is.
     requests: HashMap<CallId, Parked>,
-    /// Not given to anybody, by tool. Ids whose request is gone are skipped when met.
-    lines: HashMap<ToolKey, VecDeque<CallId>>,
+    /// Not given to anybody, by tool and in the order of the requests.
+    lines: HashMap<ToolKey, BTreeMap<u64, CallId>>,
     clients: HashMap<ClientKey, Client>,
     /// Rises with everything that has an order: sessions, requests, turns.
     count: u64,
@@ -61,7 +61,7 @@ struct Client {
     offers: HashSet<String>,
     sessions: Vec<Connection>,
     /// In line for this client alone.
-    pinned: VecDeque<CallId>,
+    pinned: BTreeMap<u64, CallId>,
     /// By id, so that what comes again comes in the order it was asked for.
     in_hand: BTreeMap<CallId, InHand>,
     /// Cancellations for its next connection: there was none when they came.
@@ -190,11 +190,10 @@ impl State {
         }
     }
 
-    /// Puts requests back at the head of their lines, in their old order, and gives them on.
-    fn take_back(&mut self, key: &ClientKey, mut ids: Vec<CallId>, now_ms: u64) {
-        ids.sort_by_key(|id| self.requests.get(id).map(|parked| parked.order));
+    /// Puts requests back where they stood in their lines, and gives them on.
+    fn take_back(&mut self, key: &ClientKey, ids: Vec<CallId>, now_ms: u64) {
         let mut lines = Vec::new();
-        for id in ids.into_iter().rev() {
+        for id in ids {
             if let Some(client) = self.clients.get_mut(key) {
                 client.in_hand.remove(&id);
             }
@@ -203,11 +202,11 @@ impl State {
             parked.holder = None;
             if parked.pinned.is_some() {
                 if let Some(client) = self.clients.get_mut(key) {
-                    client.pinned.push_front(id);
+                    client.pinned.insert(parked.order, id);
                 }
             } else {
                 let line = (parked.request.project.clone(), parked.request.tool.clone());
-                self.lines.entry(line.clone()).or_default().push_front(id);
+                self.lines.entry(line.clone()).or_default().insert(parked.order, id);
                 lines.push(line);
             }
         }
@@ -215,6 +214,25 @@ impl State {
             self.assign(&line, now_ms);
         }
         self.pull(key, now_ms);
+    }
+
+    /// Nobody is to be given this any more.
+    fn leave_line(&mut self, id: &CallId) {
+        let Some(parked) = self.requests.get(id) else { return };
+        let (project, order) = (&parked.request.project, parked.order);
+        if let Some(client_id) = &parked.pinned {
+            if let Some(client) = self.clients.get_mut(&(project.clone(), client_id.clone())) {
+                client.pinned.remove(&order);
+            }
+            return;
+        }
+        let line = (project.clone(), parked.request.tool.clone());
+        if let Some(ids) = self.lines.get_mut(&line) {
+            ids.remove(&order);
+            if ids.is_empty() {
+                self.lines.remove(&line);
+            }
+        }
     }
 
     pub(super) fn put(
@@ -227,6 +245,7 @@ impl State {
         let (id, project) = (request.call_id.clone(), request.project.clone());
         let line = (project.clone(), request.tool.clone());
         let order = self.tick();
+        self.leave_line(&id);
         let holder = taken_by.map(|client_id| (project.clone(), client_id));
         let parked = Parked { request, pinned: pinned.clone(), order, holder: holder.clone() };
         self.requests.insert(id.clone(), parked);
@@ -245,22 +264,17 @@ impl State {
             }
         } else if let Some(client_id) = pinned {
             let key = (project, client_id);
-            self.clients.entry(key.clone()).or_default().pinned.push_back(id);
+            self.clients.entry(key.clone()).or_default().pinned.insert(order, id);
             self.pull(&key, now_ms);
         } else {
-            self.lines.entry(line.clone()).or_default().push_back(id);
+            self.lines.entry(line.clone()).or_default().insert(order, id);
             self.assign(&line, now_ms);
         }
     }
 
     /// Gives what is in line for a tool to the clients that offer it, the least busy first.
     fn assign(&mut self, line: &ToolKey, now_ms: u64) {
-        loop {
-            self.skip_gone(line);
-            if self.lines.get(line).is_none_or(VecDeque::is_empty) {
-                self.lines.remove(line);
-                return;
-            }
+        while self.lines.contains_key(line) {
             let chosen = self
                 .clients
                 .iter()
@@ -272,9 +286,19 @@ impl State {
                 .min_by_key(|(_, client)| (client.in_hand.len(), client.last_turn))
                 .map(|(key, _)| key.clone());
             let Some(key) = chosen else { return };
-            let Some(id) = self.lines.get_mut(line).and_then(VecDeque::pop_front) else { return };
+            let Some(id) = self.first_in(line) else { return };
             self.give(&key, id, now_ms);
         }
+    }
+
+    /// Takes the first out of a line.
+    fn first_in(&mut self, line: &ToolKey) -> Option<CallId> {
+        let ids = self.lines.get_mut(line)?;
+        let first = ids.pop_first();
+        if ids.is_empty() {
+            self.lines.remove(line);
+        }
+        first.map(|(_, id)| id)
     }
 
     /// Gives a client as much of what waits for it as it can take, the oldest first.
@@ -287,34 +311,16 @@ impl State {
     fn next_for(&mut self, key: &ClientKey) -> Option<CallId> {
         self.clients.get(key)?.open_place()?;
         let client = self.clients.get_mut(key)?;
-        while let Some(id) = client.pinned.pop_front() {
-            if self.requests.contains_key(&id) {
-                return Some(id);
-            }
+        if let Some((_, id)) = client.pinned.pop_first() {
+            return Some(id);
         }
-        let lines: Vec<ToolKey> =
-            client.offers.iter().map(|tool| (key.0.clone(), tool.clone())).collect();
-        let mut oldest: Option<(u64, ToolKey)> = None;
-        for line in lines {
-            self.skip_gone(&line);
-            let head = self.lines.get(&line).and_then(|ids| ids.front());
-            let Some(parked) = head.and_then(|id| self.requests.get(id)) else { continue };
-            if oldest.as_ref().is_none_or(|(order, _)| parked.order < *order) {
-                oldest = Some((parked.order, line));
-            }
-        }
-        let (_, line) = oldest?;
-        self.lines.get_mut(&line)?.pop_front()
-    }
-
-    fn skip_gone(&mut self, line: &ToolKey) {
-        let Some(ids) = self.lines.get_mut(line) else { return };
-        while ids
-            .front()
-            .is_some_and(|id| self.requests.get(id).is_none_or(|parked| parked.holder.is_some()))
-        {
-            ids.pop_front();
-        }
+        let lines = client.offers.iter().map(|tool| (key.0.clone(), tool.clone()));
+        let heads = lines.filter_map(|line| {
+            let (order, _) = self.lines.get(&line)?.first_key_value()?;
+            Some((*order, line))
+        });
+        let (_, line) = heads.min()?;
+        self.first_in(&line)
     }
 
     fn give(&mut self, key: &ClientKey, id: CallId, now_ms: u64) {
@@ -343,6 +349,7 @@ impl State {
         now_ms: u64,
     ) {
         let key = (project.to_owned(), client_id.to_owned());
+        self.leave_line(id);
         let Some(parked) = self.requests.get_mut(id) else { return };
         if parked.holder.as_ref().is_some_and(|holder| *holder != key) {
             return;
@@ -393,6 +400,7 @@ impl State {
     }
 
     pub(super) fn settled(&mut self, id: &CallId, now_ms: u64) {
+        self.leave_line(id);
         let Some(parked) = self.requests.remove(id) else { return };
         let Some(key) = parked.holder else { return };
         if let Some(client) = self.clients.get_mut(&key) {
@@ -440,6 +448,13 @@ impl State {
             .collect();
         clients.sort_by(|a, b| a.client_id.cmp(&b.client_id));
         clients
+    }
+
+    /// How many stand in line, for anybody or for one client.
+    #[cfg(test)]
+    pub(super) fn in_line(&self) -> usize {
+        let anybody = self.lines.values().map(BTreeMap::len).sum::<usize>();
+        anybody + self.clients.values().map(|client| client.pinned.len()).sum::<usize>()
     }
 
     pub(super) fn connections(&self) -> usize {

@@ -271,3 +271,21 @@ async fn a_closed_desk_hangs_up_on_everybody() {
     assert!(after.next().await.is_none());
     assert_eq!(room.desk.connections(), 0);
 }
+
+#[tokio::test]
+async fn what_nobody_came_for_is_forgotten_when_it_has_ended() {
+    let room = Room::new();
+    let first = room.put(Effect::Read, None, None).await;
+    let pinned = room.put(Effect::Read, Some("one"), None).await;
+    for n in 0..100 {
+        let id = room.put(Effect::Read, (n % 2 == 0).then_some("one"), None).await;
+        room.desk.cancel(&id, 1);
+        room.desk.settled(&id, 1);
+    }
+    let taken = room.put(Effect::Read, None, None).await;
+    room.desk.acknowledged("p", "two", &taken);
+    assert_eq!(room.desk.state.lock().in_line(), 2);
+    let mut one = room.connect("one", Line::Open, Memory::Forgets, 10);
+    assert_eq!(ids(&mut one), [(pinned, false), (first, false)]);
+    assert_eq!(room.desk.state.lock().in_line(), 0);
+}

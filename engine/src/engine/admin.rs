@@ -122,6 +122,10 @@ impl Engine {
         self.require_admin(caller, Some(&rule.project))?;
         check_pattern(&rule.pattern).map_err(invalid)?;
         check_word("agent", &rule.agent)?;
+        if rule.agent.contains('*') && rule.agent != "*" {
+            // Names of agents are not patterns: such a rule would hold for nobody.
+            return Err(invalid("agent must be the name of one agent, or * for all".to_owned()));
+        }
         let inner = &self.inner;
         let what = format!("{} {} for {}", rule.verdict.as_str(), rule.pattern, rule.agent);
         let entry = inner.entry(caller, &rule.project, "rule.set", &rule.pattern, &what);

@@ -10,11 +10,14 @@ use super::live::Entry;
 use super::{Inner, measure, unavailable};
 use crate::bus::Topic;
 use crate::call::{Call, Hold};
-use crate::event::Record;
+use crate::event::{Kind, Record};
 use crate::fault::{Code, Error};
 use crate::id::CallId;
 use crate::lifecycle::{self, Action, Event, Refusal};
-use crate::store::Saved;
+use crate::store::{EventScope, Saved};
+
+/// How many late reports are kept of one call.
+const MAX_LATE: usize = 200;
 
 /// What an event came to.
 #[derive(Debug)]
@@ -103,6 +106,18 @@ impl Inner {
     async fn keep_late(&self, call: &Call, record: Record) -> Result<(), Error> {
         let reason = if call.status.is_terminal() { "ended" } else { "wrong_attempt" };
         metrics::counter!("toolcrib_late_results_total", "reason" => reason).increment(1);
+        self.append_late(call, record).await
+    }
+
+    /// Writes down what came too late or for nothing: so much of it, and no more, because who
+    /// reports for ever would fill the disk.
+    pub(super) async fn append_late(&self, call: &Call, record: Record) -> Result<(), Error> {
+        let scope = EventScope::Call { project: call.project.clone(), id: call.id.clone() };
+        let others = self.limits.max_progress_events as usize + 1_000;
+        let events = self.store.events(scope, 0, MAX_LATE + others).await.map_err(unavailable)?;
+        if events.iter().filter(|event| event.record.kind == Kind::Late).count() >= MAX_LATE {
+            return Ok(());
+        }
         self.store.append(&call.project, &call.id, vec![record]).await.map_err(unavailable)?;
         self.announce(call);
         Ok(())
@@ -112,6 +127,9 @@ impl Inner {
     fn settle(&self, entry: &Entry, before: &Call, after: &Call) {
         let over = before.attempt_is_out() && !after.attempt_is_out();
         if !over {
+            if after.status.is_terminal() {
+                self.gate.give_up(&after.id);
+            }
             return;
         }
         if after.status.is_terminal() {

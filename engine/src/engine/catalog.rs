@@ -315,12 +315,7 @@ impl Engine {
         let count = registration.tools.len();
         inner
             .change(|catalog| {
-                offers::check_against(
-                    catalog,
-                    caller,
-                    &registration,
-                    inner.limits.max_tools_per_project,
-                )?;
+                offers::check_against(catalog, caller, &registration, &inner.limits)?;
                 let client = Client {
                     project: caller.project.clone(),
                     client_id: registration.client_id.clone(),

@@ -6,7 +6,7 @@
 //! free places go round the lines, so one busy tool does not keep the others waiting. In memory
 //! only: after a restart the lines are made again from the store.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -39,10 +39,13 @@ struct State {
     global: u32,
     projects: HashMap<String, u32>,
     tools: HashMap<LineKey, u32>,
-    lines: BTreeMap<LineKey, VecDeque<Waiting>>,
+    /// By when they came.
+    lines: BTreeMap<LineKey, BTreeMap<u64, Waiting>>,
+    /// Where in which line a call stands.
+    standing: HashMap<CallId, (LineKey, u64)>,
+    came: u64,
     /// The line that was served last.
     served: Option<LineKey>,
-    waiting: usize,
 }
 
 struct Waiting {
@@ -68,7 +71,7 @@ impl Drop for Slot {
     fn drop(&mut self) {
         let mut state = self.gate.state.lock();
         state.leave(&self.place);
-        if state.waiting > 0 {
+        if !state.standing.is_empty() {
             self.gate.freed.notify_one();
         }
     }
@@ -106,6 +109,16 @@ impl State {
     }
 }
 
+impl State {
+    fn step_out(&mut self, line: &LineKey, at: u64) -> Option<Waiting> {
+        let waiting = self.lines.get_mut(line)?.remove(&at);
+        if self.lines.get(line).is_some_and(BTreeMap::is_empty) {
+            self.lines.remove(line);
+        }
+        waiting
+    }
+}
+
 fn lower<K: std::hash::Hash + Eq>(counts: &mut HashMap<K, u32>, key: &K) {
     if let Some(count) = counts.get_mut(key) {
         *count -= 1;
@@ -121,21 +134,32 @@ impl Gate {
         let mut state = self.state.lock();
         let in_line =
             |state: &State| state.lines.contains_key(&(place.project.clone(), place.tool.clone()));
-        if state.waiting > 0 && in_line(&state) || !state.fits(place, caps) {
+        if !state.standing.is_empty() && in_line(&state) || !state.fits(place, caps) {
             return None;
         }
         state.enter(place);
         Some(Slot { gate: self.clone(), place: place.clone() })
     }
 
-    /// Stands in line.
+    /// Stands in line, once.
     pub(crate) fn wait(&self, call_id: CallId, place: Place, caps: Caps) {
         let mut state = self.state.lock();
-        state.waiting += 1;
-        let line = (place.project.clone(), place.tool.clone());
-        state.lines.entry(line).or_default().push_back(Waiting { call_id, place, caps });
+        if !state.standing.contains_key(&call_id) {
+            state.came += 1;
+            let (at, line) = (state.came, (place.project.clone(), place.tool.clone()));
+            state.standing.insert(call_id.clone(), (line.clone(), at));
+            state.lines.entry(line).or_default().insert(at, Waiting { call_id, place, caps });
+        }
         drop(state);
         self.freed.notify_one();
+    }
+
+    /// Stands in line no more, if it did: its call has ended. Without this a line would have
+    /// everybody who ever gave up, for as long as no place is free.
+    pub(crate) fn give_up(&self, call_id: &CallId) {
+        let mut state = self.state.lock();
+        let Some((line, at)) = state.standing.remove(call_id) else { return };
+        state.step_out(&line, at);
     }
 
     /// The next call in line that has a place now, with its place.
@@ -143,18 +167,16 @@ impl Gate {
         let mut state = self.state.lock();
         let after = state.served.clone();
         let fits = |state: &State, key: &LineKey| {
-            let head = state.lines.get(key).and_then(VecDeque::front);
-            head.is_some_and(|head| state.fits(&head.place, &head.caps))
+            let head = state.lines.get(key).and_then(BTreeMap::first_key_value);
+            head.is_some_and(|(_, head)| state.fits(&head.place, &head.caps))
         };
         let mut keys = state.lines.keys();
         let later = keys.find(|key| after.as_ref().is_none_or(|a| *key > a) && fits(&state, key));
         let chosen = later.or_else(|| state.lines.keys().find(|key| fits(&state, key))).cloned()?;
-        let line = state.lines.get_mut(&chosen)?;
-        let waiting = line.pop_front()?;
-        if line.is_empty() {
-            state.lines.remove(&chosen);
-        }
-        state.waiting -= 1;
+        let (at, _) = state.lines.get(&chosen)?.first_key_value()?;
+        let at = *at;
+        let waiting = state.step_out(&chosen, at)?;
+        state.standing.remove(&waiting.call_id);
         state.enter(&waiting.place);
         state.served = Some(chosen);
         drop(state);
@@ -168,7 +190,7 @@ impl Gate {
 
     /// How many stand in line.
     pub(crate) fn waiting(&self) -> usize {
-        self.state.lock().waiting
+        self.state.lock().standing.len()
     }
 }
 
@@ -217,5 +239,27 @@ mod tests {
         }
         assert_eq!(order, ["a", "b", "c", "a", "a"]);
         assert_eq!(gate.waiting(), 0);
+    }
+
+    #[test]
+    fn who_gives_up_leaves_nothing_behind() {
+        let gate = Arc::new(Gate::default());
+        let caps = Caps { tool: Some(1), ..Caps::default() };
+        let busy = gate.try_enter(&place("p", "a"), &caps);
+        let minter = Minter::default();
+        let ids: Vec<CallId> = (0..10).map(|n| minter.call(n)).collect();
+        for id in ids.iter().chain(&ids) {
+            gate.wait(id.clone(), place("p", "a"), caps);
+        }
+        assert_eq!(gate.waiting(), 10, "once each");
+        for id in ids.iter().filter(|id| **id != ids[4]) {
+            gate.give_up(id);
+        }
+        gate.give_up(&ids[0]);
+        let standing = |gate: &Gate| gate.state.lock().lines.values().map(BTreeMap::len).sum();
+        assert_eq!((gate.waiting(), standing(&gate)), (1, 1));
+        drop(busy);
+        assert_eq!(gate.next().map(|(id, _)| id), Some(ids[4].clone()));
+        assert_eq!((gate.waiting(), standing(&gate)), (0, 0));
     }
 }

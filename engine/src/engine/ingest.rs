@@ -326,10 +326,7 @@ impl Inner {
             .with("by", by)
             .with("agent_turn_id", report.turn_id.as_str())
             .with("turn_epoch", report.epoch);
-        let kept = self.store.append(&call.project, &call.id, vec![record]).await;
-        kept.map_err(unavailable)?;
-        self.announce(call);
-        Ok(())
+        Ok(self.append_late(call, record).await?)
     }
 
     /// A result under the id that the call's own result has: it says nothing that the call will

@@ -16,6 +16,10 @@ use crate::fault::{Code, Error};
 use crate::id::CallId;
 use crate::store::{CallFilter, EventScope};
 
+/// A page of calls ends with the one that brings it to so many bytes: a few calls with large
+/// results are as much as one can want at once.
+const PAGE_BYTES: usize = 16 << 20;
+
 /// How often a waiter looks without having been woken.
 const LOOK_AGAIN_MS: u64 = 2_000;
 
@@ -163,10 +167,19 @@ impl Engine {
             before: query.before,
             // One more than asked tells whether there is another page.
             limit: limit + 1,
+            enough_bytes: Some(PAGE_BYTES),
         };
-        let mut listed = self.inner.store.calls(filter).await.map_err(unavailable)?;
-        let more = listed.len() > limit;
-        listed.truncate(limit);
+        let mut listed = self.inner.store.calls(filter.clone()).await.map_err(unavailable)?;
+        let mut bytes = 0;
+        let fits = listed.iter().take_while(|call| {
+            let fits = !filter.is_enough(bytes);
+            bytes += call.bytes();
+            fits
+        });
+        let count = fits.count().min(limit);
+        // Of a page that is full of bytes nobody knows whether it is the last.
+        let more = listed.len() > count || filter.is_enough(bytes);
+        listed.truncate(count);
         let before = listed.last().filter(|_| more).map(|last| last.id.clone());
         Ok(CallPage { calls: listed, before })
     }

@@ -183,7 +183,13 @@ impl Store for MemoryStore {
         let mut all: Vec<&Call> =
             state.calls.values().filter(|call| older(call) && fits(call)).collect();
         all.sort_by(|a, b| b.id.cmp(&a.id));
-        Ok(all.into_iter().take(filter.limit).cloned().collect())
+        let mut bytes = 0;
+        let wanted = all.into_iter().take(filter.limit).take_while(|call| {
+            let wanted = !filter.is_enough(bytes);
+            bytes += call.bytes();
+            wanted
+        });
+        Ok(wanted.cloned().collect())
     }
 
     async fn open_calls(&self, after: u64, limit: usize) -> Result<Vec<Open>, StoreError> {

@@ -160,6 +160,7 @@ impl Config {
             ("limits.max_open_calls_per_project", limits.max_open_calls_per_project),
             ("limits.max_tools_per_registration", limits.max_tools_per_registration),
             ("limits.max_tools_per_project", limits.max_tools_per_project),
+            ("limits.max_clients_per_project", limits.max_clients_per_project),
             ("limits.max_batch_entries", limits.max_batch_entries),
             ("limits.max_batch_parallel", limits.max_batch_parallel),
             ("limits.max_batch_bytes", limits.max_batch_bytes),

@@ -19,6 +19,7 @@ use axum::http::{HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use futures::FutureExt;
 use metrics_exporter_prometheus::PrometheusHandle;
+use tokio::sync::OwnedSemaphorePermit;
 use toolcrib::Engine;
 use toolcrib::fault::{Code, Fault};
 use tower::Service;
@@ -54,6 +55,11 @@ impl Door {
         self.max_result_body_bytes().saturating_mul(4)
     }
 }
+
+/// A connection's place among those that may be open. A WebSocket outlives the request that began
+/// it, and keeps it.
+#[derive(Clone)]
+pub struct Place(pub Arc<OwnedSemaphorePermit>);
 
 /// The door's own limits.
 #[derive(Debug, Clone)]

@@ -152,3 +152,27 @@ async fn the_largest_page_and_the_usual_one() {
     let all: HashSet<String> = list(&api, "limit=200").await.into_iter().collect();
     assert_eq!(all, made);
 }
+
+#[tokio::test]
+async fn a_page_of_large_calls_is_short_and_none_is_left_out() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("a.tool")])).await;
+    let large = "x".repeat(7 << 20);
+    let mut made = Vec::new();
+    for _ in 0..5 {
+        let id = api.invoke("a.tool", json!({})).await;
+        api.succeed(&id, json!(large)).await;
+        made.insert(0, id);
+    }
+    let (mut pages, mut listed, mut cursor) = (Vec::new(), Vec::new(), String::new());
+    loop {
+        let page = api.get(&format!("/v1/tool_calls?limit=200{cursor}")).await.is(200);
+        let calls = page["tool_calls"].as_array().unwrap();
+        pages.push(calls.len());
+        listed.extend(calls.iter().map(|call| call["tool_call_id"].as_str().unwrap().to_owned()));
+        let Some(next) = page["next_cursor"].as_str() else { break };
+        cursor = format!("&cursor={next}");
+    }
+    assert_eq!((pages, listed), (vec![3, 2], made));
+}

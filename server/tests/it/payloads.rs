@@ -1,10 +1,11 @@
 //! Arguments and results arrive as they were given, or are refused with the place; what is too
 //! large ends its own call and nothing else.
 
-use futures::{SinkExt, StreamExt};
+use futures::StreamExt;
 use reqwest::Method;
 use serde_json::{Value, json};
 use tokio_tungstenite::tungstenite::Message;
+use tokio_tungstenite::tungstenite::protocol::CloseFrame;
 
 use crate::support::api::{message, offer, offer_with};
 use crate::support::ws::Ws;
@@ -162,25 +163,85 @@ async fn a_result_over_its_limit_fails_its_call_and_the_connection_stays() {
     assert_eq!(api.call(&ids[1]).await["result"], "fine");
 }
 
-#[tokio::test]
-async fn a_message_beyond_reading_ends_the_connection_with_a_reason() {
-    let server = narrow().await;
-    let api = server.api();
-    let mut client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
-    let id = json!(api.invoke("a.tool", json!({})).await);
-    client.hear_a("tool_request").await;
-    client.socket.send(Message::text(result(&id, 100_000).to_string())).await.unwrap();
+/// Hears what comes until the connection is closed, and why it is.
+async fn rest(client: &mut Ws) -> (Vec<Value>, CloseFrame) {
+    let mut heard = Vec::new();
     let frame = soon("the end", async {
         loop {
             match client.socket.next().await.unwrap().unwrap() {
                 Message::Close(frame) => break frame.unwrap(),
+                Message::Text(text) => heard.push(serde_json::from_str(&text).unwrap()),
                 _ => continue,
             }
         }
     });
     let frame = frame.await;
-    assert_eq!(u16::from(frame.code), 1009);
-    assert!(frame.reason.contains("bytes"), "{frame:?}");
+    (heard, frame)
+}
+
+#[tokio::test]
+async fn a_message_beyond_reading_ends_the_connection_with_a_reason_and_its_call_with_a_fault() {
+    let server = narrow().await;
+    let api = server.api();
+    let tools = json!([offer("a.tool")]);
+    let large = "x".repeat(200_000);
+    // Fields come in any order: what says which call it is may come after what is too large.
+    let first = |id: &str| {
+        format!(
+            r#"{{"type": "tool_result", "tool_call_id": "{id}", "attempt": 1, "status": "SUCCEEDED", "result": "{large}"}}"#
+        )
+    };
+    let last = |id: &str| result(&json!(id), 200_000).to_string();
+    for said in [&first as &dyn Fn(&str) -> String, &last] {
+        let mut client = Ws::offering(&api, "c1", tools.clone()).await;
+        let ids = [api.invoke("a.tool", json!({})).await, api.invoke("a.tool", json!({})).await];
+        client.take().await;
+        client.hear_a("tool_request").await;
+        client.say_raw(Message::text(said(&ids[0]))).await;
+        let (heard, frame) = rest(&mut client).await;
+        let told = json!({ "type": "result_ack", "tool_call_id": ids[0], "status": "FAILED" });
+        assert_eq!(heard, [told]);
+        assert_eq!(u16::from(frame.code), 1009);
+        assert!(frame.reason.contains("bytes"), "{frame:?}");
+        let call = api.call(&ids[0]).await;
+        assert_eq!(call["error"]["code"], "PAYLOAD_TOO_LARGE", "{call}");
+        assert!(message(&call["error"]).contains("10000"), "{call}");
+        // The other one comes again, and the one that failed does not.
+        let mut client = Ws::offering(&api, "c1", tools.clone()).await;
+        let again = client.hear_a("tool_request").await;
+        assert_eq!(again["tool_call_id"], json!(ids[1]));
+        client.succeed(&again, json!("fine")).await;
+        client.quiet().await;
+        client.hang_up().await;
+    }
+}
+
+#[tokio::test]
+async fn only_a_result_beyond_reading_ends_its_call() {
+    let server = narrow().await;
+    let api = server.api();
+    let tools = json!([offer_with("a.tool", json!({ "effect": "read" }))]);
+    let id = {
+        let mut client = Ws::offering(&api, "c1", tools.clone()).await;
+        let id = api.invoke("a.tool", json!({})).await;
+        client.take().await;
+        let mut progress = result(&json!(id), 500_000);
+        progress["type"] = "tool_progress".into();
+        client.say(progress).await;
+        assert_eq!(u16::from(rest(&mut client).await.1.code), 1009);
+        id
+    };
+    let mut client = Ws::offering(&api, "c1", tools.clone()).await;
+    let again = client.hear_a("tool_request").await;
+    // A result of another call in it is not what it is about.
+    let nested = json!({ "type": "tool_result", "result": [result(&json!(id), 500_000)] });
+    client.say(nested).await;
+    let (heard, frame) = rest(&mut client).await;
+    assert_eq!((heard, u16::from(frame.code)), (Vec::<Value>::new(), 1009));
+    let mut client = Ws::offering(&api, "c1", tools).await;
+    assert_eq!(client.hear_a("tool_request").await["tool_call_id"], json!(id));
+    client.succeed(&again, json!("fine")).await;
+    assert_eq!(api.call(&id).await["result"], "fine");
 }
 
 #[tokio::test]

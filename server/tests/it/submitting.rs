@@ -174,3 +174,16 @@ async fn a_panic_in_a_tool_is_that_calls_fault() {
     assert_eq!(api.finished(&id).await["result"], 42, "the server lives");
     assert_eq!(api.get("/healthz").await.text, "ok");
 }
+
+#[tokio::test]
+async fn who_reports_for_ever_is_not_kept_for_ever() {
+    let body = json!({ "status": "SUCCEEDED", "result": 0 });
+    let (_server, api, id, call) = ended(body).await;
+    for n in 1..=210 {
+        let other = json!({ "status": "SUCCEEDED", "result": n });
+        api.submit(&id, other).await.refused(409, "CONFLICT");
+    }
+    let late = api.history(&id).await.into_iter().filter(|kind| kind == "tool.call.late").count();
+    assert_eq!(late, 200);
+    assert_eq!(api.call(&id).await, call);
+}

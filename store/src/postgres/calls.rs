@@ -1,5 +1,6 @@
 //! Calls: their SQL. New calls and new states go to the server beside each other.
 
+use futures::StreamExt;
 use tokio::sync::oneshot;
 use toolcrib::call::{Call, Status};
 use toolcrib::id::CallId;
@@ -312,7 +313,15 @@ pub(super) async fn calls(session: &Session, filter: &CallFilter) -> Result<Vec<
     }
     bound.push(&limit);
     sql.push_str(&format!(" ORDER BY id DESC LIMIT ${}", bound.len()));
-    session.collect(&sql, &bound, |row| Ok(read_call(row)?.1)).await
+    let mut rows = std::pin::pin!(session.stream(&sql, &bound).await?);
+    let (mut calls, mut bytes) = (Vec::new(), 0);
+    while !filter.is_enough(bytes) {
+        let Some(row) = rows.next().await else { break };
+        let call = read_call(&row?)?.1;
+        bytes += call.bytes();
+        calls.push(call);
+    }
+    Ok(calls)
 }
 
 pub(super) async fn open_calls(

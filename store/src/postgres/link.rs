@@ -10,7 +10,7 @@ use tokio::sync::watch::Sender;
 use tokio::task::AbortHandle;
 use tokio_postgres::config::SslMode;
 use tokio_postgres::types::ToSql;
-use tokio_postgres::{AsyncMessage, Client, Config, NoTls, Row, Statement};
+use tokio_postgres::{AsyncMessage, Client, Config, NoTls, Row, RowStream, Statement};
 use toolcrib::store::StoreError;
 
 use super::OpenError;
@@ -128,6 +128,12 @@ impl Session {
     pub(super) async fn execute(&self, sql: &str, bound: Bound<'_>) -> Result<u64, Broke> {
         let statement = self.prepared(sql).await?;
         Ok(self.client.execute(&statement, bound).await?)
+    }
+
+    /// The rows one by one; those that are not asked for any more are not kept.
+    pub(super) async fn stream(&self, sql: &str, bound: Bound<'_>) -> Result<RowStream, Broke> {
+        let statement = self.prepared(sql).await?;
+        Ok(self.client.query_raw(&statement, bound.iter().copied()).await?)
     }
 
     /// What these rows say.

@@ -146,7 +146,27 @@ pub(super) fn calls(
     let limit = i64::try_from(filter.limit).unwrap_or(i64::MAX);
     sql.push_str(&format!(" ORDER BY id DESC LIMIT {limit}"));
     let bound: Vec<&dyn ToSql> = bound.iter().map(AsRef::as_ref).collect();
-    collect(connection, &sql, &bound, read)
+    page(connection, &sql, &bound, filter)
+}
+
+/// As many calls as are wanted.
+fn page(
+    connection: &Connection,
+    sql: &str,
+    bound: &[&dyn ToSql],
+    filter: &CallFilter,
+) -> Result<Vec<Call>, StoreError> {
+    let broken = |error: rusqlite::Error| failed(&error);
+    let mut select = connection.prepare_cached(sql).map_err(broken)?;
+    let mut rows = select.query(bound).map_err(broken)?;
+    let (mut calls, mut bytes) = (Vec::new(), 0);
+    while !filter.is_enough(bytes) {
+        let Some(row) = rows.next().map_err(broken)? else { break };
+        let call = read(row)?;
+        bytes += call.bytes();
+        calls.push(call);
+    }
+    Ok(calls)
 }
 
 /// Background tasks are found in their own table; all else is checked row by row.
@@ -166,7 +186,7 @@ fn task_page(connection: &Connection, filter: &CallFilter) -> Result<Vec<Call>, 
     let status = filter.status.map(Status::as_str);
     let bound =
         params![filter.project, before, filter.run_id, filter.tool_name, status, since_ms, limit];
-    collect(connection, &sql, bound, read)
+    page(connection, &sql, bound, filter)
 }
 
 /// Open calls are few, and their places are known.

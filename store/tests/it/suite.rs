@@ -68,6 +68,7 @@ macro_rules! conformance {
                     a_list_by_time_begins_at_that_moment
                     a_limit_may_be_as_large_as_it_likes
                     no_project_sees_anothers_calls
+                    what_is_beyond_enough_bytes_is_not_read
                     open_calls_come_in_order_and_in_pages
                     open_calls_are_those_that_have_not_ended
                 }

@@ -2,6 +2,7 @@
 
 use serde_json::json;
 
+use super::super::Limits;
 use super::{Catalog, Registration, require_owner};
 use crate::caller::Caller;
 use crate::fault::{Code, Error, Fault};
@@ -12,9 +13,21 @@ pub(super) fn check_against(
     catalog: &Catalog,
     caller: &Caller,
     registration: &Registration,
-    limit: usize,
+    limits: &Limits,
 ) -> Result<(), Error> {
     require_owner(catalog, caller, &registration.client_id)?;
+    if catalog.client(&caller.project, &registration.client_id).is_none() {
+        let clients = catalog.directory.clients.iter();
+        let limit = limits.max_clients_per_project;
+        if clients.filter(|client| client.project == caller.project).count() >= limit {
+            let message = format!(
+                "the project would have more than {limit} clients, and they are kept: register \
+                 under the same client_id at every start"
+            );
+            return Err(Error::refused(Code::PayloadTooLarge, message));
+        }
+    }
+    let limit = limits.max_tools_per_project;
     for tool in &registration.tools {
         if let Some(message) = trouble(catalog, caller, &registration.client_id, tool) {
             let fault = Fault::new(Code::Conflict, message);
@@ -22,7 +35,10 @@ pub(super) fn check_against(
         }
     }
     let owned = catalog.own.count(&caller.project);
-    if owned + registration.tools.len() > limit + catalog.shared.len() {
+    // To offer a tool again is no tool more.
+    let is_new = |tool: &&Definition| catalog.own.get(&caller.project, &tool.name).is_none();
+    let new = registration.tools.iter().filter(is_new).count();
+    if new > 0 && owned + new > limit {
         let message = format!("the project would have more than {limit} tools");
         return Err(Error::refused(Code::PayloadTooLarge, message));
     }

@@ -321,8 +321,19 @@ pub(super) fn timeout_ms<'de, D>(deserializer: D) -> Result<Option<u64>, D::Erro
 where
     D: serde::Deserializer<'de>,
 {
-    let given = Option::<i128>::deserialize(deserializer)?;
-    Ok(given.map(|ms| u64::try_from(ms.max(0)).unwrap_or(u64::MAX)))
+    let Some(given) = Option::<serde_json::Number>::deserialize(deserializer)? else {
+        return Ok(None);
+    };
+    if let Some(ms) = given.as_u64() {
+        return Ok(Some(ms));
+    }
+    // Negative, larger than any number of milliseconds, or written with a decimal point.
+    let ms = given.as_f64().unwrap_or(f64::MAX);
+    if ms.fract() != 0.0 {
+        let given = serde::de::Unexpected::Float(ms);
+        return Err(serde::de::Error::invalid_value(given, &"a whole number of milliseconds"));
+    }
+    Ok(Some(ms as u64))
 }
 
 /// A failure as a provider reports it: a text, or an object with at least a message.

@@ -137,6 +137,7 @@ async fn rules_that_cannot_be_made() {
         json!({ "agent": "ada", "pattern": "a b", "verdict": "allow" }),
         json!({ "agent": "ada", "pattern": "", "verdict": "allow" }),
         json!({ "agent": "", "pattern": "*", "verdict": "allow" }),
+        json!({ "agent": "ada*", "pattern": "*", "verdict": "deny" }),
         json!({ "agent": "ada", "pattern": "*", "verdict": "perhaps" }),
     ] {
         admin.put("/v1/rules", body).await.refused(422, "VALIDATION_ERROR");

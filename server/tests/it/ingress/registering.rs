@@ -193,3 +193,30 @@ async fn a_name_with_a_slash_is_written_with_percent_2f() {
     api.succeed(&id, json!(1)).await;
     assert_eq!(api.call(&id).await["tool_name"], "mcp/github.create");
 }
+
+#[tokio::test]
+async fn a_full_project_takes_what_it_has_again_and_nothing_new() {
+    let server = Server::with(|config| config.limits.max_tools_per_project = 3).await;
+    let api = server.api();
+    let tools = json!([offer("a.tool"), offer("b.tool"), offer("c.tool")]);
+    api.register("c1", tools.clone()).await;
+    api.register("c1", tools.clone()).await;
+    api.register("c2", tools).await;
+    let error = register(&api, "c1", json!([offer("a.tool"), offer("d.tool")])).await;
+    let error = error.refused(413, "PAYLOAD_TOO_LARGE");
+    assert!(message(&error).contains("more than 3 tools"), "{error}");
+    assert_eq!(client_tools(&api).await, ["a.tool", "b.tool", "c.tool"]);
+}
+
+#[tokio::test]
+async fn a_project_has_so_many_clients_and_no_more() {
+    let server = Server::with(|config| config.limits.max_clients_per_project = 2).await;
+    let api = server.api();
+    for client in ["c1", "c2", "c1"] {
+        api.register(client, json!([offer("a.tool")])).await;
+    }
+    let error = register(&api, "c3", json!([offer("a.tool")])).await;
+    let error = error.refused(413, "PAYLOAD_TOO_LARGE");
+    assert!(message(&error).contains("same client_id at every start"), "{error}");
+    server.api().project("q").register("c3", json!([offer("a.tool")])).await;
+}

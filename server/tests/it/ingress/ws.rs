@@ -5,8 +5,11 @@ use std::time::Duration;
 use futures::{SinkExt, StreamExt};
 use serde_json::{Value, json};
 use tokio_tungstenite::tungstenite::Message;
+use tokio_tungstenite::tungstenite::protocol::CloseFrame;
+use tokio_tungstenite::tungstenite::protocol::frame::Frame;
+use tokio_tungstenite::tungstenite::protocol::frame::coding::{CloseCode, Data, OpCode};
 
-use crate::support::api::{message, offer};
+use crate::support::api::{message, offer, offer_with};
 use crate::support::ws::Ws;
 use crate::support::{Server, soon, until};
 
@@ -19,7 +22,8 @@ async fn the_whole_conversation() {
     client.say(json!({ "type": "hello", "client_id": "c1", "tools": [tool] })).await;
     let answer = client.hear_a("hello_ack").await;
     let expected = json!({
-        "type": "hello_ack", "client_id": "c1", "heartbeat_ms": 15_000, "dead_after_ms": 45_000
+        "type": "hello_ack", "client_id": "c1", "heartbeat_ms": 15_000, "dead_after_ms": 45_000,
+        "max_in_flight": 16
     });
     assert_eq!(answer, expected);
     let id = api.invoke("a.tool", json!({ "n": 1.10 })).await;
@@ -119,6 +123,8 @@ async fn a_conversation_begins_with_hello() {
         (r#"{"type":"ping"}"#, "BAD_REQUEST"),
         (r#"{"type":"hello"}"#, "BAD_REQUEST"),
         (r#"{"type":"hello","client_id":""}"#, "VALIDATION_ERROR"),
+        (r#"{"type":"hello","client_id":"c1","max_in_flight":0}"#, "VALIDATION_ERROR"),
+        (r#"{"type":"hello","client_id":"c1","max_in_flight":-1}"#, "BAD_REQUEST"),
         (r#"{"type":"hello","client_id":"nobody_knows"}"#, "NOT_FOUND"),
         (r#"{"type":"hello","client_id":"c1","tools":[{"name":"weather.query"}]}"#, "CONFLICT"),
     ] {
@@ -128,6 +134,54 @@ async fn a_conversation_begins_with_hello() {
         assert_eq!(answer["error"]["code"], code, "{first}: {answer}");
         assert_eq!(client.next().await, None, "and that was all");
     }
+}
+
+#[tokio::test]
+async fn a_client_is_told_its_window() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("a.tool")])).await;
+    for (asked, given) in [(1, 1), (1_024, 1_024), (1_000_000, 1_024)] {
+        let mut client = Ws::open(&api).await.unwrap();
+        let hello = json!({ "type": "hello", "client_id": "c1", "max_in_flight": asked });
+        client.say(hello).await;
+        assert_eq!(client.hear_a("hello_ack").await["max_in_flight"], given);
+        client.hang_up().await;
+    }
+    for path in ["sse?client_id=c1&max_in_flight=0", "poll?client_id=c1&max=0"] {
+        let refused = api.get(&format!("/internal/ingress/{path}")).await;
+        let error = refused.refused(422, "VALIDATION_ERROR");
+        assert!(message(&error).contains("at least 1"), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn a_registration_has_one_limit_wherever_it_is_made() {
+    let server = Server::with(|config| config.limits.max_body_bytes = 10_000).await;
+    let api = server.api();
+    let tools =
+        json!([offer("a.tool"), offer_with("b.tool", json!({ "metadata": "x".repeat(10_000) }))]);
+    let body = json!({ "client_id": "c1", "tools": tools });
+    api.post("/internal/tools/register", body).await.refused(413, "PAYLOAD_TOO_LARGE");
+    let mut client = Ws::open(&api).await.unwrap();
+    client.say(json!({ "type": "hello", "client_id": "c1", "tools": tools })).await;
+    let answer = client.hear_a("error").await;
+    assert_eq!(answer["error"]["code"], "PAYLOAD_TOO_LARGE", "{answer}");
+    assert_eq!(client.next().await, None);
+}
+
+#[tokio::test]
+async fn a_websocket_is_one_of_the_connections_that_may_be_open() {
+    let server = Server::with(|config| config.limits.max_connections = 2).await;
+    let api = server.api();
+    let first = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
+    let second = Ws::offering(&api, "c2", json!([offer("a.tool")])).await;
+    let mut third = Box::pin(api.get("/livez"));
+    let answered = tokio::time::timeout(Duration::from_millis(500), &mut third).await;
+    assert!(answered.is_err(), "there is no place left: {answered:?}");
+    first.hang_up().await;
+    assert_eq!(soon("a place", third).await.status.as_u16(), 200);
+    drop(second);
 }
 
 #[tokio::test]
@@ -247,6 +301,49 @@ async fn an_acknowledgement_is_confirmed_to_who_asks() {
     let wrong = json!({ "type": "tool_ack", "tool_call_id": id, "attempt": 2, "confirm": true });
     client.say(wrong).await;
     assert_eq!(client.hear_a("error").await["error"]["code"], "CONFLICT");
+}
+
+/// Why the server closes the connection.
+async fn closed(client: &mut Ws) -> Option<(u16, String)> {
+    soon("the end", async {
+        loop {
+            match client.socket.next().await? {
+                Ok(Message::Close(frame)) => {
+                    return frame.map(|frame| (frame.code.into(), frame.reason.to_string()));
+                }
+                Ok(_) => {}
+                Err(error) => panic!("no goodbye: {error}"),
+            }
+        }
+    })
+    .await
+}
+
+#[tokio::test]
+async fn a_goodbye_is_answered() {
+    let server = Server::start().await;
+    let mut client = Ws::offering(&server.api(), "c1", json!([offer("a.tool")])).await;
+    let goodbye = CloseFrame { code: CloseCode::Normal, reason: "done".into() };
+    client.say_raw(Message::Close(Some(goodbye))).await;
+    assert_eq!(closed(&mut client).await.map(|(code, _)| code), Some(1000));
+}
+
+#[tokio::test]
+async fn a_client_that_breaks_the_protocol_is_told_how() {
+    let server = Server::start().await;
+    let api = server.api();
+    let text = OpCode::Data(Data::Text);
+    let frames = [
+        (Frame::message(vec![0xff, 0xfe], text, true), 1007, "UTF-8"),
+        (Frame::message(vec![b'x'], OpCode::Data(Data::Continue), true), 1002, "ontinu"),
+    ];
+    for (frame, code, says) in frames {
+        let mut client = Ws::offering(&api, "c1", json!([offer("a.tool")])).await;
+        client.say_raw(Message::Frame(frame)).await;
+        let (closed, why) = closed(&mut client).await.unwrap();
+        assert_eq!(closed, code, "{why}");
+        assert!(why.contains(says), "{why}");
+    }
 }
 
 #[tokio::test]

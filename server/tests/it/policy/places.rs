@@ -143,3 +143,26 @@ async fn the_servers_own_limit_makes_calls_wait_and_loses_none() {
         assert_eq!(call["result"]["result"], n * 2, "{call}");
     }
 }
+
+#[tokio::test]
+async fn who_has_ended_does_not_stand_in_line() {
+    let server = Server::start().await;
+    let api = server.api();
+    let policy = json!({ "policy": { "max_parallel": 1 } });
+    api.register("c1", json!([offer_with("a.tool", policy)])).await;
+    // Its client is away, so that it keeps the only place.
+    let first = api.invoke("a.tool", json!({})).await;
+    let mut waiting = Vec::new();
+    for _ in 0..10 {
+        waiting.push(api.invoke("a.tool", json!({})).await);
+    }
+    assert_eq!(server.engine.waiting_calls(), 10);
+    for id in &waiting[1..] {
+        api.post(&format!("/v1/tool_calls/{id}/cancel"), json!({})).await.is(200);
+    }
+    assert_eq!(server.engine.waiting_calls(), 1);
+    api.succeed(&first, json!(1)).await;
+    let next = api.poll("c1").await;
+    assert_eq!(next["tool_call_id"], json!(waiting[0]));
+    assert_eq!(server.engine.waiting_calls(), 0);
+}

@@ -2,8 +2,10 @@
 
 use std::collections::HashSet;
 
+use serde_json::json;
 use toolcrib::call::{Call, Hold, Status};
 use toolcrib::id::CallId;
+use toolcrib::json::Json;
 use toolcrib::store::{CallFilter, Store};
 
 use crate::support::{
@@ -197,6 +199,22 @@ pub async fn no_project_sees_anothers_calls(store: &dyn Store) {
     }
     for nobody in ["", "P", "p ", "%", "*"] {
         assert_eq!(ids_of(store, nobody).await, [], "{nobody:?}");
+    }
+}
+
+pub async fn what_is_beyond_enough_bytes_is_not_read(store: &dyn Store) {
+    let mut calls = vec![];
+    for n in 0..5 {
+        let args = Json::of_value(&json!({ "text": "x".repeat(989) }));
+        let fresh = Call { args, ..call_at(NOW + n) };
+        calls.push(put_with_status(store, &fresh, Status::Canceled).await);
+    }
+    assert_eq!(calls[0].args.text().len(), 1_000);
+    for (enough, count) in [(Some(1), 1), (Some(1_000), 1), (Some(2_001), 3), (None, 5)] {
+        let filter = CallFilter { enough_bytes: enough, ..of("p") };
+        let listed = store.calls(filter).await.unwrap();
+        let newest: Vec<&CallId> = calls.iter().rev().take(count).map(|call| &call.id).collect();
+        assert_eq!(listed.iter().map(|call| &call.id).collect::<Vec<_>>(), newest, "{enough:?}");
     }
 }
 

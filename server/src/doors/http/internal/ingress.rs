@@ -6,8 +6,13 @@ pub(super) mod sse;
 pub(super) mod ws;
 
 use serde::Serialize;
+use serde_json::json;
 use toolcrib::desk::{Message, Request};
+use toolcrib::fault::{Code, Error, Fault};
 use toolcrib::{CallId, Engine, Json};
+
+/// The most requests that one client can have in hand.
+const MAX_WINDOW: usize = 1_024;
 
 /// A request as a client sees it. The arguments are as they were given, byte for byte.
 #[derive(Serialize)]
@@ -85,7 +90,15 @@ fn text(body: &impl Serialize) -> String {
     serde_json::to_string(body).unwrap_or_default()
 }
 
-/// How many requests a client takes at once, within reason.
-fn window(asked: Option<usize>, usual: usize) -> usize {
-    asked.unwrap_or(usual).clamp(1, 1_024)
+/// How many requests a client takes at once. More than there can be is taken for the most there
+/// can be; none at all is nothing that somebody who asks for work can mean.
+fn window(field: &str, asked: Option<usize>, usual: usize) -> Result<usize, Error> {
+    match asked.unwrap_or(usual) {
+        0 => {
+            let message = format!("{field} must be at least 1");
+            let fault = Fault::new(Code::ValidationError, message).not_happened();
+            Err(fault.with_detail(json!({ "field": field })).into())
+        }
+        asked => Ok(asked.min(MAX_WINDOW)),
+    }
 }

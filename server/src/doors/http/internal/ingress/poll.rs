@@ -68,7 +68,7 @@ pub(in super::super) async fn poll(
         }
     };
     let engine = &door.engine;
-    let max = window(polling.max, 1);
+    let max = window("max", polling.max, 1)?;
     let connecting = Connecting {
         client_id: polling.client_id.clone(),
         window: max,

@@ -45,7 +45,7 @@ pub(in super::super) async fn sse(
 ) -> Result<impl IntoResponse, Refused> {
     let connecting = Connecting {
         client_id: listening.client_id,
-        window: window(listening.max_in_flight, door.settings.window),
+        window: window("max_in_flight", listening.max_in_flight, door.settings.window)?,
         memory: if listening.resume { Memory::Remembers } else { Memory::Forgets },
         line: Line::Open,
     };

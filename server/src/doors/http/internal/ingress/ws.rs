@@ -4,41 +4,53 @@
 //! commit does not hold up the connection; messages about the same call are handled in the order
 //! they came. A connection that shows no sign of life is closed.
 
+mod places;
+mod tap;
+
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::body::Bytes;
-use axum::extract::State;
-use axum::extract::ws::rejection::WebSocketUpgradeRejection;
-use axum::extract::ws::{
-    CloseFrame, Message as Frame, Utf8Bytes, WebSocket, WebSocketUpgrade, close_code,
-};
-use axum::http::HeaderMap;
+use axum::body::{Body, Bytes};
+use axum::extract::{Request, State};
 use axum::response::Response;
+use futures::{SinkExt, StreamExt};
+use hyper::upgrade::{OnUpgrade, Upgraded};
+use hyper_util::rt::TokioIo;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-use tokio::sync::{AcquireError, OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::sync::{AcquireError, mpsc};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
-use tokio_tungstenite::tungstenite;
+use tokio_tungstenite::WebSocketStream;
+use tokio_tungstenite::tungstenite::handshake::server::create_response_with_body;
+use tokio_tungstenite::tungstenite::protocol::frame::coding::CloseCode;
+use tokio_tungstenite::tungstenite::protocol::{CloseFrame, Role, WebSocketConfig};
+use tokio_tungstenite::tungstenite::{self, Message as Frame, Utf8Bytes};
 use toolcrib::desk::{Line, Memory, Session};
-use toolcrib::engine::Connecting;
+use toolcrib::engine::{Connecting, Report};
 use toolcrib::fault::{Code, Error, Fault};
 use toolcrib::{CallId, Caller, Engine};
 
-use super::super::super::Door;
 use super::super::super::answer::Refused;
 use super::super::super::question::{Who, mended, parse_checked};
 use super::super::super::wire::FaultBody;
+use super::super::super::{Door, Place};
 use super::super::register::{OfferBody, RegisterBody};
 use super::super::submit::{ProgressBody, SubmitBody};
 use super::{MessageBody, text, window};
 use crate::auth::Standing;
+use places::{Places, Taken};
+use tap::Tap;
 
 /// Messages of one client that are handled at a time; more are not read until these are done.
 const AT_ONCE: usize = 64;
+
+/// So many times the limit of a message is passed over of one that is larger.
+const PASSED_OVER: usize = 4;
+
+type Socket = WebSocketStream<Tap<TokioIo<Upgraded>>>;
 
 /// Messages that are about a call.
 const ABOUT_A_CALL: [&str; 3] = ["tool_ack", "tool_progress", "tool_result"];
@@ -70,18 +82,30 @@ struct Header {
 pub(in super::super) async fn ws(
     State(door): State<Door>,
     Who(caller): Who,
-    headers: HeaderMap,
-    upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
+    mut request: Request,
 ) -> Result<Response, Refused> {
     toolcrib_provider(&caller)?;
-    let upgrade = upgrade.map_err(|error| {
-        let message = format!("this is for WebSocket connections only: {}", error.body_text());
+    let refused = |why: String| {
+        let message = format!("this is for WebSocket connections only: {why}");
         Error::refused(Code::BadRequest, message)
-    })?;
-    let limit = door.max_report_bytes();
-    let upgrade = upgrade.max_message_size(limit).max_frame_size(limit);
-    let standing = Standing::new(&caller, &headers);
-    Ok(upgrade.on_upgrade(move |socket| converse(door, caller, standing, socket)))
+    };
+    let answer = create_response_with_body(&request, Body::empty)
+        .map_err(|error| refused(error.to_string()))?;
+    let upgrade = request.extensions_mut().remove::<OnUpgrade>();
+    let upgrade = upgrade.ok_or_else(|| refused("this connection cannot be one".to_owned()))?;
+    let place = request.extensions_mut().remove::<Place>();
+    let standing = Standing::new(&caller, request.headers());
+    tokio::spawn(async move {
+        let Ok(upgraded) = upgrade.await else { return };
+        let limit = door.max_report_bytes();
+        let limits = WebSocketConfig::default();
+        let limits = limits.max_message_size(Some(limit)).max_frame_size(Some(limit));
+        let tap = Tap::new(TokioIo::new(upgraded), limit);
+        let socket = Socket::from_raw_socket(tap, Role::Server, Some(limits)).await;
+        converse(door, caller, standing, socket).await;
+        drop(place);
+    });
+    Ok(answer)
 }
 
 fn toolcrib_provider(caller: &Caller) -> Result<(), Error> {
@@ -92,7 +116,7 @@ fn toolcrib_provider(caller: &Caller) -> Result<(), Error> {
     Err(Error::refused(Code::PermissionDenied, message))
 }
 
-async fn converse(door: Door, caller: Caller, standing: Standing, mut socket: WebSocket) {
+async fn converse(door: Door, caller: Caller, standing: Standing, mut socket: Socket) {
     let patience = Duration::from_millis(door.settings.dead_after_ms);
     let greeted = tokio::time::timeout(patience, greet(&door, &caller, &mut socket)).await;
     let (client_id, session) = match greeted {
@@ -121,23 +145,28 @@ async fn converse(door: Door, caller: Caller, standing: Standing, mut socket: We
 async fn greet(
     door: &Door,
     caller: &Caller,
-    socket: &mut WebSocket,
+    socket: &mut Socket,
 ) -> Result<(String, Session), Option<Error>> {
     let first = loop {
-        match socket.recv().await {
+        match socket.next().await {
             Some(Ok(Frame::Text(text))) => break text,
             Some(Ok(Frame::Ping(_) | Frame::Pong(_))) => {}
             _ => return Err(None),
         }
     };
-    let unreadable = |why: String| Some(Error::refused(Code::BadRequest, why));
-    let header: Header = serde_json::from_str(&first)
-        .map_err(|error| unreadable(format!("the message cannot be read: {error}")))?;
-    if header.kind != "hello" {
-        return Err(unreadable("the first message must be hello".to_owned()));
+    let limit = door.settings.max_body_bytes;
+    if first.len() > limit {
+        let message = format!("hello is over the limit of {limit} bytes");
+        return Err(Some(Error::refused(Code::PayloadTooLarge, message)));
     }
-    let hello: Hello = serde_json::from_str(&first)
-        .map_err(|error| unreadable(format!("hello cannot be read: {error}")))?;
+    let (header, said) = heard_as(first);
+    if header.map_err(Some)?.kind != "hello" {
+        let message = "the first message must be hello";
+        return Err(Some(Error::refused(Code::BadRequest, message)));
+    }
+    let hello: Hello = read(&said).map_err(Some)?;
+    let window = window("max_in_flight", hello.max_in_flight, door.settings.window);
+    let window = window.map_err(Some)?;
     if let Some(tools) = hello.tools {
         let body = RegisterBody::of(hello.client_id.clone(), tools);
         door.engine
@@ -147,7 +176,7 @@ async fn greet(
     }
     let connecting = Connecting {
         client_id: hello.client_id.clone(),
-        window: window(hello.max_in_flight, door.settings.window),
+        window,
         memory: if hello.resume { Memory::Remembers } else { Memory::Forgets },
         line: Line::Open,
     };
@@ -157,6 +186,7 @@ async fn greet(
         "client_id": hello.client_id,
         "heartbeat_ms": door.settings.heartbeat_ms,
         "dead_after_ms": door.settings.dead_after_ms,
+        "max_in_flight": window,
     });
     socket.send(frame(&answer)).await.map_err(|_| None)?;
     Ok((hello.client_id, session))
@@ -173,9 +203,9 @@ struct Conversation {
 }
 
 impl Conversation {
-    async fn run(self, mut socket: WebSocket, mut session: Session) {
+    async fn run(self, mut socket: Socket, mut session: Session) {
         let (answers, mut outbox) = mpsc::channel::<Value>(AT_ONCE);
-        let places = Arc::new(Semaphore::new(AT_ONCE));
+        let places = Places::new(AT_ONCE, self.max_message_bytes);
         let mut last_on_call: HashMap<CallId, JoinHandle<()>> = HashMap::new();
         let mut heartbeat = tokio::time::interval(self.heartbeat);
         let mut heard = Instant::now();
@@ -205,16 +235,21 @@ impl Conversation {
                     let frame = match frame {
                         Ok(frame) => frame,
                         Err(error) => {
-                            this.part(&mut socket, error).await;
+                            this.part(&mut socket, error, last_on_call).await;
                             break;
                         }
                     };
+                    let place = places.filled(place, frame.len());
                     heard = Instant::now();
                     let (header, said) = match frame {
                         Frame::Text(said) => heard_as(said),
                         Frame::Binary(_) => (Err(not_text()), Bytes::new()),
-                        Frame::Ping(_) | Frame::Pong(_) => continue,
-                        Frame::Close(_) => break,
+                        Frame::Ping(_) | Frame::Pong(_) | Frame::Frame(_) => continue,
+                        Frame::Close(_) => {
+                            // The goodbye is answered, so that the client knows it was heard.
+                            let _ = tokio::time::timeout(this.patience, socket.flush()).await;
+                            break;
+                        }
                     };
                     if !this.is_welcome(&mut socket).await { break }
                     let id = header.as_ref().ok().and_then(|header| header.id());
@@ -238,28 +273,72 @@ impl Conversation {
     }
 
     /// Whether the key that opened this connection still opens it; if not, the client is told.
-    async fn is_welcome(&self, socket: &mut WebSocket) -> bool {
+    async fn is_welcome(&self, socket: &mut Socket) -> bool {
         let Err(error) = self.standing.check(&self.engine) else { return true };
         let reason = error.to_string().chars().take(100).collect::<String>().into();
-        let frame = CloseFrame { code: close_code::POLICY, reason };
+        let frame = CloseFrame { code: CloseCode::Policy, reason };
         self.send(socket, Frame::Close(Some(frame))).await;
         false
     }
 
     /// Says why the connection ends, where that is because of what the client has sent.
-    async fn part(&self, socket: &mut WebSocket, error: axum::Error) {
-        let cause = error.into_inner().downcast::<tungstenite::Error>();
-        if !cause.is_ok_and(|cause| matches!(*cause, tungstenite::Error::Capacity(_))) {
-            return;
+    async fn part(
+        &self,
+        socket: &mut Socket,
+        error: tungstenite::Error,
+        under_way: HashMap<CallId, JoinHandle<()>>,
+    ) {
+        let (code, reason) = match error {
+            tungstenite::Error::Capacity(_) => {
+                if let Some(answer) = self.answer_too_large(socket.get_mut(), under_way).await {
+                    self.send(socket, frame(&answer)).await;
+                }
+                (CloseCode::Size, format!("a message may have {} bytes", self.max_message_bytes))
+            }
+            tungstenite::Error::Utf8(_) => (CloseCode::Invalid, "a text was not UTF-8".to_owned()),
+            tungstenite::Error::Protocol(error) => (CloseCode::Protocol, error.to_string()),
+            // Gone: there is nobody to tell.
+            _ => return,
+        };
+        tracing::warn!(client_id = self.client_id, "cut off: {reason}");
+        let reason = reason.chars().take(100).collect::<String>().into();
+        self.send(socket, Frame::Close(Some(CloseFrame { code, reason }))).await;
+    }
+
+    /// A result that is too large to be read is how its attempt went: given again, it would only
+    /// come back too large again. Answers with what to say, if it is known what it was about.
+    async fn answer_too_large(
+        &self,
+        tap: &mut Tap<TokioIo<Upgraded>>,
+        mut under_way: HashMap<CallId, JoinHandle<()>>,
+    ) -> Option<Value> {
+        let most = self.max_message_bytes.saturating_mul(PASSED_OVER);
+        let _ = tokio::time::timeout(self.patience, tap.pass_over(most)).await;
+        let about = tap.about();
+        let id: CallId = about
+            .tool_call_id
+            .filter(|_| about.kind.as_deref() == Some("tool_result"))?
+            .parse()
+            .ok()?;
+        if let Some(before) = under_way.remove(&id) {
+            let _ = before.await;
         }
-        let reason = format!("a message may have {} bytes", self.max_message_bytes);
-        tracing::warn!(client_id = self.client_id, "cut off: a message was too large; {reason}");
-        let frame = CloseFrame { code: close_code::SIZE, reason: reason.into() };
-        self.send(socket, Frame::Close(Some(frame))).await;
+        let limit = self.engine.limits().max_result_bytes;
+        let message = format!("the result is too large to be read, over the limit of {limit}");
+        let report = Report {
+            attempt: about.attempt,
+            client_id: Some(self.client_id.clone()),
+            result: Err(Fault::new(Code::PayloadTooLarge, message)),
+        };
+        Some(
+            self.reported(&id, report)
+                .await
+                .unwrap_or_else(|error| error_body(Some(id.as_str()), &error)),
+        )
     }
 
     /// A client that does not read is cut off; what it had not acknowledged goes to others.
-    async fn send(&self, socket: &mut WebSocket, frame: Frame) -> bool {
+    async fn send(&self, socket: &mut Socket, frame: Frame) -> bool {
         matches!(tokio::time::timeout(self.patience, socket.send(frame)).await, Ok(Ok(())))
     }
 
@@ -302,12 +381,16 @@ impl Conversation {
             "tool_result" => {
                 let body: SubmitBody = read(said)?;
                 let report = body.said_by(&self.client_id).report()?;
-                let call = self.engine.report(&self.caller, &id, report).await?;
-                let status = call.status.as_str();
-                Ok(Some(json!({ "type": "result_ack", "tool_call_id": id, "status": status })))
+                Ok(Some(self.reported(&id, report).await?))
             }
             _ => Ok(None),
         }
+    }
+
+    async fn reported(&self, id: &CallId, report: Report) -> Result<Value, Error> {
+        let call = self.engine.report(&self.caller, id, report).await?;
+        let status = call.status.as_str();
+        Ok(json!({ "type": "result_ack", "tool_call_id": id, "status": status }))
     }
 }
 
@@ -335,11 +418,11 @@ impl Header {
 /// The next frame, once there is a place to handle it at. While there is none, the connection goes
 /// on answering: it is the answers that have been sent that make places free.
 async fn next_frame(
-    places: &Arc<Semaphore>,
-    socket: &mut WebSocket,
-) -> (Result<OwnedSemaphorePermit, AcquireError>, Option<Result<Frame, axum::Error>>) {
-    let place = places.clone().acquire_owned().await;
-    (place, socket.recv().await)
+    places: &Places,
+    socket: &mut Socket,
+) -> (Result<Taken, AcquireError>, Option<Result<Frame, tungstenite::Error>>) {
+    let place = places.next().await;
+    (place, socket.next().await)
 }
 
 fn not_text() -> Error {
@@ -374,7 +457,7 @@ fn error_body(id: Option<&str>, error: &Error) -> Value {
 }
 
 fn stopping() -> CloseFrame {
-    CloseFrame { code: close_code::AWAY, reason: "the server is stopping".into() }
+    CloseFrame { code: CloseCode::Away, reason: "the server is stopping".into() }
 }
 
 fn frame(body: &impl Serialize) -> Frame {

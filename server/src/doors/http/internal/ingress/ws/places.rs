@@ -1,0 +1,69 @@
+//! How much of what one client says is handled at a time.
+
+use std::sync::Arc;
+
+use tokio::sync::{AcquireError, OwnedSemaphorePermit, Semaphore};
+
+/// Where messages of one client are handled: so many at a time, and not more bytes than one
+/// message may have beside the one that was read last.
+pub(super) struct Places {
+    number: Arc<Semaphore>,
+    bytes: Arc<Semaphore>,
+}
+
+/// A place, and the room that its message takes.
+pub(super) struct Taken {
+    _place: OwnedSemaphorePermit,
+    room: OwnedSemaphorePermit,
+}
+
+impl Places {
+    pub(super) fn new(number: usize, bytes: usize) -> Self {
+        let bytes = bytes.min(u32::MAX as usize);
+        Self { number: Arc::new(Semaphore::new(number)), bytes: Arc::new(Semaphore::new(bytes)) }
+    }
+
+    pub(super) async fn next(&self) -> Result<Taken, AcquireError> {
+        let place = self.number.clone().acquire_owned().await?;
+        Ok(Taken { _place: place, room: self.bytes.clone().acquire_owned().await? })
+    }
+
+    /// The same once it is known how large the message is. Where there is not so much room, all
+    /// that is left is taken, and nothing is read until some of it is free.
+    pub(super) fn filled(&self, mut taken: Taken, size: usize) -> Taken {
+        let more = size.saturating_sub(1).min(self.bytes.available_permits());
+        let more = u32::try_from(more).unwrap_or(u32::MAX);
+        if let Ok(more) = self.bytes.clone().try_acquire_many_owned(more) {
+            taken.room.merge(more);
+        }
+        taken
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use futures::FutureExt;
+
+    use super::*;
+
+    fn taken(places: &Places, size: usize) -> Option<Taken> {
+        places.next().now_or_never().map(|place| places.filled(place.unwrap(), size))
+    }
+
+    #[test]
+    fn neither_more_messages_nor_more_bytes_than_there_is_room_for() {
+        let places = Places::new(3, 100);
+        let small: Vec<Taken> = (0..3).filter_map(|_| taken(&places, 0)).collect();
+        assert_eq!((small.len(), taken(&places, 0).is_none()), (3, true), "three at a time");
+        drop(small);
+        let first = taken(&places, 60);
+        let second = taken(&places, 1_000);
+        assert!(first.is_some() && second.is_some(), "there was some room left");
+        assert!(taken(&places, 1).is_none(), "and now there is none");
+        drop(first);
+        let third = taken(&places, 60);
+        assert!(third.is_some() && taken(&places, 1).is_none());
+        drop((second, third));
+        assert_eq!(places.bytes.available_permits(), 100);
+    }
+}

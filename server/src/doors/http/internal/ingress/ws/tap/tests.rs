@@ -1,0 +1,96 @@
+use super::*;
+
+const LIMIT: usize = 100;
+
+/// A frame as a client sends it.
+fn frame(kind: u8, ends: bool, text: &[u8]) -> Vec<u8> {
+    let mask = [7, 200, 3, 99];
+    let mut bytes = vec![kind | if ends { 0x80 } else { 0 }];
+    match text.len() {
+        length @ 0..126 => bytes.push(0x80 | length as u8),
+        length @ 126..65_536 => {
+            bytes.push(0x80 | 126);
+            bytes.extend((length as u16).to_be_bytes());
+        }
+        length => {
+            bytes.push(0x80 | 127);
+            bytes.extend((length as u64).to_be_bytes());
+        }
+    }
+    bytes.extend(mask);
+    bytes.extend(text.iter().enumerate().map(|(at, byte)| byte ^ mask[at % 4]));
+    bytes
+}
+
+/// What is known of the first message that is too large, where the bytes come in such pieces.
+fn about(bytes: &[u8], piece: usize) -> Option<About> {
+    let mut watch = Watch { limit: LIMIT as u64, ..Watch::default() };
+    bytes.chunks(piece).for_each(|piece| watch.see(piece));
+    let last: Vec<u8> = watch.last.iter().copied().collect();
+    watch.too_large.map(|_| About::of(&watch.first, &last))
+}
+
+fn known(kind: &str, id: &str, attempt: Option<u32>) -> About {
+    let (kind, tool_call_id) = (Some(kind.to_owned()), Some(id.to_owned()));
+    About { kind, tool_call_id, attempt }
+}
+
+#[test]
+fn what_a_message_says_first_or_last_is_known() {
+    let text = "x, \\\"tool_call_id\\\": y".repeat(5_000);
+    let result = format!(r#"[{{"tool_call_id": "tc_nested", "type": "n"}}, "{text}"]"#);
+    let messages = [
+        format!(
+            r#"{{"type": "tool_result", "tool_call_id": "tc_1", "attempt": 2, "result": {result}}}"#
+        ),
+        format!(
+            r#"{{"attempt":2,"result":{result},"status":"SUCCEEDED","tool_call_id":"tc_1","type":"tool_result"}}"#
+        ),
+        format!(
+            r#"{{"result": {result}, "tool_call_id": "tc_1", "attempt": 2, "type": "tool_result"}}"#
+        ),
+    ];
+    for message in messages {
+        let whole = frame(1, true, message.as_bytes());
+        let (one, two) = message.as_bytes().split_at(90);
+        let parts = [
+            frame(1, true, b"{}"),
+            frame(1, false, one),
+            frame(9, true, b"ping"),
+            frame(0, false, &two[..70_000]),
+            frame(0, true, &two[70_000..]),
+            frame(1, true, br#"{"type": "another"}"#),
+        ]
+        .concat();
+        for piece in [1, 7, 4_096, 1 << 20] {
+            let expected = known("tool_result", "tc_1", Some(2));
+            assert_eq!(about(&whole, piece), Some(expected), "{piece}: {:.60}", message);
+            let expected = known("tool_result", "tc_1", Some(2));
+            assert_eq!(about(&parts, piece), Some(expected), "{piece}: {:.60}", message);
+        }
+    }
+}
+
+#[test]
+fn fields_of_a_result_are_not_those_of_its_message() {
+    let text = "x".repeat(5_000);
+    let message = format!(r#"{{"result": ["{text}", {{"a": 1, "tool_call_id": "tc_other"}}]}}"#);
+    let nothing = Some(About::default());
+    assert_eq!(about(&frame(1, true, message.as_bytes()), 1_000), nothing);
+    let message = format!(r#"{{"result": {{"tool_call_id": "tc_other", "text": "{text}"}}}}"#);
+    assert_eq!(about(&frame(1, true, message.as_bytes()), 1_000), nothing);
+}
+
+#[test]
+fn messages_within_the_limit_are_passed_over() {
+    let parts = [
+        frame(1, true, &[b'x'; LIMIT]),
+        frame(1, false, &[b'y'; LIMIT - 1]),
+        frame(10, true, &[b'z'; 125]),
+        frame(0, true, b"y"),
+        frame(2, true, b""),
+    ];
+    for piece in [1, 3, 1_000] {
+        assert_eq!(about(&parts.concat(), piece), None, "{piece}");
+    }
+}
