@@ -18,7 +18,7 @@ async def execute(nc, msg):
     try:
         command = {name: given.get(header) for name, header in IDS.items()} | json.loads(msg.data)
         if not all(str(command[name] or "").strip() for name in IDS): raise ValueError(f"needs {[*IDS]}")
-        ids = {name: command[name] for name in IDS} | {"turn_epoch": int(command["turn_epoch"])}
+        ids = {name: str(command[name]) for name in IDS} | {"turn_epoch": int(command["turn_epoch"])}
     except (TypeError, ValueError) as reason:  # nobody could be answered: it is kept for people
         letter = {"reason": "malformed", "message": str(reason), "subject": msg.subject,
                   "headers": given, "payload": msg.data.decode(errors="replace")}
@@ -33,7 +33,7 @@ async def execute(nc, msg):
         error = {"code": "internal_error", "message": repr(reason), "source": "tool"}
         status, result = "failed", {"error_code": "internal_error", "error_message": repr(reason)}
     call = "/".join([msg.subject, ids["agent_turn_id"], ids["tool_call_id"]])  # one call, one card
-    said = {"status": status, "after_execution": command.get("after_execution", "suspend")}
+    said = {"status": status, "after_execution": command.get("after_execution") or "suspend"}
     card = {"card_id": "py" + hashlib.sha256(call.encode()).hexdigest()[:30], "type": "tool.result",
             "content": {"__type__": "ToolResultContent", **said, "result": result, "error": error},
             "metadata": {name: ids[name] for name in ("agent_turn_id", "tool_call_id")}, "author_id": NAME}

@@ -226,12 +226,7 @@ impl Operation {
             Auth::ApiKey { .. } | Auth::Bearer { .. } | Auth::Basic { .. } => None,
         });
         for name in named.chain(keys) {
-            if reqwest::header::HeaderName::from_bytes(name.as_bytes()).is_err() {
-                return Err(format!("headers: \"{name}\" is not a header's name"));
-            }
-            if NOT_OURS.contains(&name.to_ascii_lowercase().as_str()) {
-                return Err(format!("headers: {name} cannot be set"));
-            }
+            check_header(name)?;
         }
         if let Some(BodyPlan { arg: Some(_), args, .. }) = &self.body
             && !args.is_empty()
@@ -246,6 +241,16 @@ impl Operation {
             return Err("response.pointer must be a JSON pointer such as /data".to_owned());
         }
         Ok(())
+    }
+}
+
+fn check_header(name: &str) -> Result<(), String> {
+    if reqwest::header::HeaderName::from_bytes(name.as_bytes()).is_err() {
+        return Err(format!("headers: \"{name}\" is not a header's name"));
+    }
+    match NOT_OURS.contains(&name.to_ascii_lowercase().as_str()) {
+        true => Err(format!("headers: {name} cannot be set")),
+        false => Ok(()),
     }
 }
 

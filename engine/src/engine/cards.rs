@@ -160,32 +160,44 @@ impl Inner {
         turn_id: &str,
         tool_call_id: &str,
     ) -> Result<Found, Error> {
-        let base = match tool_call_id.rsplit_once("-a") {
-            Some((base, n)) if n.parse::<u32>().is_ok() => base,
-            _ => tool_call_id,
-        };
-        let call = match base.parse::<CallId>() {
-            Ok(id) => self.call_of(project, &id).await?,
-            Err(_) => {
-                let utp = self.store.utp();
-                let own = utp.waiting_call(project, Some(turn_id), base).await;
-                let row = match own.map_err(unavailable)? {
-                    Some(row) => Some(row),
-                    None => utp.waiting_call(project, None, base).await.map_err(unavailable)?,
-                };
-                let id = row.and_then(|row| row.call_id).and_then(|id| id.parse().ok());
-                match id {
-                    Some(id) => self.call_of(project, &id).await?,
-                    None => None,
-                }
+        // An agent may have named its call as the alternates of another are named: what it is
+        // called itself goes before what it could be an alternate of.
+        let numbered = tool_call_id.rsplit_once("-a").filter(|(_, n)| n.parse::<u32>().is_ok());
+        let mut elsewhere = None;
+        for base in [Some(tool_call_id), numbered.map(|(base, _)| base)].into_iter().flatten() {
+            let Some(call) = self.named_in(project, turn_id, base).await? else { continue };
+            let route = Route::of(&call);
+            if route.tool_call_id != tool_call_id {
+                continue;
             }
-        };
-        let Some(call) = call else { return Ok(Found::Nothing) };
-        let route = Route::of(&call);
-        if route.tool_call_id != tool_call_id {
-            return Ok(Found::Nothing);
+            if route.turn_id == turn_id {
+                return Ok(Found::Call(call));
+            }
+            elsewhere = elsewhere.or(Some(call));
         }
-        Ok(if route.turn_id == turn_id { Found::Call(call) } else { Found::WrongTurn(call) })
+        Ok(elsewhere.map_or(Found::Nothing, Found::WrongTurn))
+    }
+
+    /// The call that has this id in a turn; where the turn has none, the newest that has it in any.
+    async fn named_in(
+        &self,
+        project: &str,
+        turn_id: &str,
+        id: &str,
+    ) -> Result<Option<Arc<Call>>, Error> {
+        if let Ok(id) = id.parse::<CallId>() {
+            return self.call_of(project, &id).await;
+        }
+        let utp = self.store.utp();
+        let own = utp.waiting_call(project, Some(turn_id), id).await;
+        let row = match own.map_err(unavailable)? {
+            Some(row) => Some(row),
+            None => utp.waiting_call(project, None, id).await.map_err(unavailable)?,
+        };
+        match row.and_then(|row| row.call_id).and_then(|id| id.parse().ok()) {
+            Some(id) => self.call_of(project, &id).await,
+            None => Ok(None),
+        }
     }
 
     /// A result says where it comes from exactly as its call does.

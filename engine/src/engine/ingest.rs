@@ -79,6 +79,8 @@ pub struct Unreadable {
     pub subject: String,
     pub headers: Map<String, Value>,
     pub payload: String,
+    /// Whoever sends it could not send all of it.
+    pub cut: bool,
 }
 
 /// How much a dead letter keeps of a payload, and of everything else.
@@ -215,7 +217,7 @@ impl Engine {
             subject,
             headers,
             payload,
-            cut: cut || fewer || shorter,
+            cut: what.cut || cut || fewer || shorter,
             created_ms: now_ms,
             redriven_ms: None,
             last_try: None,

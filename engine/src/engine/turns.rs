@@ -92,6 +92,7 @@ impl Engine {
         if wanted.depth >= MAX_DEPTH {
             return Err(invalid(format!("recursion_depth_exceeded: at most {}", MAX_DEPTH - 1)));
         }
+        check_lineage(&wanted)?;
         let turn_id = wanted.turn_id.unwrap_or_else(|| inner.minter.text("turn_", now_ms));
         let channel = wanted.channel.unwrap_or_else(|| DEFAULT_CHANNEL.to_owned());
         let words = [
@@ -104,7 +105,6 @@ impl Engine {
                 return Err(invalid(format!("{field} cannot be part of a NATS subject")));
             }
         }
-        check_lineage(&wanted.tracestate, &wanted.parent_step_id)?;
         let known = inner.store.utp().turn(&caller.project, &turn_id).await;
         let asked = wanted.traceparent.as_deref().and_then(trace::normal);
         let turn = match known.map_err(unavailable)? {
@@ -344,14 +344,16 @@ impl Engine {
     }
 }
 
-/// What comes from above goes on in headers, so it must be able to stand there.
-fn check_lineage(state: &Option<String>, parent_step_id: &Option<String>) -> Result<(), Error> {
-    if state.as_deref().is_some_and(|state| !trace::is_state(state)) {
+/// What comes from above goes on in headers and commands, so it must be able to stand there.
+fn check_lineage(wanted: &Lease) -> Result<(), Error> {
+    if wanted.tracestate.as_deref().is_some_and(|state| !trace::is_state(state)) {
         return Err(invalid("tracestate must be at most 512 printable ASCII characters"));
     }
-    match parent_step_id.as_deref().is_some_and(|id| !is_token(id)) {
-        true => Err(invalid("parent_step_id cannot be part of a NATS subject")),
-        false => Ok(()),
+    let ids =
+        [("parent_step_id", &wanted.parent_step_id), ("context_box_id", &wanted.context_box_id)];
+    match ids.iter().find(|(_, id)| id.as_deref().is_some_and(|id| !is_token(id))) {
+        Some((field, _)) => Err(invalid(format!("{field} cannot be part of a NATS subject"))),
+        None => Ok(()),
     }
 }
 

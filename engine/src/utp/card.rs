@@ -144,6 +144,7 @@ impl Card {
         }
         let kind = text("type")?.ok_or_else(|| refused("type is missing"))?;
         let ttl = fields.get("ttl_seconds").filter(|ttl| !ttl.is_null());
+        let wrong_ttl = || refused("ttl_seconds must be a whole number from 0");
         let card = Self {
             card_id,
             project: project.to_owned(),
@@ -153,7 +154,7 @@ impl Card {
             metadata: object("metadata")?,
             tool_calls: fields.get("tool_calls").filter(|calls| !calls.is_null()).cloned(),
             tool_call_id: text("tool_call_id")?,
-            ttl_seconds: ttl.and_then(Value::as_u64),
+            ttl_seconds: ttl.map(|ttl| ttl.as_u64().ok_or_else(wrong_ttl)).transpose()?,
             kind,
         };
         card.check()?;
@@ -190,6 +191,12 @@ impl Card {
         match name {
             "ToolCallContent" => self.check_call(),
             "ToolResultContent" => self.check_result(),
+            "TextContent" if self.content_text("text").is_none() => {
+                Err(refused("content.text must be a text"))
+            }
+            "FieldsSchemaContent" if !self.content.get("fields").is_some_and(Value::is_array) => {
+                Err(refused("content.fields must be a list"))
+            }
             _ => Ok(()),
         }
     }
@@ -197,6 +204,13 @@ impl Card {
     fn check_call(&self) -> Result<(), Fault> {
         if self.content_text("tool_name").is_none_or(|name| name.trim().is_empty()) {
             return Err(refused("content.tool_name must be a text"));
+        }
+        if self.content_text("status").is_none() {
+            return Err(refused("content.status must be a text"));
+        }
+        let target = self.content.get("target_subject").filter(|target| !target.is_null());
+        if target.is_some_and(|target| !target.is_string()) {
+            return Err(refused("content.target_subject must be a text"));
         }
         match self.content.get("arguments") {
             Some(Value::Object(_)) => Ok(()),

@@ -102,7 +102,8 @@ async fn take(engine: &Engine, written: &WrittenReport) -> Result<Ingested, Erro
         let (kind, reason) = ("report", "malformed".to_owned());
         let payload = written.payload.clone();
         let error = Error::refused(Code::BadRequest, message.clone());
-        let letter = Unreadable { kind, reason, message, subject, headers, payload };
+        let cut = false;
+        let letter = Unreadable { kind, reason, message, subject, headers, payload, cut };
         engine.bury(&caller.project, letter).await?;
         return Err(error);
     }

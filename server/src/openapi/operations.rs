@@ -157,7 +157,12 @@ fn free_name(name: &str, place: Place, arguments: &Arguments) -> String {
         Place::Header => "header",
         Place::Cookie => "cookie",
     };
-    format!("{place}_{name}")
+    let mut free = format!("{place}_{name}");
+    // A document may have a parameter of that name, too.
+    while arguments.properties.contains_key(&free) {
+        free.push('_');
+    }
+    free
 }
 
 /// A parameter's own words, where its schema has none.

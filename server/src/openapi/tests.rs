@@ -250,3 +250,27 @@ fn an_id_that_two_operations_have_is_the_firsts() {
     assert_eq!(named, expected);
     assert!(import.skipped.is_empty());
 }
+
+#[test]
+fn parameters_of_one_name_are_arguments_of_their_own() {
+    let parameter = |name: &str, place: &str| json!({ "name": name, "in": place, "required": place == "path", "schema": {} });
+    let document = json!({
+        "openapi": "3.1.0", "info": { "title": "t", "version": "1" },
+        "servers": [{ "url": "https://api.example.com" }],
+        "paths": { "/a/{id}": { "get": { "operationId": "a", "parameters": [
+            parameter("query_id", "query"), parameter("id", "path"),
+            parameter("id", "query"), parameter("id", "header"),
+        ] } } },
+    });
+    let import = import(&document, "p", &Wanted::default(), 1_000).unwrap();
+    let (definition, options) = tool(&import, "a");
+    let names: Vec<String> = definition.input_schema.value()["properties"]
+        .as_object()
+        .unwrap()
+        .keys()
+        .cloned()
+        .collect();
+    assert_eq!(names, ["header_id", "id", "query_id", "query_id_"]);
+    let second = &options["http"]["parameters"][2];
+    assert_eq!((&second["name"], &second["arg"]), (&json!("id"), &json!("query_id_")));
+}

@@ -4,9 +4,9 @@ use reqwest::Url;
 use serde_json::{Map, Value};
 use toolcrib::fault::Fault;
 
-use super::request::{Environment, into_query};
+use super::request::{Environment, into_query, refuse_dots};
 use super::secrets::Secrets;
-use super::{Mapping, Request, bad, encoded};
+use super::{Mapping, Request, bad, check_header, encoded};
 
 /// The variable with the key, unless a definition names another.
 const KEY: &str = "JINA_API_KEY";
@@ -73,6 +73,11 @@ impl<'a> Options<'a> {
 /// What can be seen to be wrong before anything is called.
 pub(super) fn check(options: &Value) -> Result<(), String> {
     let read = Options::of(options)?;
+    for table in [read.openapi, read.jina] {
+        for (name, _) in table["headers"].as_object().into_iter().flatten() {
+            check_header(name).map_err(|why| format!("options.jina.{why}"))?;
+        }
+    }
     match read.text("mode") {
         Some(mode) if named(mode).is_none() => {
             Err(format!("options.jina.mode must be search or reader, not \"{mode}\""))
@@ -131,6 +136,7 @@ pub fn request(
     };
     let mut url = base;
     let joined = format!("{}/{}", url.path().trim_end_matches('/'), path.trim_start_matches('/'));
+    refuse_dots(&joined)?;
     url.set_path(&joined);
     let method = method(options);
     let mut body = None;

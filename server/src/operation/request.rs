@@ -182,7 +182,7 @@ impl Operation {
 }
 
 /// A path that goes up would be another operation than the definition's.
-fn refuse_dots(url: &str) -> Result<(), Fault> {
+pub(super) fn refuse_dots(url: &str) -> Result<(), Fault> {
     let is_dots = |part: &str| {
         let part = part.to_ascii_lowercase().replace("%2e", ".");
         part == "." || part == ".."

@@ -31,16 +31,19 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
+use async_nats::Subscriber;
 use async_nats::jetstream::consumer::{AckPolicy, DeliverPolicy, PullConsumer, pull};
 use async_nats::jetstream::{AckKind, Message};
 use futures::future::BoxFuture;
 use futures::{FutureExt, StreamExt};
 use parking_lot::Mutex;
-use serde_json::{Value, json};
+use serde_json::Value;
+use sha2::{Digest, Sha256};
 use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use toolcrib::fault::{Code, Fault};
+use toolcrib::tool::hex;
 use toolcrib::utp::ToolStatus;
 use toolcrib::utp::card::{error_of, mirrored};
 
@@ -57,6 +60,8 @@ const ACK_WAIT: Duration = Duration::from_secs(30);
 const GIVE_AGAIN: Duration = Duration::from_secs(2);
 /// A tool that is faster than this is not said to have begun.
 const SAY_AFTER: Duration = Duration::from_millis(20);
+/// Most commands that are fetched before there is a place for them.
+const FETCHED: usize = 256;
 /// Commands that are executed at once, unless said.
 const AT_ONCE: usize = 64;
 
@@ -180,7 +185,7 @@ impl Host {
         self
     }
 
-    /// Serves the commands for a target, until told to stop; what runs then is finished.
+    /// Serves the commands for a target, until told to stop; what it was given then is finished.
     pub async fn serve(self, target: &str, stop: impl Future<Output = ()>) -> anyhow::Result<()> {
         if !toolcrib::utp::is_token(target) {
             anyhow::bail!("\"{target}\" cannot be part of a NATS subject");
@@ -199,19 +204,22 @@ impl Host {
         // Whoever drops this future wants nothing of it to go on.
         let _dropped = serving.dropped.clone().drop_guard();
         let (places, tasks) = (Arc::new(Semaphore::new(self.at_once)), TaskTracker::new());
-        let mut stop = std::pin::pin!(stop);
-        loop {
-            let taking = take(&self.link, target, self.ack_wait, &serving, &places, &tasks);
-            tokio::select! {
-                ended = taking => {
-                    if let Err(error) = ended {
-                        tracing::warn!(%error, "commands cannot be taken; will be tried again");
-                    }
-                    tokio::time::sleep(Duration::from_millis(200)).await;
+        let stopping = CancellationToken::new();
+        let taking = async {
+            while !stopping.is_cancelled() {
+                let taken = take(&self.link, target, &serving, &places, &tasks, &stopping).await;
+                if let Err(error) = taken {
+                    tracing::warn!(%error, "commands cannot be taken; will be tried again");
                 }
-                () = &mut stop => break,
+                let pause = tokio::time::sleep(Duration::from_millis(200));
+                stopping.run_until_cancelled(pause).await;
             }
-        }
+        };
+        let stop = async {
+            stop.await;
+            stopping.cancel();
+        };
+        tokio::join!(taking, stop);
         tasks.close();
         tasks.wait().await;
         let _ = self.link.client().flush().await;
@@ -219,42 +227,60 @@ impl Host {
     }
 }
 
-/// Takes commands until the connection breaks.
-async fn take(
+/// The commands for a target, and the cards that are sent before them.
+async fn open(
     link: &Link,
     target: &str,
-    ack_wait: Duration,
-    serving: &Arc<Serving>,
-    places: &Arc<Semaphore>,
-    tasks: &TaskTracker,
-) -> anyhow::Result<()> {
+    serving: &Serving,
+) -> anyhow::Result<(pull::Stream, Subscriber)> {
     link.up().await;
     link.ensure_streams().await?;
     let safe: String =
         target.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
-    let name = format!("tool_{safe}_cmd_{}", link.version());
+    let mut name = format!("tool_{safe}_cmd_{}", link.version());
     let stream = link.jetstream().get_stream(link.command_stream()).await?;
-    let config = pull::Config {
-        durable_name: Some(name.clone()),
+    let ours = format!("cg.{}.*.*.cmd.tool.{target}.", link.version());
+    let config = |name: &str| pull::Config {
+        durable_name: Some(name.to_owned()),
         deliver_policy: DeliverPolicy::All,
         ack_policy: AckPolicy::Explicit,
-        ack_wait,
+        ack_wait: serving.ack_wait,
         // Whoever is away comes back; what is of no use becomes a dead letter.
         max_deliver: -1,
-        filter_subject: format!("cg.{}.*.*.cmd.tool.{target}.>", link.version()),
+        filter_subject: format!("{ours}>"),
         max_ack_pending: 10_000,
         ..pull::Config::default()
     };
-    let consumer: PullConsumer = stream.get_or_create_consumer(&name, config).await?;
-    let mut commands = consumer
+    let mut consumer: PullConsumer = stream.get_or_create_consumer(&name, config(&name)).await?;
+    if !consumer.cached_info().config.filter_subject.starts_with(&ours) {
+        // Another target is written the same in the letters that a consumer's name may have.
+        name = format!("{name}_{}", &hex(&Sha256::digest(target.as_bytes()))[..8]);
+        consumer = stream.get_or_create_consumer(&name, config(&name)).await?;
+    }
+    let commands = consumer
         .stream()
-        .max_messages_per_batch(256)
+        .max_messages_per_batch(FETCHED)
         .expires(Duration::from_secs(20))
         .heartbeat(Duration::from_secs(5))
         .messages()
         .await?;
-    let mut cards = link.client().subscribe(serving.ahead.inbox.clone()).await?;
-    loop {
+    Ok((commands, link.client().subscribe(serving.ahead.inbox.clone()).await?))
+}
+
+/// Takes commands until the connection breaks, or it is told to stop.
+async fn take(
+    link: &Link,
+    target: &str,
+    serving: &Arc<Serving>,
+    places: &Arc<Semaphore>,
+    tasks: &TaskTracker,
+    stopping: &CancellationToken,
+) -> anyhow::Result<()> {
+    let opened = stopping.run_until_cancelled(open(link, target, serving)).await;
+    let Some(opened) = opened else { return Ok(()) };
+    let (mut commands, mut cards) = opened?;
+    let mut ended = Ok(());
+    while !stopping.is_cancelled() {
         // Cards first: what was sent before a command is there when the command is looked at.
         let message = tokio::select! {
             biased;
@@ -263,9 +289,15 @@ async fn take(
                 continue;
             }
             message = commands.next() => message,
+            () = stopping.cancelled() => break,
         };
-        let Some(message) = message else { return Ok(()) };
-        let message = message?;
+        let message = match message {
+            Some(Ok(message)) => message,
+            over => {
+                ended = over.transpose().map(drop);
+                break;
+            }
+        };
         let waiting = places.clone().acquire_owned();
         let mut waiting = std::pin::pin!(waiting);
         let place = loop {
@@ -275,15 +307,16 @@ async fn take(
                 Some(sent) = cards.next() => serving.ahead.keep(&sent),
             }
         };
-        let serving = serving.clone();
-        tasks.spawn(async move {
-            tokio::select! {
-                () = serving.handle(message) => {}
-                () = serving.dropped.cancelled() => {}
-            }
-            drop(place);
-        });
+        tasks.spawn(serving.clone().unless_dropped(message, async { place }));
     }
+    // What this process was given it also begins: given to another, it would look as if it had been
+    // begun here, and what must not happen twice would fail.
+    for _ in 0..FETCHED {
+        let Some(Some(Ok(message))) = commands.next().now_or_never() else { break };
+        let place = places.clone().acquire_owned();
+        tasks.spawn(serving.clone().unless_dropped(message, place));
+    }
+    Ok(ended?)
 }
 
 struct Serving {
@@ -300,26 +333,36 @@ struct Serving {
 }
 
 impl Serving {
-    async fn handle(&self, message: Message) {
+    /// Handles a command once there is a place for it.
+    async fn unless_dropped<T>(self: Arc<Self>, message: Message, place: impl Future<Output = T>) {
+        let handling = async {
+            let place = self.alive(&message, place).await;
+            self.handle(&message).await;
+            drop(place);
+        };
+        self.dropped.run_until_cancelled(handling).await;
+    }
+
+    async fn handle(&self, message: &Message) {
         let deliveries = message.info().map_or(1, |info| info.delivered);
-        let command = match Command::read(&message) {
+        let command = match Command::read(message) {
             Ok(command) => command,
-            Err(why) => return self.bury(&message, &why).await,
+            Err(why) => return self.bury(message, &why).await,
         };
         if !self.running.lock().insert(command.anchor()) {
             return;
         }
         let working = self.work(&command, deliveries);
-        let told = self.alive(&message, working).await;
+        let told = self.alive(message, working).await;
         self.running.lock().remove(&command.anchor());
         match told {
-            Told::Taken => finish(&message, AckKind::Ack).await,
+            Told::Taken => finish(message, AckKind::Ack).await,
             // It is written down over there, and coming again would change nothing.
             Told::Refused(why) => {
                 tracing::warn!(call = command.tool_call_id, why, "the report was refused");
-                finish(&message, AckKind::Ack).await;
+                finish(message, AckKind::Ack).await;
             }
-            Told::Nobody => finish(&message, AckKind::Nak(Some(GIVE_AGAIN))).await,
+            Told::Nobody => finish(message, AckKind::Nak(Some(GIVE_AGAIN))).await,
         }
     }
 
@@ -401,7 +444,9 @@ impl Serving {
             let message = format!("there is no tool \"{tool_name}\" here");
             return Answer::failed(Fault::new(Code::NotFound, message).not_happened());
         };
-        let running = run(command.job(tool_name, args));
+        let job = command.job(tool_name, args);
+        // Also what it does before there is anything to wait for.
+        let running = async move { run(job).await };
         match std::panic::AssertUnwindSafe(running).catch_unwind().await {
             Ok(answer) => answer,
             Err(_) => Answer::failed(Fault::runtime(format!("{tool_name} panicked"))),
@@ -410,16 +455,17 @@ impl Serving {
 
     async fn bury(&self, message: &Message, why: &str) {
         let subject = message.subject.as_str();
-        let headers = super::wire::header_map(message.headers.as_ref());
-        let payload = String::from_utf8_lossy(&message.payload);
-        let letter = json!({
-            "reason": "malformed", "message": why, "subject": subject, "headers": headers,
-            "payload": payload,
-        });
-        tracing::warn!(subject, why, "a command became a dead letter");
-        let kind = match self.crib.bury(subject, letter).await {
-            true => AckKind::Term,
-            false => AckKind::Nak(Some(GIVE_AGAIN)),
+        let kind = match self.crib.bury(message, why).await {
+            Told::Taken => {
+                tracing::warn!(subject, why, "a command became a dead letter");
+                AckKind::Term
+            }
+            // Nobody keeps it, and coming again would change nothing.
+            Told::Refused(refused) => {
+                tracing::error!(subject, why, refused, "a command was thrown away");
+                AckKind::Term
+            }
+            Told::Nobody => AckKind::Nak(Some(GIVE_AGAIN)),
         };
         finish(message, kind).await;
     }

@@ -39,6 +39,7 @@ pub async fn take(
             subject: incoming.subject.to_owned(),
             headers: incoming.headers.map(),
             payload: String::from_utf8_lossy(incoming.body).into_owned(),
+            cut: false,
         };
         engine.bury(&caller.project, letter).await?;
     }

@@ -84,6 +84,11 @@ impl DispatchBody {
     }
 }
 
+/// Why a turn ends, as much of it as is kept and published.
+pub fn reason(given: &str) -> String {
+    given.chars().take(500).collect()
+}
+
 /// A turn as it is shown.
 pub fn turn_body(turn: &Turn, calls: &[Waiting]) -> Value {
     let shown: Vec<Value> = calls

@@ -62,17 +62,40 @@ impl Engine {
         asked: Dispatch,
     ) -> Result<Dispatched, Error> {
         check(&asked)?;
-        let inner = &self.inner;
-        let now = self.turn(caller, agent_id, turn_id).await?;
-        let repeated = now.status == TurnStatus::Suspended
-            && now.epoch == asked.epoch
-            && now.step_id.is_some()
-            && now.step_id == asked.step_id;
-        if repeated {
-            let calls = self.step_calls(&now).await?;
-            self.refuse_other(&now, &calls, &asked.calls).await?;
-            return Ok(Dispatched { turn: now, calls });
+        let turn = self.turn(caller, agent_id, turn_id).await?;
+        if let Some(known) = self.dispatched(turn, &asked).await? {
+            return Ok(known);
         }
+        let error = match self.dispatch_new(caller, agent_id, turn_id, &asked).await {
+            Err(error) if error.code() == Code::Conflict => error,
+            other => return other,
+        };
+        // The same request may have come twice at once: then these are its calls.
+        let turn = self.turn(caller, agent_id, turn_id).await?;
+        self.dispatched(turn, &asked).await?.ok_or(error)
+    }
+
+    /// The step as it was sent out already; none when it was not.
+    async fn dispatched(&self, turn: Turn, asked: &Dispatch) -> Result<Option<Dispatched>, Error> {
+        let runs_on = turn.status == TurnStatus::Running && !asked.suspend;
+        let stands = runs_on || turn.status == TurnStatus::Suspended;
+        let same = turn.epoch == asked.epoch && turn.step_id == asked.step_id;
+        if !stands || !same || asked.step_id.is_none() {
+            return Ok(None);
+        }
+        let calls = self.step_calls(&turn).await?;
+        self.refuse_other(&turn, &calls, &asked.calls).await?;
+        Ok(Some(Dispatched { turn, calls }))
+    }
+
+    async fn dispatch_new(
+        &self,
+        caller: &Caller,
+        agent_id: &str,
+        turn_id: &str,
+        asked: &Dispatch,
+    ) -> Result<Dispatched, Error> {
+        let inner = &self.inner;
         let turn = self.running(caller, agent_id, turn_id, asked.epoch).await?;
         let now_ms = inner.clock.now_ms();
         let mint = || inner.minter.text("step_", now_ms);
@@ -96,21 +119,16 @@ impl Engine {
             change.waiting.push(waiting);
         }
         let calls = change.waiting.clone();
-        let mut turn = next(turn);
-        turn.step_id = Some(step_id);
-        turn.resume_deadline_ms = Some(deadline_ms);
-        if asked.suspend {
-            turn.status = TurnStatus::Suspended;
-        }
-        let new_card_ids = calls.iter().filter_map(call_card).collect();
-        let step = Some(Step { phase: "executing", new_card_ids });
-        let news = News { waiting: open_calls(&calls), step, task: None };
-        let turn = match inner.save_turn(turn, change, news).await {
+        let step = Turn {
+            step_id: Some(step_id),
+            resume_deadline_ms: Some(deadline_ms),
+            status: if asked.suspend { TurnStatus::Suspended } else { turn.status },
+            ..turn.clone()
+        };
+        let turn = match self.store_step(caller, &turn, step, change).await {
             Ok(turn) => turn,
             Err(error) => {
-                for call in &calls {
-                    self.cancel_quietly(caller, call, "its step was not dispatched").await;
-                }
+                self.take_back(caller, &calls).await;
                 return Err(error);
             }
         };
@@ -118,6 +136,49 @@ impl Engine {
         inner.announce_inbox(&turn.project, agent_id, true);
         let calls = self.step_calls(&turn).await?;
         Ok(Dispatched { turn, calls })
+    }
+
+    /// Stores a step whose calls are out. A lease that was renewed meanwhile does not stand in its
+    /// way.
+    async fn store_step(
+        &self,
+        caller: &Caller,
+        before: &Turn,
+        mut step: Turn,
+        change: TurnChange,
+    ) -> Result<Turn, Error> {
+        let new_card_ids: Vec<String> = change.waiting.iter().filter_map(call_card).collect();
+        for _ in 0..8 {
+            let news = News {
+                waiting: open_calls(&change.waiting),
+                step: Some(Step { phase: "executing", new_card_ids: new_card_ids.clone() }),
+                task: None,
+            };
+            let saved = self.inner.save_turn(next(step.clone()), change.clone(), news).await;
+            let error = match saved {
+                Err(error) if error.code() == Code::Conflict => error,
+                other => return other,
+            };
+            let now = self.turn(caller, &step.agent_id, &step.turn_id).await?;
+            let stands = |turn: &Turn| (turn.epoch, turn.status, turn.step_id.clone());
+            if stands(&now) != stands(before) {
+                return Err(error);
+            }
+            (step.version, step.lease_until_ms) = (now.version, now.lease_until_ms);
+        }
+        Err(Error::later(Code::Overloaded, "the turn changes too fast; try again", 100))
+    }
+
+    /// The calls of a step that there is not are canceled; those that are another step's are not.
+    async fn take_back(&self, caller: &Caller, calls: &[Waiting]) {
+        for call in calls {
+            let (turn, id) = (Some(call.turn_id.as_str()), &call.tool_call_id);
+            let known = self.inner.store.utp().waiting_call(&call.project, turn, id).await;
+            let stays = |known: Waiting| known.call_id == call.call_id;
+            if !known.ok().flatten().is_some_and(stays) {
+                self.cancel_quietly(caller, call, "its step was not dispatched").await;
+            }
+        }
     }
 
     /// A call may have ended before its step was stored.
@@ -343,7 +404,11 @@ impl Inner {
     /// What the roster and the protocol refuse before the engine is asked.
     fn refuse_call(&self, agent: &Caller, call: &StepCall, inbox_open: bool) -> Option<Fault> {
         let tool = &call.tool_name;
-        let allowed = self.member(&agent.project, &agent.agent)?.allowed_tools;
+        let Some(member) = self.member(&agent.project, &agent.agent) else {
+            let message = format!("agent \"{}\" is not on the roster any more", agent.agent);
+            return Some(Fault::new(Code::PermissionDenied, message).not_happened());
+        };
+        let allowed = member.allowed_tools;
         if allowed.is_some_and(|list| !list.iter().any(|pattern| matches(pattern, tool))) {
             let message = format!("{tool} is not among the agent's allowed tools");
             return Some(Fault::new(Code::PermissionDenied, message).not_happened());

@@ -58,7 +58,8 @@ impl<T: DeserializeOwned> FromRequest<Door> for ResultBody<T> {
     type Rejection = Refused;
 
     async fn from_request(request: Request, door: &Door) -> Result<Self, Refused> {
-        let bytes = read(request, door.max_result_body_bytes()).await?;
+        let (limit, most) = (door.max_result_body_bytes(), door.max_report_bytes());
+        let bytes = read_through(request, limit, most).await?;
         Ok(Self(parse(&bytes)?))
     }
 }
@@ -99,19 +100,33 @@ fn unreadable(error: NotJson) -> Error {
 
 /// The whole body, or 413 before more than the limit was kept.
 pub(super) async fn read(request: Request, limit: usize) -> Result<Bytes, Refused> {
-    let too_large = || {
-        Error::refused(
-            Code::PayloadTooLarge,
-            format!("the body is over the limit of {limit} bytes"),
-        )
-    };
-    let length = request.headers().get(axum::http::header::CONTENT_LENGTH);
-    let length = length.and_then(|value| value.to_str().ok()?.parse::<usize>().ok());
-    if length.is_some_and(|length| length > limit) {
-        return Err(too_large().into());
-    }
-    let mut chunks = request.into_body().into_data_stream();
-    let mut body = Vec::with_capacity(length.unwrap_or(0));
+    read_through(request, limit, limit).await
+}
+
+/// The same, where the rest of what is over the limit is let go by as [`beginning`] does.
+async fn read_through(request: Request, limit: usize, most: usize) -> Result<Bytes, Refused> {
+    let known = announced(&request).is_some_and(|length| length > most);
+    let body = if known { None } else { Some(beginning(request, limit, most).await?) };
+    body.filter(|body| body.len() <= limit).ok_or_else(|| {
+        let message = format!("the body is over the limit of {limit} bytes");
+        Error::refused(Code::PayloadTooLarge, message).into()
+    })
+}
+
+/// How long the body is to be, where that is said.
+fn announced(request: &Request) -> Option<usize> {
+    request.headers().get(axum::http::header::CONTENT_LENGTH)?.to_str().ok()?.parse().ok()
+}
+
+/// The whole body, or where it is over the limit its beginning, which is then longer than that. The
+/// rest is let go by, up to so many bytes in all: whoever is still sending does not hear an answer.
+pub(super) async fn beginning(
+    request: Request,
+    limit: usize,
+    most: usize,
+) -> Result<Bytes, Refused> {
+    let mut body = Vec::with_capacity(announced(&request).unwrap_or(0).min(limit));
+    let (mut chunks, mut came) = (request.into_body().into_data_stream(), 0);
     let until = tokio::time::Instant::now() + BODY_PATIENCE;
     let slow = |_| {
         let seconds = BODY_PATIENCE.as_secs();
@@ -120,10 +135,13 @@ pub(super) async fn read(request: Request, limit: usize) -> Result<Bytes, Refuse
     while let Some(chunk) = tokio::time::timeout_at(until, chunks.next()).await.map_err(slow)? {
         let chunk =
             chunk.map_err(|_| Error::refused(Code::BadRequest, "the body ended before its end"))?;
-        if body.len() + chunk.len() > limit {
-            return Err(too_large().into());
+        came += chunk.len();
+        if body.len() <= limit {
+            body.extend_from_slice(&chunk);
         }
-        body.extend_from_slice(&chunk);
+        if came > most {
+            break;
+        }
     }
     Ok(body.into())
 }

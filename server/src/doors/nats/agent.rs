@@ -8,7 +8,7 @@ use toolcrib::utp::trace;
 use toolcrib::{Caller, Engine};
 
 use super::{body, unknown};
-use crate::utp::turn::{DispatchBody, LeaseBody, turn_body};
+use crate::utp::turn::{self, DispatchBody, LeaseBody, turn_body};
 use crate::utp::wire;
 
 /// A wait over request and reply is shorter than the usual patience of a NATS client.
@@ -43,7 +43,7 @@ pub(super) async fn answer(
     let headers = wire::header_map(request.headers.as_ref());
     let header = |name: &str| headers.get(name).and_then(Value::as_str).map(str::to_owned);
     let turn_id = given["agent_turn_id"].as_str().unwrap_or_default().to_owned();
-    let reason = given["reason"].as_str().map(|text| text.chars().take(500).collect::<String>());
+    let reason = given["reason"].as_str().map(turn::reason);
     let wait_ms = number(&given, "wait_ms")?.unwrap_or(0).min(MAX_WAIT_MS);
     let epoch = || {
         let missing = || Error::refused(Code::ValidationError, "turn_epoch is missing");

@@ -172,6 +172,7 @@ impl Outbox {
             headers: letter.headers.iter().map(text).collect(),
             payload: letter.payload.to_string(),
             subject: subject.clone(),
+            cut: false,
         };
         self.engine.bury(parts.project, dead).await?;
         Ok(())

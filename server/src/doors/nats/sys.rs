@@ -183,6 +183,7 @@ async fn bury(engine: &Engine, caller: &Caller, body: &Value) -> Result<Value, E
         subject: text("subject"),
         headers: body["headers"].as_object().cloned().unwrap_or_default(),
         payload: text("payload"),
+        cut: body["cut"] == json!(true),
     };
     let letter = engine.bury(&caller.project, letter).await?;
     Ok(json!({ "ok": true, "dead_letter_id": letter.id }))

@@ -76,7 +76,7 @@ impl Command {
         let in_header = || header(wire::DEADLINE)?.parse().ok();
         let tool_call_id = needed("tool_call_id", "cg-tool-call-id")?;
         // A trace that cannot be read is no reason to leave a command without an answer.
-        let traced = header("traceparent").filter(|text| trace::parse(text).is_some());
+        let traced = header("traceparent").and_then(|text| trace::normal(&text));
         Ok(Self {
             project: parts.project.to_owned(),
             channel: parts.channel.to_owned(),

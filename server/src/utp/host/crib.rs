@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use async_nats::jetstream::Message;
 use async_nats::{HeaderMap, Request};
 use axum::body::Bytes;
 use serde::Serialize;
@@ -303,15 +304,36 @@ impl Crib {
         })
     }
 
-    /// Whether a dead letter was taken.
-    pub(super) async fn bury(&self, subject: &str, letter: Value) -> bool {
-        let parts = toolcrib::utp::subject::parse(subject);
-        let Some(parts) = parts else { return true };
+    /// Gives a command to the dead letters that can be neither executed nor answered.
+    pub(super) async fn bury(&self, message: &Message, why: &str) -> Told {
+        let Some(parts) = toolcrib::utp::subject::parse(&message.subject) else {
+            return Told::Refused("its subject is not one of ours".to_owned());
+        };
+        let mut letter = json!({
+            "reason": "malformed",
+            "message": why,
+            "subject": message.subject.as_str(),
+            "headers": wire::header_map(message.headers.as_ref()),
+            "payload": String::from_utf8_lossy(&message.payload),
+        });
+        let limit = self.asker.link.client().max_payload();
+        if limit > 0 && letter.to_string().len() > limit {
+            // As JSON a byte can become six, so not all that came in can go out again.
+            let begins = &message.payload[..message.payload.len().min(limit / 8)];
+            letter["payload"] = String::from_utf8_lossy(begins).into();
+            letter["headers"] = json!({});
+            letter["cut"] = json!(true);
+        }
         let to = format!("cg.{}.{}.{}", parts.version, parts.project, parts.channel);
         let (subject, headers) = (format!("{to}.rpc.sys.l0.dead_letter"), self.asker.headers(""));
         let body = letter.to_string().into_bytes();
         let answer = self.ask(&subject, headers, body, OF_A_LETTER).await;
-        let answer = answer.and_then(|answer| serde_json::from_slice::<Value>(&answer).ok());
-        answer.is_some_and(|answer| answer["ok"] == json!(true))
+        match answer.and_then(|answer| serde_json::from_slice(&answer).ok()) {
+            Some(Said { ok: true, .. }) => Told::Taken,
+            Some(Said { error: Some(error), .. }) if !error.retryable => {
+                Told::Refused(error.message)
+            }
+            Some(_) | None => Told::Nobody,
+        }
     }
 }

@@ -21,6 +21,17 @@ async fn search_and_reader() {
     let reader = json!({ "jina": { "mode": "reader" } });
     called(&api, reader, json!({ "url": "https://example.com/a?b=c" })).await;
     assert_eq!(upstream.last().path, "/https%3A%2F%2Fexample.com%2Fa%3Fb%3Dc");
+    // What is read cannot be another place of Jina's.
+    let below = json!({ "jina": { "mode": "reader", "endpoint_template": "/v1/{url}" } });
+    let before = upstream.asked().len();
+    for url in [".", "..", "%2e%2E"] {
+        let ended = called(&api, below.clone(), json!({ "url": url })).await;
+        match url.contains('%') {
+            true => assert_eq!(upstream.last().path, "/v1/%252e%252E", "{ended}"),
+            false => assert_eq!(ended["error"]["code"], "BAD_REQUEST", "{ended}"),
+        }
+    }
+    assert_eq!(upstream.asked().len(), before + 1);
 }
 
 #[tokio::test]
@@ -68,7 +79,9 @@ async fn what_is_missing_or_elsewhere_is_a_bad_request() {
         assert_eq!(ended["error"]["code"], "BAD_REQUEST", "{ended}");
     }
     // What no call could be right for is not even defined.
-    for options in [evil, no_mode] {
+    let host = json!({ "jina": { "mode": "search", "headers": { "Host": "evil.example" } } });
+    let older = json!({ "openapi": { "path": "/search", "headers": { "a b": "c" } } });
+    for options in [evil, no_mode, host, older] {
         let definition = json!({ "tool_name": "api.ask", "options": options });
         api.post("/projects/default/tools", definition).await.refused(400, "BAD_REQUEST");
     }

@@ -199,6 +199,22 @@ async fn rows_that_cannot_be_taken_end_as_errors_and_dead_letters() {
         assert_eq!(dead["subject"], format!("state.agent_inbox/{inbox_id}"));
         assert_eq!(world.api.call(&id).await["status"], "PENDING", "{reason}");
     }
+    // A card that only the database can read says nothing.
+    for (n, odd) in
+        ["1e400", &format!("{}1{}", "[".repeat(300), "]".repeat(300))].iter().enumerate()
+    {
+        let sql = format!(
+            "UPDATE public.cards SET content = jsonb_set(content, '{{result}}', '{odd}') \
+             WHERE card_id = 'r1'"
+        );
+        world.sql.batch_execute(&sql).await.unwrap();
+        let inbox_id = format!("inbox_odd_{n}");
+        assert_eq!(world.report(&inbox_id, &good).await, 1);
+        assert_eq!(world.judged(&inbox_id).await, "error", "{n}");
+        let dead = world.api.get("/v1/dead_letters?limit=1").await.is(200);
+        assert_eq!(dead["dead_letters"][0]["reason"], "wrong_card", "{dead}");
+    }
+    world.put_card(&command, "r1", &json!({ "n": 1 })).await;
     // None of them stands in the way of the right one.
     assert_eq!(world.report("inbox_good", &good).await, 1);
     assert_eq!(world.api.finished(&id).await["result"], json!({ "n": 1 }));

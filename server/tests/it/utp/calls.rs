@@ -1,6 +1,8 @@
 //! Calls of tools that a tool service executes, from the invoke to the result.
 
+use async_nats::jetstream::consumer::pull;
 use serde_json::{Value, json};
+use toolcrib_server::utp::Host;
 
 use crate::support::nats::{Nats, report, result_card, tool};
 use crate::support::{Server, until};
@@ -279,4 +281,45 @@ async fn what_nobody_waits_for_any_more_is_not_begun() {
     assert_eq!(*begun.lock(), [json!(3)]);
     assert_eq!(api.call(&canceled).await["status"], "CANCELED");
     assert_eq!(api.get("/v1/dead_letters").await.is(200)["dead_letters"], json!([]));
+}
+
+#[tokio::test]
+async fn a_tool_service_that_is_told_to_stop_does_what_it_was_given() {
+    let Some(nats) = Nats::start().await else { return };
+    let server = nats.server().await;
+    let (api, hand) = (server.api(), nats.hand().await);
+    api.post("/projects/default/tools", tool("once.work", "once", json!({}))).await.is(201);
+    let gate = std::sync::Arc::new(tokio::sync::Semaphore::new(0));
+    let opened = gate.clone();
+    let host = Host::over(nats.link("v1r3").await).at_once(1).tool("once.work", move |job| {
+        let gate = gate.clone();
+        async move {
+            gate.acquire().await.unwrap().forget();
+            Ok(job.args)
+        }
+    });
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let serving = tokio::spawn(async move {
+        let stopped = async { stopped.await.unwrap_or_default() };
+        host.serve("once", stopped).await
+    });
+    let mut ids = Vec::new();
+    for n in 0..5 {
+        ids.push(api.invoke("once.work", json!({ "n": n })).await);
+    }
+    // One is begun, and the others are with it, too.
+    let jetstream = async_nats::jetstream::new(hand.client.clone());
+    until("all to be given", || async {
+        let stream = jetstream.get_stream("cg_cmd_v1r3").await.ok()?;
+        let found = stream.get_consumer::<pull::Config>("tool_once_cmd_v1r3").await;
+        (found.ok()?.cached_info().num_ack_pending == 5).then_some(())
+    })
+    .await;
+    stop.send(()).unwrap();
+    opened.add_permits(5);
+    crate::support::soon("it to stop", serving).await.unwrap().unwrap();
+    for (n, id) in ids.iter().enumerate() {
+        let call = api.finished(id).await;
+        assert_eq!(call["result"], json!({ "n": n }), "{call}");
+    }
 }

@@ -1,13 +1,15 @@
 //! Commands that a tool service cannot execute: answered where an answer is possible, and kept as
 //! dead letters where it is not.
 
+use async_nats::jetstream::consumer::pull;
+use futures::StreamExt;
 use serde_json::{Value, json};
 
 use crate::support::nats::{Hand, Nats, tool};
-use crate::support::{Api, Server, until};
+use crate::support::{Api, Server, soon, until};
 
 struct World {
-    _nats: Nats,
+    nats: Nats,
     _server: Server,
     api: Api,
     hand: Hand,
@@ -18,7 +20,10 @@ const SERVED: &str = "cg.v1r3.default.public.cmd.tool.served.run";
 
 impl World {
     async fn new() -> Option<Self> {
-        let nats = Nats::start().await?;
+        Some(Self::over(Nats::start().await?).await)
+    }
+
+    async fn over(nats: Nats) -> Self {
         let server = nats.server().await;
         let (api, hand) = (server.api(), nats.hand().await);
         // Nobody serves this target: its commands are read by the test and given to another.
@@ -26,7 +31,19 @@ impl World {
         let host = nats
             .host("served", |host| host.tool("idle.work", |job| async move { Ok(job.args) }))
             .await;
-        Some(Self { _nats: nats, _server: server, api, hand, _host: host })
+        Self { nats, _server: server, api, hand, _host: host }
+    }
+
+    /// Everything that was published for the tool service is done with: nothing comes again.
+    async fn done(&self) {
+        let stream = async_nats::jetstream::new(self.hand.client.clone());
+        let stream = stream.get_stream("cg_cmd_v1r3").await.unwrap();
+        until("the tool service to be done", || async {
+            let found = stream.get_consumer::<pull::Config>("tool_served_cmd_v1r3").await;
+            let info = found.ok()?.cached_info().clone();
+            (info.num_pending == 0 && info.num_ack_pending == 0).then_some(())
+        })
+        .await;
     }
 
     /// A call whose command is changed on its way. Answers with how it ended.
@@ -138,6 +155,23 @@ async fn what_cannot_be_answered_becomes_a_dead_letter_and_can_be_driven_again()
         world.hand.command(SERVED, bytes.to_vec()).await;
         assert_eq!(world.dead(word).await["kind"], "command");
     }
+    // Neither what is not there nor what is no text is an id, and half an epoch is none.
+    let mut wrong = vec![("turn_epoch", json!(1.5)), ("turn_epoch", json!("x"))];
+    for name in ["tool_call_id", "agent_turn_id", "agent_id"] {
+        wrong.extend([(name, Value::Null), (name, json!(7))]);
+    }
+    let letters = async || {
+        let letters = world.api.get("/v1/dead_letters?limit=200").await.is(200);
+        letters["dead_letters"].as_array().unwrap().len()
+    };
+    let before = letters().await;
+    for (name, value) in &wrong {
+        let mut payload = command.payload.clone();
+        payload[*name] = value.clone();
+        world.hand.command(SERVED, payload.to_string().into_bytes()).await;
+    }
+    world.done().await;
+    assert_eq!(letters().await, before + wrong.len());
     assert_eq!(world.api.call(&id).await["status"], "PENDING", "nothing of it was applied");
     // The command itself, driven again, is executed.
     let dead = world.dead("turn_epoch").await;
@@ -155,4 +189,123 @@ async fn what_cannot_be_answered_becomes_a_dead_letter_and_can_be_driven_again()
     let bytes = command.payload.to_string().into_bytes();
     jetstream.publish_with_headers(SERVED, headers, bytes.into()).await.unwrap().await.unwrap();
     assert_eq!(world.api.finished(&id).await["status"], "SUCCEEDED");
+}
+
+#[tokio::test]
+async fn a_command_that_no_letter_can_hold_is_kept_in_part() {
+    let Some(nats) = Nats::start_with(65_536).await else { return };
+    let world = World::over(nats).await;
+    // As JSON each of these bytes is six, which is more than the broker carries.
+    world.hand.command(SERVED, vec![1; 60_000]).await;
+    let dead = world.dead("not JSON").await;
+    assert_eq!((&dead["kind"], &dead["cut"]), (&json!("command"), &json!(true)));
+    assert_eq!(dead["payload"].as_str().unwrap().len(), 65_536 / 8);
+    let path = format!("/v1/dead_letters/{}/redrive", dead["id"].as_str().unwrap());
+    world.api.post(&path, json!({})).await.refused(409, "CONFLICT");
+    world.done().await;
+}
+
+#[tokio::test]
+async fn what_nobody_keeps_does_not_come_again_for_ever() {
+    let Some(world) = World::new().await else { return };
+    // A project that nobody made keeps no letters.
+    let subject = "cg.v1r3.nobody.public.cmd.tool.served.run";
+    world.hand.command(subject, b"{\"tool".to_vec()).await;
+    world.done().await;
+    let good = world.changed(|_| {}).await;
+    assert_eq!(good["status"], "SUCCEEDED", "{good}");
+}
+
+#[tokio::test]
+async fn targets_that_are_written_alike_are_served_apart() {
+    let Some(world) = World::new().await else { return };
+    let mut hosts = Vec::new();
+    for target in ["a-b", "a_b", "a/b"] {
+        let name = format!("{}.work", target.replace(['-', '/'], "x"));
+        let make = |host: toolcrib_server::utp::Host| {
+            host.any(move |_| async move { toolcrib_server::utp::Answer::success(json!(target)) })
+        };
+        hosts.push(world.nats.host(target, make).await);
+        let definition = tool(&format!("{name}.{}", hosts.len()), target, json!({}));
+        world.api.post("/projects/default/tools", definition).await.is(201);
+        let id = world.api.invoke(&format!("{name}.{}", hosts.len()), json!({})).await;
+        assert_eq!(world.api.finished(&id).await["result"], target);
+    }
+}
+
+#[tokio::test]
+async fn a_tool_that_panics_at_once_has_failed() {
+    let Some(world) = World::new().await else { return };
+    let make = |host: toolcrib_server::utp::Host| {
+        host.tool("odd.work", |job| {
+            assert_eq!(job.args["panics"], false, "before there is anything to wait for");
+            async move { Ok(job.args) }
+        })
+    };
+    let _host = world.nats.host("odd", make).await;
+    let definition = tool("odd.work", "odd", json!({}));
+    world.api.post("/projects/default/tools", definition).await.is(201);
+    let id = world.api.invoke("odd.work", json!({ "panics": true })).await;
+    let call = world.api.finished(&id).await;
+    assert_eq!(call["status"], "FAILED", "{call}");
+    assert!(call["error"]["message"].as_str().unwrap().contains("panicked"), "{call}");
+    let id = world.api.invoke("odd.work", json!({ "panics": false })).await;
+    assert_eq!(world.api.finished(&id).await["status"], "SUCCEEDED");
+}
+
+/// Our own crib keeps no such card; another's may.
+#[tokio::test]
+async fn a_card_with_another_content_is_answered() {
+    let Some(nats) = Nats::start().await else { return };
+    let hand = nats.hand().await;
+    let mut asked = hand.client.subscribe("cg.v9.*.*.rpc.sys.*.*").await.unwrap();
+    nats.link("v9").await.ensure_streams().await.unwrap();
+    let command = json!({
+        "tool_call_id": "c", "agent_turn_id": "t", "turn_epoch": 1, "agent_id": "a",
+        "tool_name": "odd.work", "after_execution": "suspend", "tool_call_card_id": "k",
+    });
+    hand.command("cg.v9.p.c.cmd.tool.odd.run", command.to_string().into_bytes()).await;
+    let _host = nats
+        .host_of("v9", "odd", |host| host.tool("odd.work", |job| async move { Ok(job.args) }))
+        .await;
+    let report = loop {
+        let request = soon("a request", asked.next()).await.unwrap();
+        let what = request.subject.split(".rpc.sys.").nth(1).unwrap().to_owned();
+        let body: Value = serde_json::from_slice(&request.payload).unwrap();
+        let card = json!({
+            "card_id": "k", "type": "tool.call", "tool_call_id": "c", "metadata": {},
+            "content": { "__type__": "TextContent", "text": "hm" },
+        });
+        if let Some(reply) = request.reply {
+            let answer = json!({ "ok": true, "cards": [card] });
+            hand.client.publish(reply, answer.to_string().into()).await.unwrap();
+        }
+        if what == "l0.report" {
+            break body;
+        }
+    };
+    assert_eq!(report["status"], "failed", "{report}");
+    let error = &report["card"]["content"]["error"];
+    assert_eq!(error["code"], "bad_request", "{report}");
+    assert!(error["message"].as_str().unwrap().contains("ToolCallContent"), "{report}");
+}
+
+/// What makes spans is stricter than the protocol: a trace that it cannot read would be another.
+#[tokio::test]
+async fn a_tool_is_told_its_trace_as_everybody_reads_it() {
+    let Some(world) = World::new().await else { return };
+    let make = |host: toolcrib_server::utp::Host| {
+        host.tool("idle.work", |job| async move { Ok(json!(job.traceparent)) })
+    };
+    let _host = world.nats.host("traced", make).await;
+    let id = world.api.invoke("idle.work", json!({})).await;
+    let command = world.hand.next("idle").await;
+    command.ack().await;
+    let trace = command.header("traceparent");
+    let mut headers = async_nats::HeaderMap::new();
+    headers.insert("traceparent", trace.to_uppercase());
+    let jetstream = async_nats::jetstream::new(world.hand.client.clone());
+    let (subject, bytes) = (SERVED.replace("served", "traced"), command.payload.to_string());
+    jetstream.publish_with_headers(subject, headers, bytes.into()).await.unwrap().await.unwrap();
+    assert_eq!(world.api.finished(&id).await["result"], trace);
 }

@@ -171,3 +171,103 @@ async fn a_result_has_no_other_parent_than_its_call() {
     assert_eq!(taken["ok"], true, "{taken}");
     assert_eq!(world.api.finished(&id).await["status"], "SUCCEEDED");
 }
+
+#[tokio::test]
+async fn a_call_may_be_named_as_the_alternates_of_another_are() {
+    let Some(world) = World::new().await else { return };
+    for (turn, ids) in [("t1", &["c-a1"][..]), ("t2", &["c", "c-a1", "c-a1-a2"][..])] {
+        let wanted = json!({ "agent_turn_id": turn });
+        world.api.post("/v1/agents/ada/turns", wanted).await.is(201);
+        let calls: Vec<Value> = ids.iter().map(|id| call(id, "hand.work", json!({}))).collect();
+        let body = json!({ "turn_epoch": 1, "calls": calls });
+        world.act(turn, "dispatch", body).await.is(200);
+        for _ in ids {
+            let command = world.command().await;
+            let card = format!("{turn}-{}", command.payload["tool_call_id"].as_str().unwrap());
+            let taken = world.hand.ask("sys.l0.report", success(&command.payload, &card)).await;
+            assert_eq!(
+                (&taken["ok"], &taken["duplicate"]),
+                (&json!(true), &json!(false)),
+                "{taken}"
+            );
+        }
+        let body = json!({ "turn_epoch": 1, "wait_ms": 9_000 });
+        let resumed = world.act(turn, "resume", body).await.is(200);
+        let results = resumed["results"].as_array().unwrap().clone();
+        for (id, result) in ids.iter().zip(&results) {
+            assert_eq!(result["tool_call_id"], *id);
+            assert_eq!(result["result"], format!("{turn}-{id}"), "each has its own: {resumed}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn an_agent_that_was_taken_off_the_roster_calls_nothing_more() {
+    let Some(world) = World::new().await else { return };
+    let member = json!({ "worker_target": "w1", "allowed_tools": [] });
+    world.api.put("/v1/agents/ada", member).await.is(200);
+    world.api.post("/v1/agents/ada/turns", json!({ "agent_turn_id": "t1" })).await.is(201);
+    let sum = |id: &str| call(id, "calculation.eval", json!({ "expression": "1+1" }));
+    for (epoch, id, word) in [(1, "a", "allowed tools"), (2, "b", "not on the roster")] {
+        let body = json!({ "turn_epoch": epoch, "calls": [sum(id)] });
+        world.act("t1", "dispatch", body).await.is(200);
+        let body = json!({ "turn_epoch": epoch, "wait_ms": 9_000 });
+        let resumed = world.act("t1", "resume", body).await.is(200);
+        let result = &resumed["results"][0];
+        assert_eq!(
+            (&result["status"], &result["error"]["code"]),
+            (&json!("failed"), &json!("auth_failed")),
+            "{result}"
+        );
+        assert!(result["error"]["message"].as_str().unwrap().contains(word), "{result}");
+        world.api.delete("/v1/agents/ada").await;
+    }
+    // What it has begun it can end.
+    world.act("t1", "finish", json!({ "turn_epoch": 3 })).await.is(200);
+}
+
+/// The call of a step that is out: nobody has taken it back.
+async fn still_out(world: &World, turn: &str) {
+    let shown = world.api.get(&format!("/v1/agents/ada/turns/{turn}")).await.is(200);
+    let id = shown["calls"][0]["call_id"].as_str().unwrap();
+    assert_eq!(world.api.call(id).await["status"], "PENDING", "{turn}: {shown}");
+    assert_eq!(shown["status"], "suspended", "{shown}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_step_that_is_dispatched_twice_at_once_keeps_its_calls() {
+    let Some(world) = World::new().await else { return };
+    for turn in ["t1", "t2", "t3"] {
+        world.api.post("/v1/agents/ada/turns", json!({ "agent_turn_id": turn })).await.is(201);
+        let calls = json!([call("c", "hand.work", json!({})), call("d", "no.such", json!({}))]);
+        let body = json!({ "turn_epoch": 1, "step_id": "s1", "calls": calls });
+        let sent = (0..8).map(|_| world.act(turn, "dispatch", body.clone()));
+        let sent = futures::future::join_all(sent).await;
+        let first = sent[0].body["calls"][0]["call_id"].clone();
+        for reply in sent {
+            assert_eq!(reply.is(200)["calls"][0]["call_id"], first);
+        }
+        still_out(&world, turn).await;
+    }
+    // Without a step's name they are two steps, of which one is refused; the call is the other's.
+    world.api.post("/v1/agents/ada/turns", json!({ "agent_turn_id": "t4" })).await.is(201);
+    let body = json!({ "turn_epoch": 1, "calls": [call("c", "hand.work", json!({}))] });
+    let sent = (0..8).map(|_| world.act("t4", "dispatch", body.clone()));
+    let sent = futures::future::join_all(sent).await;
+    assert_eq!(sent.iter().filter(|reply| reply.status == 200).count(), 1);
+    still_out(&world, "t4").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lease_that_is_renewed_meanwhile_does_not_take_a_step_back() {
+    let Some(world) = World::new().await else { return };
+    for turn in ["t1", "t2", "t3"] {
+        world.api.post("/v1/agents/ada/turns", json!({ "agent_turn_id": turn })).await.is(201);
+        let body = json!({ "turn_epoch": 1, "calls": [call("c", "hand.work", json!({}))] });
+        let renewing = (0..6).map(|_| world.act(turn, "renew", json!({ "turn_epoch": 1 })));
+        let (sent, _) =
+            tokio::join!(world.act(turn, "dispatch", body), futures::future::join_all(renewing));
+        sent.is(200);
+        still_out(&world, turn).await;
+    }
+}

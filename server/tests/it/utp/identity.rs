@@ -115,6 +115,15 @@ async fn a_tool_service_of_the_later_version_takes_identity_from_headers() {
     let id = api.invoke("later.work", json!({})).await;
     let result = api.finished(&id).await["result"].clone();
     assert_eq!(result, json!({ "agent": "default", "has_deadline": true }));
+    // Whoever is named in no header cannot be answered.
+    let hand = nats.hand().await;
+    let subject = "cg.v1r4.default.public.cmd.tool.later.run";
+    hand.command(subject, b"{\"tool_call_card_id\": \"x\"}".to_vec()).await;
+    let dead = until("a dead letter", || async {
+        api.get("/v1/dead_letters").await.is(200)["dead_letters"].get(0).cloned()
+    })
+    .await;
+    assert_eq!((&dead["kind"], &dead["subject"]), (&json!("command"), &json!(subject)), "{dead}");
     // It dies in mid-call: what must not happen twice is not begun by the next.
     begun.store(0, Ordering::SeqCst);
     let id = api.invoke("later.work", json!({ "hangs": true })).await;
@@ -129,7 +138,6 @@ async fn a_tool_service_of_the_later_version_takes_identity_from_headers() {
     let turn = json!({ "agent_turn_id": "t1", "channel_id": "u_1" });
     api.post("/v1/agents/ada/turns", turn).await.is(201);
     api.post("/v1/agents/ada/turns/t1/stop", json!({})).await.is(200);
-    let hand = nats.hand().await;
     let wakeup = "cg.v1r4.default.u_1.cmd.agent.w1.wakeup";
     let state = "cg.v1r4.default.u_1.evt.agent.ada.state";
     for (stream, subject) in [("cg_cmd_v1r4", wakeup), ("cg_evt_v1r4", state)] {

@@ -64,6 +64,8 @@ async fn a_line_break_in_what_goes_into_headers_is_refused() {
         ("tracestate", long.as_str()),
         ("parent_step_id", "a\r\nb"),
         ("parent_step_id", ""),
+        ("context_box_id", "a b"),
+        ("context_box_id", long.as_str()),
     ] {
         let mut body = json!({});
         body[field] = json!(text);
@@ -83,6 +85,23 @@ async fn a_line_break_in_what_goes_into_headers_is_refused() {
         world.api.post(&path, body).await.refused(422, "VALIDATION_ERROR");
     }
     world.goes_on("t1").await;
+}
+
+#[tokio::test]
+async fn the_reason_of_an_end_is_published_in_part() {
+    let Some(nats) = Nats::start_with(4_096).await else { return };
+    let Some(world) = World::over(nats).await else { return };
+    for (turn, what) in [("t1", "stop"), ("t2", "finish")] {
+        world.lease(json!({ "agent_turn_id": turn })).await;
+        let body = json!({ "turn_epoch": 1, "reason": "x".repeat(100_000) });
+        let path = format!("/v1/agents/ada/turns/{turn}/{what}");
+        let ended = world.api.post(&path, body).await.is(200);
+        assert_eq!(ended["reason"].as_str().unwrap().len(), 500);
+        let subject = "cg.v1r3.default.public.evt.agent.ada.task";
+        let event = world.hand.next_in("cg_evt_v1r3", subject, "tasks").await;
+        event.ack().await;
+        assert_eq!(event.payload["agent_turn_id"], turn);
+    }
 }
 
 #[tokio::test]

@@ -141,6 +141,9 @@ async fn every_wrong_definition_is_refused_with_400_and_says_why() {
         (asks(json!({ "http": { "url": "https://a.b", "timeout_s": -1 } })), "timeout_s"),
         (with(&[("timeout_ms", json!(0))]), "timeout_ms"),
         (with(&[("effect", json!("harmless"))]), "effect"),
+        (with(&[("async", json!("yes"))]), "async"),
+        (array(json!({ "type": ["array", "null"] })), "items"),
+        (array(json!({ "type": "array", "items": true })), "items"),
         (with(&[("options", json!({ "timeout_seconds": 0 }))]), "options.timeout_seconds"),
         (with(&[("options", json!({ "timeout_seconds": "soon" }))]), "options.timeout_seconds"),
         (with(&[("options", Value::Null)]), "options"),
@@ -173,6 +176,7 @@ async fn reserved_names_can_be_neither_defined_nor_deleted() {
         let path = format!("/projects/default/tools/{name}");
         let error = server.api().delete(&path).await.refused(400, "BAD_REQUEST");
         assert!(error["message"].as_str().unwrap().contains("internal tool"), "{error}");
+        server.api().get(&path).await.refused(404, "NOT_FOUND");
     }
     // Only those five: this one is the worker's own, and is not reserved here.
     yaml(&server.api(), "default", &with(&[("tool_name", json!("submit_result"))])).await.is(201);
@@ -182,6 +186,18 @@ async fn reserved_names_can_be_neither_defined_nor_deleted() {
 async fn what_is_wrong_first_is_said_first() {
     let server = Server::start().await;
     let api = server.api();
+    // First the mapping, then the name, then the fields, then the arrays, then the schema.
+    let both = json!({ "type": "wrong", "properties": { "x": { "type": "array" } } });
+    let all = [
+        ("tool_name", json!("")),
+        ("options", json!("x")),
+        ("parameters", both),
+        ("after_execution", json!("explode")),
+    ];
+    for (n, word) in ["tool_name", "options", "items"].into_iter().enumerate() {
+        let error = yaml(&api, "nowhere", &with(&all[n..])).await.refused(400, "BAD_REQUEST");
+        assert!(error["message"].as_str().unwrap().contains(word), "{word}: {error}");
+    }
     // The schema is looked at before the project, the project before the reserved name, that
     // before after_execution, that before the subject.
     let all = [
@@ -217,7 +233,12 @@ async fn projects_are_made_listed_and_kept_apart() {
     assert!(fresh["project_id"].as_str().unwrap().starts_with("proj_"), "{fresh}");
     yaml(&api, "p1", GOOD).await.is(201);
     api.get("/projects/nowhere/tools").await.refused(404, "NOT_FOUND");
-    api.get("/projects/p1/tools?limit=many").await.refused(422, "VALIDATION_ERROR");
+    for wrong in ["limit=many", "limit=-1", "offset=x", "offset=1.5"] {
+        let path = format!("/projects/p1/tools?{wrong}");
+        api.get(&path).await.refused(422, "VALIDATION_ERROR");
+    }
+    api.get("/projects/nowhere/tools/x").await.refused(404, "NOT_FOUND");
+    api.delete("/projects/nowhere/tools/x").await.refused(404, "NOT_FOUND");
     assert_eq!(api.get("/projects/p1/tools?offset=1").await.is(200), json!([]));
     assert_eq!(api.get("/projects/default/tools").await.is(200), json!([]));
     assert!(api.get("/v1/tools/text.count").await.status == 404, "another project's tool");

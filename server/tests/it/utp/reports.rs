@@ -1,9 +1,10 @@
 //! Reports that cannot be taken: each ends as it must, none is lost, and nothing is stuck.
 
 use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use crate::support::nats::{Given, Hand, Nats, report, result_card, tool};
-use crate::support::{Api, Server};
+use crate::support::{Api, Server, soon};
 
 struct World {
     nats: Nats,
@@ -217,6 +218,21 @@ async fn another_project_can_neither_report_nor_read() {
     assert_eq!(world.api.get("/v1/dead_letters").await.is(200)["dead_letters"], json!([]));
 }
 
+/// Sends a whole request before it reads a byte of the answer, as many clients do.
+async fn sent_whole(server: &Server, path: &str, body: &str) -> String {
+    let mut stream = tokio::net::TcpStream::connect(&server.api().address).await.unwrap();
+    let head = format!(
+        "POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {}\r\n\
+         Content-Type: application/json\r\nConnection: close\r\n\r\n",
+        body.len()
+    );
+    stream.write_all(head.as_bytes()).await.unwrap();
+    stream.write_all(body.as_bytes()).await.expect("it is heard to the end");
+    let mut answer = String::new();
+    soon("the answer", stream.read_to_string(&mut answer)).await.unwrap();
+    answer
+}
+
 #[tokio::test]
 async fn ten_megabytes_are_a_clear_fault() {
     let Some(world) = World::new().await else { return };
@@ -228,11 +244,24 @@ async fn ten_megabytes_are_a_clear_fault() {
     assert!(put["error"]["message"].as_str().unwrap().contains("limit"), "{put}");
     let mut body = report(&command.payload, "big", "success");
     body["card"] = card.clone();
-    let answer = world.report(body).await;
+    let answer = world.report(body.clone()).await;
     assert_eq!((&answer["ok"], &answer["error"]["code"]), (&json!(false), &json!("bad_request")));
-    assert_eq!(world.dead().await["reason"], "too_large");
     let dead = world.dead().await;
-    assert_eq!(dead["cut"], true);
+    assert_eq!(
+        (&dead["reason"], &dead["cut"], &dead["subject"]),
+        (&json!("too_large"), &json!(true), &json!("cg.v1r3.default.public.rpc.sys.l0.report"))
+    );
+    // Over HTTP it is the same, also for whoever sends all of it before it listens.
+    let said = sent_whole(&world.server, "/v1/tool_results", &body.to_string()).await;
+    assert!(said.starts_with("HTTP/1.1 413") && said.contains("PAYLOAD_TOO_LARGE"), "{said}");
+    let dead = world.dead().await;
+    assert_eq!(
+        (&dead["reason"], &dead["cut"], &dead["subject"]),
+        (&json!("too_large"), &json!(true), &json!("/v1/tool_results"))
+    );
+    assert_eq!(dead["payload"].as_str().unwrap().len(), 262_144, "the beginning");
+    let said = sent_whole(&world.server, "/v1/cards", &card.to_string()).await;
+    assert!(said.starts_with("HTTP/1.1 413"), "{said}");
     let path = format!("/v1/dead_letters/{}/redrive", dead["id"].as_str().unwrap());
     world.api.post(&path, json!({})).await.refused(409, "CONFLICT");
     world.api.post("/v1/cards", card).await.refused(413, "PAYLOAD_TOO_LARGE");
@@ -309,6 +338,11 @@ async fn cards_are_checked_before_they_are_kept() {
         "metadata": { "agent_turn_id": "t1", "tool_call_id": "c1" },
     });
     api.post("/v1/cards", result.clone()).await.is(201);
+    let thought = json!({
+        "type": "agent.thought", "author_id": "ada",
+        "content": { "__type__": "TextContent", "text": "hm" },
+    });
+    api.post("/v1/cards", thought.clone()).await.is(201);
     let pointer = |base: &Value, path: &str, value: Value| {
         let mut card = base.clone();
         let (parent, name) = path.rsplit_once('/').unwrap();
@@ -326,6 +360,11 @@ async fn cards_are_checked_before_they_are_kept() {
         (pointer(&good, "/content/__type__", json!("TextContent")), "ToolCallContent"),
         (pointer(&good, "/content/arguments", json!([])), "arguments"),
         (pointer(&good, "/content/more", json!(1)), "more"),
+        (pointer(&good, "/content/status", json!(7)), "status"),
+        (pointer(&good, "/content/target_subject", json!(7)), "target_subject"),
+        (pointer(&good, "/ttl_seconds", json!(-1)), "ttl_seconds"),
+        (pointer(&good, "/ttl_seconds", json!("soon")), "ttl_seconds"),
+        (pointer(&thought, "/content/text", json!(7)), "text"),
         (pointer(&result, "/content/status", json!("done")), "status"),
         (pointer(&result, "/content/status", json!("failed")), "error"),
         (pointer(&result, "/content/error", json!({ "code": "x", "message": "y" })), "error"),

@@ -74,6 +74,15 @@ async fn the_python_example_serves_calls() {
     })
     .await;
     assert_eq!((&dead["reason"], &dead["payload"]), (&json!("malformed"), &json!("{\"tool")));
+    // Numbers are as good as texts, and what nobody asked for is nobody's.
+    let odd = json!({ "tool_call_id": 5, "agent_turn_id": 6, "agent_id": 7, "turn_epoch": "8" });
+    let subject = "cg.v1r3.default.public.cmd.tool.count.run";
+    hand.command(subject, odd.to_string().into_bytes()).await;
+    until("its report to be kept", || async {
+        let letters = api.get("/v1/dead_letters?limit=1").await.is(200);
+        (letters["dead_letters"][0]["reason"] == "orphan").then_some(())
+    })
+    .await;
     nats.down();
     let id = api.invoke("text.count", json!({ "text": "while it was away" })).await;
     nats.up().await;

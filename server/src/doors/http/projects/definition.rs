@@ -130,7 +130,7 @@ pub(super) fn check(given: &Value, jina: Option<&Places>) -> Result<Checked, Err
         },
         effect: word(fields, "effect")?.unwrap_or(usual),
         risk: word(fields, "risk")?.unwrap_or_default(),
-        background: fields.get("async").and_then(Value::as_bool).unwrap_or(false),
+        background: word(fields, "async")?.unwrap_or(false),
         output_schema: fields.get("output_schema").filter(|s| !s.is_null()).map(Json::of_value),
         parameters: Json::of_value(&parameters),
         options: Json::of_value(&options),

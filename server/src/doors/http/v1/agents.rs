@@ -14,7 +14,7 @@ use utoipa::{IntoParams, ToSchema};
 use super::super::Door;
 use super::super::answer::{Problem, Refused};
 use super::super::question::{Asked, Body, NamePath, Who};
-use crate::utp::turn::{DispatchBody, LeaseBody, resumed_body, turn_body};
+use crate::utp::turn::{self, DispatchBody, LeaseBody, resumed_body, turn_body};
 use crate::utp::wire;
 
 /// An agent that can be woken.
@@ -237,6 +237,11 @@ impl TurnBody {
         let missing = || Error::refused(Code::ValidationError, "turn_epoch is missing");
         self.turn_epoch.ok_or_else(missing)
     }
+
+    /// As much of it as is published with the turn's end.
+    fn reason(&self) -> Option<String> {
+        self.reason.as_deref().map(turn::reason)
+    }
 }
 
 /// Keeps the lease of a running turn.
@@ -302,7 +307,7 @@ pub(super) async fn finish(
     Body(body): Body<TurnBody>,
 ) -> Result<Json<Value>, Refused> {
     let epoch = body.epoch()?;
-    let turn = door.engine.finish(&caller, &path.agent, &path.turn, epoch, body.reason).await?;
+    let turn = door.engine.finish(&caller, &path.agent, &path.turn, epoch, body.reason()).await?;
     Ok(Json(turn_body(&turn, &[])))
 }
 
@@ -318,6 +323,6 @@ pub(super) async fn stop(
     path: TurnPath,
     Body(body): Body<TurnBody>,
 ) -> Result<Json<Value>, Refused> {
-    let turn = door.engine.stop_turn(&caller, &path.agent, &path.turn, body.reason).await?;
+    let turn = door.engine.stop_turn(&caller, &path.agent, &path.turn, body.reason()).await?;
     Ok(Json(turn_body(&turn, &[])))
 }

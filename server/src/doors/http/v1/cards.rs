@@ -114,7 +114,9 @@ pub(super) async fn report(
         let message = format!("a key with the role {} cannot report", caller.role.as_str());
         return Err(Error::refused(Code::PermissionDenied, message).into());
     }
-    let body: Bytes = question::read(request, door.max_result_body_bytes() + 32_768).await?;
+    // What is over the limit is kept as a dead letter, so its beginning is wanted.
+    let limit = door.max_result_body_bytes() + 32_768;
+    let body: Bytes = question::beginning(request, limit, door.max_report_bytes()).await?;
     let headers = utp_headers(&headers);
     let incoming = Incoming { subject: "/v1/tool_results", headers, body: &body };
     let taken = report::take(&door.engine, &caller, incoming).await?;
