@@ -1,19 +1,16 @@
 //! Requests that the library could not read: which of them are of a method that there is, and what is
 //! wrong with them. Otherwise a client that forgot a field would be told that there is no such method.
 
-// Logging is of the older revisions, whose clients have it.
-#![allow(deprecated)]
-
 use rmcp::ErrorData;
 use rmcp::model::{
     CallToolRequestParams, CancelTaskParams, CompleteRequestParams, CustomRequest, ErrorCode,
     GetPromptRequestParams, GetTaskParams, PaginatedRequestParams, ReadResourceRequestParams,
-    SetLevelRequestParams, SubscribeRequestParams, UnsubscribeRequestParams, UpdateTaskParams,
+    UpdateTaskParams,
 };
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
-/// Why a request cannot be answered.
+/// Why a request cannot be answered. Methods that 2026-07-28 has no more are none.
 pub(super) fn why(request: &CustomRequest) -> ErrorData {
     let method = request.method.as_str();
     let params = request.params.clone().unwrap_or_else(|| Value::Object(Map::new()));
@@ -27,10 +24,7 @@ pub(super) fn why(request: &CustomRequest) -> ErrorData {
         "tasks/cancel" => problem::<CancelTaskParams>(params),
         "prompts/get" => problem::<GetPromptRequestParams>(params),
         "resources/read" => problem::<ReadResourceRequestParams>(params),
-        "resources/subscribe" => problem::<SubscribeRequestParams>(params),
-        "resources/unsubscribe" => problem::<UnsubscribeRequestParams>(params),
         "completion/complete" => problem::<CompleteRequestParams>(params),
-        "logging/setLevel" => problem::<SetLevelRequestParams>(params),
         _ => {
             let shown: String = method.chars().take(80).collect();
             let message = format!("there is no method \"{shown}\"");
@@ -64,6 +58,8 @@ mod tests {
         assert_eq!(code, ErrorCode::INVALID_PARAMS);
         assert!(message.contains("name"), "{message}");
         assert_eq!(told("tasks/get", Some(json!({}))).0, ErrorCode::INVALID_PARAMS);
-        assert_eq!(told("tools/listen", None).0, ErrorCode::METHOD_NOT_FOUND);
+        for gone in ["tools/listen", "logging/setLevel", "resources/subscribe"] {
+            assert_eq!(told(gone, None).0, ErrorCode::METHOD_NOT_FOUND, "{gone}");
+        }
     }
 }
