@@ -279,6 +279,9 @@ pub enum Happened {
     Maybe,
 }
 
+/// The word of a fault's detail for when to come again.
+const RETRY_AFTER_MS: &str = "retry_after_ms";
+
 /// How an attempt or a call went wrong.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Fault {
@@ -319,6 +322,19 @@ impl Fault {
     /// The same with structured facts.
     pub fn with_detail(self, detail: Value) -> Self {
         Self { detail: Some(detail), ..self }
+    }
+
+    /// The same, from somebody who says when to come again.
+    pub fn come_again_after(self, retry_after_ms: Option<u64>) -> Self {
+        match retry_after_ms {
+            Some(ms) => self.with_detail(serde_json::json!({ RETRY_AFTER_MS: ms })),
+            None => self,
+        }
+    }
+
+    /// When to come again, where whoever refused has said so.
+    pub fn retry_after_ms(&self) -> Option<u64> {
+        self.detail.as_ref()?.get(RETRY_AFTER_MS)?.as_u64()
     }
 
     /// The same with what the tool gave, for who operates the crib.

@@ -229,7 +229,10 @@ fn report(
 fn failed(mut next: Call, mut records: Vec<Record>, fault: &Fault, now_ms: u64) -> Step {
     let harmless = fault.happened == Happened::No;
     let may_repeat = harmless || next.target.effect != Effect::Irreversible;
-    let at_ms = now_ms + next.backoff.wait_ms(next.target_attempts, next.id.as_str());
+    let backoff_ms = next.backoff.wait_ms(next.target_attempts, next.id.as_str());
+    // Whoever says when to come again is not asked before.
+    let wait_ms = backoff_ms.max(fault.retry_after_ms().unwrap_or(0));
+    let at_ms = now_ms.saturating_add(wait_ms);
     let tries_left = next.target_attempts <= next.max_retries;
     let duration_ms = now_ms.saturating_sub(next.attempt_ms.unwrap_or(now_ms));
     let failed = |kind: Kind, call: &Call| {

@@ -13,6 +13,7 @@ pub mod kept;
 pub mod models;
 pub mod openapi;
 pub mod operation;
+pub mod orphans;
 pub mod outbound;
 mod pages;
 pub mod serve;

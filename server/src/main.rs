@@ -7,6 +7,9 @@ use std::process::ExitCode;
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
 fn main() -> ExitCode {
+    if let Some(code) = toolcrib_server::orphans::watch(std::env::args_os().nth(1).as_deref()) {
+        return code;
+    }
     let ready = match toolcrib_server::cli::read(std::env::args_os().collect()) {
         Ok(ready) => ready,
         Err(code) => return code.into(),

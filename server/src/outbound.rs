@@ -149,7 +149,12 @@ impl Resolve for Guard {
 
 /// `Retry-After` in either of its forms.
 pub fn retry_after_ms(headers: &HeaderMap) -> Option<u64> {
-    let text = headers.get(RETRY_AFTER)?.to_str().ok()?.trim();
+    read_retry_after(headers.get(RETRY_AFTER)?.to_str().ok()?)
+}
+
+/// The same of the header's text.
+pub fn read_retry_after(text: &str) -> Option<u64> {
+    let text = text.trim();
     if let Ok(seconds) = text.parse::<u64>() {
         return Some(seconds.saturating_mul(1_000));
     }

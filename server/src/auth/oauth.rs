@@ -127,7 +127,10 @@ impl Recognise for Oauth {
         let claims = self.verified(token)?;
         let settings = &self.settings;
         let word = |name: &str| claims.get(name).and_then(Value::as_str).map(str::to_owned);
-        let project = word(&settings.project_claim).or_else(|| settings.default_project.clone())?;
+        let project = match claims.get(&settings.project_claim) {
+            Some(project) => project.as_str()?.to_owned(),
+            None => settings.default_project.clone()?,
+        };
         let agent = word(&settings.agent_claim)?;
         let role: Role = match claims.get(&settings.role_claim) {
             Some(role) => role.as_str()?.parse().ok()?,

@@ -67,6 +67,9 @@ enum Shown {
     Search,
 }
 
+/// How long the other side may take to hear that it is over.
+const LEAVING: Duration = Duration::from_secs(2);
+
 /// Serves until standard input is closed.
 pub async fn run(context: &Context, args: McpArgs) -> Result<(), Failure> {
     if let Some(verb) = args.verb {
@@ -190,7 +193,8 @@ async fn pass(
             break;
         }
     }
-    let _ = far.close().await;
+    // What is still being said by the other side is nobody's to hear.
+    let _ = tokio::time::timeout(LEAVING, far.close()).await;
     Ok(())
 }
 

@@ -19,6 +19,7 @@ mod server;
 mod shelf;
 mod tasks;
 mod tools;
+mod unread;
 
 use std::sync::Arc;
 
@@ -123,6 +124,9 @@ impl Door {
         R: tokio::io::AsyncRead + Send + Unpin + 'static,
         W: tokio::io::AsyncWrite + Send + Unpin + 'static,
     {
+        if let Some(name) = source.as_deref().filter(|name| !self.shared.shelf.has(&caller, name)) {
+            return Err(format!("there is no source \"{name}\"").into());
+        }
         let server =
             self.server(View { caller, standing: None, catalogue, source: source.map(Into::into) });
         let running = rmcp::serve_server(server, (input, output)).await?;

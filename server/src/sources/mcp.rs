@@ -21,6 +21,7 @@ mod post;
 mod settings;
 mod state;
 mod supervise;
+mod tape;
 mod task;
 mod tools;
 mod upstream;
@@ -185,6 +186,11 @@ impl Upstreams {
         let mut all: Vec<Shown> = here.map(|(_, upstream)| shown(upstream)).collect();
         all.sort_by(|a, b| a.settings.name.cmp(&b.settings.name));
         all
+    }
+
+    /// Whether there is one of this name.
+    pub fn has(&self, project: &str, name: &str) -> bool {
+        self.find(project, name).is_some()
     }
 
     /// How many are in each state, over all projects.

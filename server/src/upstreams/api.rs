@@ -1,5 +1,6 @@
 //! Upstreams as the HTTP door shows and changes them.
 
+use std::collections::HashSet;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -17,7 +18,8 @@ const MOST: usize = 100;
 
 /// Reads what to add: one server, or the `mcpServers` of desktop clients.
 pub fn to_add(document: Value) -> Result<Vec<McpSettings>, Error> {
-    let many = document.get("mcpServers").is_some_and(Value::is_object);
+    let many = ["mcpServers", "servers"];
+    let many = many.iter().any(|key| document.get(key).is_some_and(Value::is_object));
     let settings = match many {
         true => of_desktop_clients(&document).map_err(invalid)?,
         false => {
@@ -31,8 +33,13 @@ pub fn to_add(document: Value) -> Result<Vec<McpSettings>, Error> {
         let message = format!("mcpServers must have from 1 to {MOST} servers");
         return Err(Error::refused(Code::ValidationError, message));
     }
+    let mut names = HashSet::new();
     for one in &settings {
         one.check().map_err(invalid)?;
+        if !names.insert(one.name.as_str()) {
+            let why = format!("has two servers whose name here would be \"{}\"", one.name);
+            return Err(invalid(Wrong { field: "mcpServers", why }));
+        }
     }
     Ok(settings)
 }

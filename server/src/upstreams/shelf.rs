@@ -246,6 +246,16 @@ impl Shelf for Beside {
         }
     }
 
+    fn has(&self, caller: &Caller, source: &str) -> bool {
+        let (engine, prefix) = (&self.engine, format!("{source}."));
+        let offered = || {
+            let tools = engine.tools(caller);
+            tools.iter().any(|tool| tool.definition.name.starts_with(&prefix))
+        };
+        let known = self.upstreams.has(&caller.project, source);
+        known && (engine.may_use(caller, &format!("{source}.resources")) || offered())
+    }
+
     fn changes(&self) -> Option<Box<dyn Changes>> {
         Some(Box::new(Heard(Some(self.upstreams.changes()))))
     }

@@ -7,6 +7,7 @@ mod changing;
 mod cli;
 mod keeping;
 mod oauth;
+pub mod odd;
 mod panicking;
 mod tasks;
 

@@ -33,6 +33,22 @@ fn a_failure_that_is_tried_again_is_answered_the_same_when_it_is_reported_again(
 }
 
 #[test]
+fn whoever_says_when_to_come_again_is_not_asked_before() {
+    let busy = |after_ms: u64| {
+        let fault = Fault::new(Code::RateLimited, "too many").not_happened();
+        report(Some(1), fault.come_again_after(Some(after_ms)))
+    };
+    let waits = |event: &Event| step(&running(Effect::Irreversible), event, NOW).unwrap().call;
+    let later = waits(&busy(700));
+    assert!(matches!(later.hold, Some(Hold::Retry { at_ms }) if at_ms == NOW + 700));
+    let sooner = waits(&busy(1));
+    assert!(matches!(sooner.hold, Some(Hold::Retry { at_ms }) if at_ms == NOW + 100), "backoff");
+    for never in [DEADLINE - NOW, u64::MAX] {
+        assert_eq!(waits(&busy(never)).status, Status::Failed, "there is no time for it");
+    }
+}
+
+#[test]
 fn what_one_has_taken_another_takes_only_in_its_place() {
     let taken = |by: &str, instead_of: Option<&str>| Event::Taken {
         attempt: 1,

@@ -234,7 +234,16 @@ fn in_words(source: &Value) -> String {
     match (state, source["problem"].as_str()) {
         ("ready", _) => {
             let tools = number(source, "tools").unwrap_or_default();
-            format!("{name} is ready: {tools} tools, {name}.…")
+            let skipped = source["skipped"].as_array().map(Vec::as_slice).unwrap_or_default();
+            let left_out = skipped.iter().take(10).map(|skipped| {
+                let (tool, why) = (text(skipped, "tool"), text(skipped, "why"));
+                let line = match why.starts_with(tool) {
+                    true => why.to_owned(),
+                    false => format!("{tool}: {why}"),
+                };
+                format!("\n  left out: {}", plain(&line))
+            });
+            format!("{name} is ready: {tools} tools, {name}.…{}", left_out.collect::<String>())
         }
         ("needs_sign_in", _) => {
             let address = source["oauth"]["sign_in_url"].as_str().unwrap_or_default();
@@ -275,13 +284,15 @@ async fn list(context: &Context, crib: &Crib) -> Result<(), Failure> {
         let pending = source["pending"].as_array().map_or(0, Vec::len);
         let problem = source["problem"].as_str().map(str::to_owned);
         let waits = (pending > 0).then(|| format!("{pending} to accept"));
+        let skipped = source["skipped"].as_array().map_or(0, Vec::len);
+        let left_out = (skipped > 0).then(|| format!("{skipped} left out: toolcrib mcp show"));
         vec![
             text(source, "name").to_owned(),
             text(source, "state").to_owned(),
             since.unwrap_or_default(),
             number(source, "tools").map(|n| n.to_string()).unwrap_or_default(),
             text(source, "place").to_owned(),
-            problem.or(waits).unwrap_or_default(),
+            problem.or(waits).or(left_out).unwrap_or_default(),
         ]
     });
     let heads = ["NAME", "STATE", "SINCE", "TOOLS", "PLACE", "PROBLEM"];

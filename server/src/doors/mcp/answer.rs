@@ -7,9 +7,9 @@
 use rmcp::ErrorData;
 use rmcp::model::{CallToolResult, ContentBlock, ErrorCode, Resource, ResultType};
 use serde_json::{Value, json};
-use toolcrib::call::{Call, Status};
+use toolcrib::call::{Call, Hold, Status};
 use toolcrib::digest;
-use toolcrib::fault::{Code, Error, Fault};
+use toolcrib::fault::{Code, Error, Fault, Happened};
 use toolcrib::{Executor, Json};
 
 use super::tools::Revision;
@@ -94,9 +94,14 @@ fn digested_words(
 
 /// A failure in words, with the fault beside it.
 pub(super) fn failed(fault: &Fault, call_id: Option<&str>) -> CallToolResult {
-    let again = match fault.retryable {
-        true => "the same call can succeed later",
-        false => "the same call will fail again",
+    let again = match (fault.code, fault.happened) {
+        _ if fault.retryable => "the same call can succeed later",
+        // To call it again is for who has looked whether it happened.
+        (Code::OutcomeUnknown | Code::Timeout | Code::Canceled, Happened::Maybe) => {
+            "the same call may do it a second time"
+        }
+        (Code::Timeout | Code::Canceled, Happened::No) => "nothing was done",
+        _ => "the same call will fail again",
     };
     let text = format!("{}: {}\n({}; {again})", fault.code, fault.message, fault.code.help());
     let mut result = CallToolResult::error(vec![ContentBlock::text(text)]);
@@ -150,8 +155,11 @@ pub(super) fn protocol_error(error: Error) -> ErrorData {
 /// The call goes on, and the client cannot be told later: the ticket, and how to ask for it.
 pub(super) fn not_finished(call: &Call, tool: &Shape) -> CallToolResult {
     let id = call.id.as_str();
-    let state = match call.status {
-        Status::Pending => "waits to be executed",
+    let state = match (call.status, call.hold) {
+        (Status::Pending, Some(Hold::Input)) => {
+            "waits for an answer to what it has asked, which somebody must give,"
+        }
+        (Status::Pending, _) => "waits to be executed",
         _ => "is being executed",
     };
     let text = format!(

@@ -125,6 +125,10 @@ impl Entrance {
         let standing = Some(Standing::new(&caller, &parts.headers));
         let query = parts.uri.query().unwrap_or_default();
         let (catalogue, source) = (catalogue(query)?, source(parts.uri.path())?);
+        if let Some(name) = source.as_deref().filter(|name| !shared.shelf.has(&caller, name)) {
+            let message = format!("there is no source \"{name}\"");
+            return Err(Error::refused(Code::NotFound, message));
+        }
         if source.is_some() && catalogue == Some(Catalogue::Search) {
             let message = "one source has no catalogue: ask /mcp for it";
             return Err(Error::refused(Code::ValidationError, message));

@@ -6,8 +6,8 @@
 //! while it waits. Nobody is asked for what they did not say that they can answer.
 
 use rmcp::model::{
-    CallToolRequestParams, ClientCapabilities, InputRequest, InputRequests, InputResponses,
-    ServerRequest,
+    CallToolRequestParams, ClientCapabilities, ElicitRequestParams, ElicitationCapability,
+    InputRequest, InputRequests, InputResponses, ServerRequest,
 };
 use rmcp::service::Peer;
 use rmcp::{ErrorData, RoleServer};
@@ -33,9 +33,22 @@ pub(super) fn questions(call: &Call, client: &ClientCapabilities) -> InputReques
 
 fn can_answer(client: &ClientCapabilities, request: &InputRequest) -> bool {
     match request {
-        InputRequest::Elicitation(_) => client.elicitation.is_some(),
+        InputRequest::Elicitation(asked) => {
+            client.elicitation.as_ref().is_some_and(|can| can_show(can, &asked.params))
+        }
         InputRequest::CreateMessage(_) => client.sampling.is_some(),
         InputRequest::ListRoots(_) => client.roots.is_some(),
+        _ => false,
+    }
+}
+
+/// Forms and addresses are declared one by one; who declares neither means forms.
+fn can_show(can: &ElicitationCapability, asked: &ElicitRequestParams) -> bool {
+    match asked {
+        ElicitRequestParams::FormElicitationParams { .. } => {
+            can.form.is_some() || can.url.is_none()
+        }
+        ElicitRequestParams::UrlElicitationParams { .. } => can.url.is_some(),
         _ => false,
     }
 }
@@ -74,7 +87,12 @@ pub(super) async fn go_on(
         Err(error) => return Err(answer::protocol_error(error)),
     };
     let call = &ticket.call;
-    if call.tool_name != asked.name || call.asked.agent != view.caller.agent {
+    // It may be asked for by the name that models know.
+    let same = |name: &str| {
+        let tool = engine.tool(&view.caller, name);
+        name == call.tool_name || tool.is_ok_and(|tool| tool.definition.name == call.tool_name)
+    };
+    if !same(&asked.name) || call.asked.agent != view.caller.agent {
         return Err(unknown());
     }
     let answers = answers(asked.input_responses.unwrap_or_default())?;
@@ -118,4 +136,35 @@ pub(super) async fn ask(
         answers.insert(key, serde_json::to_value(answer).ok()?);
     }
     Some(answers)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_client_is_asked_only_in_the_ways_it_has_declared() {
+        let asked = |params: Value| {
+            let question = json!({ "method": "elicitation/create", "params": params });
+            serde_json::from_value::<InputRequest>(question).unwrap()
+        };
+        let schema = json!({ "type": "object", "properties": {} });
+        let form = asked(json!({ "mode": "form", "message": "Who?", "requestedSchema": schema }));
+        let address = asked(json!({ "mode": "url", "message": "Sign in", "elicitationId": "e",
+            "url": "https://login.example.com" }));
+        for (declared, forms, addresses) in [
+            (json!({}), false, false),
+            (json!({ "elicitation": {} }), true, false),
+            (json!({ "elicitation": { "form": {} } }), true, false),
+            (json!({ "elicitation": { "url": {} } }), false, true),
+            (json!({ "elicitation": { "form": {}, "url": {} } }), true, true),
+        ] {
+            let client: ClientCapabilities = serde_json::from_value(declared.clone()).unwrap();
+            assert_eq!(can_answer(&client, &form), forms, "{declared}");
+            assert_eq!(can_answer(&client, &address), addresses, "{declared}");
+        }
+    }
 }

@@ -79,6 +79,11 @@ pub trait Shelf: Send + Sync + 'static {
         asked: CompleteRequestParams,
     ) -> Result<CompleteResult, ErrorData>;
 
+    /// Whether there is a source of this name that the caller may know of.
+    fn has(&self, _caller: &Caller, _source: &str) -> bool {
+        true
+    }
+
     /// Tells of changes from now on. None where nothing ever changes.
     fn changes(&self) -> Option<Box<dyn Changes>> {
         None

@@ -16,6 +16,7 @@ use sse_stream::Sse;
 
 use super::oauth::{Challenge, Pass};
 use super::post::Post;
+use super::tape::Tape;
 
 type Failed = StreamableHttpError<reqwest::Error>;
 type Headers = HashMap<HeaderName, HeaderValue>;
@@ -28,6 +29,8 @@ const AGAIN: u32 = 2;
 pub(super) struct Authorised {
     pub(super) client: reqwest::Client,
     pub(super) pass: Option<Arc<Pass>>,
+    /// Where lists of tools are kept as they came.
+    pub(super) tape: Tape,
 }
 
 /// Whether an upstream does not let us in, and what it says about that.
@@ -156,6 +159,7 @@ impl StreamableHttpClient for Authorised {
                 token: token.as_deref(),
                 headers: headers.clone(),
                 limit,
+                tape: &self.tape,
             };
             post.send(&self.client).await
         })

@@ -37,6 +37,9 @@ pub(super) struct Note {
     /// Its task.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) task: Option<String>,
+    /// Whether it wants an address to be opened before it is called again.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub(super) opens: bool,
     /// How many questions it has asked while its request was out.
     #[serde(skip_serializing_if = "is_zero")]
     pub(super) asked: u32,
@@ -123,6 +126,9 @@ impl Try {
         if let Some(task) = note.task {
             return self.tell_task(task).await;
         }
+        if let Some(fault) = outcome::not_opened(&self.attempt).filter(|_| note.opens) {
+            return Started::Done(Err(fault));
+        }
         if note.asked > 0 && self.attempt.effect == Effect::Irreversible {
             let message = format!(
                 "{} asked something, and the session it asked in is lost: it may have happened in \
@@ -182,6 +188,10 @@ impl Try {
                 let message = format!("the MCP server {name} is not there: {why}");
                 return Started::Done(Err(Fault::unreachable(message)));
             }
+            Came::Busy(status, after_ms) => {
+                let fault = outcome::busy(name, &self.attempt, status.as_u16(), after_ms);
+                return Started::Done(Err(fault));
+            }
             Came::Lost(why) => {
                 let message = format!("{name}: {}", self.upstream.clean(&why));
                 return Started::Done(Err(outcome::garbled(&self.attempt, message)));
@@ -200,7 +210,7 @@ impl Try {
         let answers = attempt.dialogue.as_ref().map(|dialogue| dialogue.answers.clone());
         let mut ready = answers.unwrap_or_default();
         params.request_state = note.state;
-        if note.asked == 0 && !ready.is_empty() {
+        if note.asked == 0 && !note.opens && !ready.is_empty() {
             params.input_responses = Some(std::mem::take(&mut ready).into_iter().collect());
         }
         let mut options = PeerRequestOptions::no_options();
@@ -327,6 +337,10 @@ impl Try {
             Ok(_) => {
                 let message = format!("{} answered what is no result", self.upstream.settings.name);
                 Started::Done(Err(outcome::garbled(&self.attempt, message)))
+            }
+            Err(ServiceError::McpError(error)) if let Some(asked) = outcome::addresses(&error) => {
+                let note = Note { opens: true, ..Note::default() }.text();
+                Started::Asks(Questions { asked, note })
             }
             Err(error) => {
                 let known = live.watch.trouble();

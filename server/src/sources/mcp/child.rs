@@ -15,6 +15,8 @@ use tokio::task::JoinHandle;
 
 use super::connection::MAX_MESSAGE_BYTES;
 use super::environment::Filled;
+use super::tape::Tape;
+use crate::orphans::{self, Kept};
 
 /// What is kept of standard error: so many lines, each of at most so many bytes.
 const LINES: usize = 200;
@@ -55,6 +57,8 @@ impl Complaints {
 pub struct Program {
     child: Child,
     group: Option<i32>,
+    /// Ends it also where the server cannot.
+    _kept: Option<Kept>,
     errors: JoinHandle<()>,
 }
 
@@ -95,7 +99,8 @@ impl Program {
         let errors = child.stderr.take().ok_or_else(missing)?;
         let errors = keep(errors, filled.clone(), complaints.clone());
         let group = child.id().and_then(|id| i32::try_from(id).ok());
-        Ok((Self { child, group, errors }, Pipes { input, output }))
+        let kept = group.map(orphans::keep);
+        Ok((Self { child, group, _kept: kept, errors }, Pipes { input, output }))
     }
 
     /// The process's number.
@@ -219,15 +224,20 @@ pub struct Watched<R> {
     /// How much of it has come.
     length: usize,
     in_a_row: u32,
+    tape: Tape,
+    /// All of it, while somebody wants that.
+    whole: Vec<u8>,
 }
 
 impl<R> Watched<R> {
-    pub fn new(inner: R, garbage: Garbage) -> Self {
-        Self { inner, garbage, head: Vec::new(), last: 0, length: 0, in_a_row: 0 }
+    pub fn new(inner: R, garbage: Garbage, tape: Tape) -> Self {
+        let (head, whole) = Default::default();
+        Self { inner, garbage, head, last: 0, length: 0, in_a_row: 0, tape, whole }
     }
 
     /// Whether what has come so far can still be understood.
     fn look(&mut self, bytes: &[u8]) -> bool {
+        let wanted = self.tape.is_wanted();
         for part in bytes.split_inclusive(|byte| *byte == b'\n') {
             let ends = part.ends_with(b"\n");
             self.length += part.len();
@@ -235,6 +245,12 @@ impl<R> Watched<R> {
                 let limit = MAX_MESSAGE_BYTES >> 20;
                 *self.garbage.0.lock() = Some(format!("it wrote a message over {limit} MiB"));
                 return false;
+            }
+            if wanted {
+                self.whole.extend_from_slice(part);
+            }
+            if ends && !self.whole.is_empty() {
+                self.tape.pass(&std::mem::take(&mut self.whole));
             }
             let text = part.strip_suffix(b"\n").unwrap_or(part);
             let text = text.strip_suffix(b"\r").unwrap_or(text);
@@ -303,7 +319,7 @@ mod tests {
     #[tokio::test]
     async fn a_line_without_an_end_is_not_read_for_ever() {
         let garbage = Garbage::default();
-        let mut watched = Watched::new(tokio::io::repeat(b'x'), garbage.clone());
+        let mut watched = Watched::new(tokio::io::repeat(b'x'), garbage.clone(), Tape::default());
         let mut read = vec![0; 1 << 20];
         while watched.read(&mut read).await.unwrap() > 0 {}
         assert_eq!(garbage.seen().unwrap(), "it wrote a message over 16 MiB");

@@ -15,7 +15,9 @@ use rmcp::service::{
     serve_client_with_lifecycle,
 };
 use rmcp::transport::async_rw::AsyncRwTransport;
-use rmcp::transport::streamable_http_client::StreamableHttpClientTransportConfig;
+use rmcp::transport::streamable_http_client::{
+    StreamableHttpClientTransportConfig, StreamableHttpError,
+};
 use rmcp::transport::{StreamableHttpClientTransport, Transport};
 use rmcp::{RoleClient, ServiceError};
 use tokio_util::task::AbortOnDropHandle;
@@ -27,6 +29,7 @@ use super::ears::Ears;
 use super::environment::Filled;
 use super::oauth::Pass;
 use super::settings::McpSettings;
+use super::tape::Tape;
 use crate::outbound::Outbound;
 
 /// The longest message that is read.
@@ -41,6 +44,9 @@ const UNASKED_PER_SECOND: f64 = 500.0;
 
 /// How long a connection may take to be closed in order.
 const CLOSING: Duration = Duration::from_secs(3);
+
+/// How much of that is for the transport alone.
+const LEAVING: Duration = Duration::from_secs(2);
 
 /// Why a connection was ended by us.
 #[derive(Clone, Default)]
@@ -103,8 +109,11 @@ impl<T: Transport<RoleClient>> Transport<RoleClient> for Guarded<T> {
         Some(message)
     }
 
+    /// One that goes on talking while nobody listens keeps itself from being closed in order: then
+    /// it is let go, and ends by that.
     async fn close(&mut self) -> Result<(), Self::Error> {
-        self.inner.close().await
+        let closed = tokio::time::timeout(LEAVING, self.inner.close()).await;
+        closed.unwrap_or(Ok(()))
     }
 }
 
@@ -115,6 +124,7 @@ pub struct Connection {
     pub process: Option<u32>,
     /// The straight way for calls, where there is one.
     direct: direct::Shared,
+    tape: Tape,
     stop: RunningServiceCancellationToken,
     /// Ends with this, whatever becomes of us.
     done: AbortOnDropHandle<()>,
@@ -168,14 +178,15 @@ impl Connection {
         let cwd = dialing.settings.cwd.as_deref();
         let (mut program, pipes) = Program::start(&dialing.filled, cwd, dialing.complaints)?;
         let watch = Watch::default();
-        let output = Watched::new(pipes.output, watch.garbage.clone());
+        let tape = Tape::default();
+        let output = Watched::new(pipes.output, watch.garbage.clone(), tape.clone());
         let transport = AsyncRwTransport::new_client(output, pipes.input)
             .with_max_line_length(MAX_MESSAGE_BYTES);
         let begun =
             begin(&dialing, Guarded::new(transport, watch.flooded.clone(), dialing.ears.clone()))
                 .await;
         match begun {
-            Ok(running) => Ok(Self::of(running, dialing.ears, Some(program), watch)),
+            Ok(running) => Ok(Self::of(running, dialing.ears, Some(program), watch, tape)),
             Err(why) => {
                 // One that has ended by itself says more than that its pipes are closed.
                 let said = tokio::time::timeout(Duration::from_millis(200), program.ended()).await;
@@ -188,14 +199,15 @@ impl Connection {
     async fn to_address(dialing: Dialing<'_>) -> Result<Self, String> {
         let watch = Watch::default();
         let (client, config, headers) = http(&dialing)?;
-        let client = Authorised { client, pass: dialing.pass.clone() };
+        let tape = Tape::default();
+        let client = Authorised { client, pass: dialing.pass.clone(), tape: tape.clone() };
         let direct = Direct::new(client.clone(), &dialing.filled.url, headers);
         let transport = StreamableHttpClientTransport::with_client(client, config);
         let running =
             begin(&dialing, Guarded::new(transport, watch.flooded.clone(), dialing.ears.clone()))
                 .await;
         let running = running.map_err(|why| watch.trouble().unwrap_or(why))?;
-        let connection = Self::of(running, dialing.ears, None, watch);
+        let connection = Self::of(running, dialing.ears, None, watch, tape);
         Ok(Self { direct: direct.map(Arc::new), ..connection })
     }
 
@@ -209,13 +221,19 @@ impl Connection {
         ears: Arc<Ears>,
         program: Option<Program>,
         watch: Watch,
+        tape: Tape,
     ) -> Self {
         let (peer, stop) = (running.peer().clone(), running.cancellation_token());
         let process = program.as_ref().and_then(Program::id);
         let done = AbortOnDropHandle::new(tokio::spawn(async move {
             drop(running.waiting().await);
         }));
-        Self { peer, ears, process, direct: None, stop, done, program, watch }
+        Self { peer, ears, process, direct: None, tape, stop, done, program, watch }
+    }
+
+    /// Where lists of tools are kept as they came.
+    pub fn tape(&self) -> Tape {
+        self.tape.clone()
     }
 
     /// What is known about its faults, also after it has ended.
@@ -344,13 +362,21 @@ fn http(dialing: &Dialing<'_>) -> Result<Dialled, String> {
 
 /// Whether a request cannot have reached the upstream.
 pub fn never_sent(error: &ServiceError) -> bool {
-    let ServiceError::TransportSend(error) = error else { return false };
+    matches!(http_failure(error), Some(Failed::Client(error)) if error.is_connect())
+}
+
+/// How a request over HTTP failed.
+pub(super) type Failed = StreamableHttpError<reqwest::Error>;
+
+/// What is behind a failed request, where it is about HTTP.
+pub(super) fn http_failure(error: &ServiceError) -> Option<&Failed> {
+    let ServiceError::TransportSend(error) = error else { return None };
     let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error.error.as_ref());
     while let Some(inner) = cause {
-        if inner.downcast_ref::<reqwest::Error>().is_some_and(reqwest::Error::is_connect) {
-            return true;
+        if let Some(failed) = inner.downcast_ref::<Failed>() {
+            return Some(failed);
         }
         cause = inner.source();
     }
-    false
+    None
 }

@@ -19,6 +19,7 @@ use toolcrib::source::{Attempt, ProgressSink};
 use super::authorised::Authorised;
 use super::connection::MAX_MESSAGE_BYTES;
 use super::ears::{introduction, progressed};
+use crate::outbound::retry_after_ms;
 
 const REVISION: &str = "2026-07-28";
 
@@ -31,6 +32,8 @@ pub(super) enum Came {
     Error(ErrorData),
     /// It cannot have reached the upstream, or was turned away there.
     NotSent(String),
+    /// It has too much to do, and may have said when to come again.
+    Busy(StatusCode, Option<u64>),
     /// Nobody knows what became of it.
     Lost(String),
 }
@@ -175,6 +178,10 @@ async fn read(mut answer: Response, id: u64, progress: &ProgressSink) -> Came {
     if status.is_success() && kind.starts_with("text/event-stream") {
         return stream(&mut answer, id, progress).await;
     }
+    let after_ms = retry_after_ms(answer.headers());
+    if status == StatusCode::TOO_MANY_REQUESTS {
+        return Came::Busy(status, after_ms);
+    }
     let is_json = kind.starts_with("application/json");
     let body = match whole(&mut answer).await {
         Ok(body) => body,
@@ -189,9 +196,7 @@ async fn read(mut answer: Response, id: u64, progress: &ProgressSink) -> Came {
         StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
             Came::NotSent(format!("it does not let us in (HTTP {status})"))
         }
-        StatusCode::TOO_MANY_REQUESTS => {
-            Came::NotSent(format!("it turned the call away (HTTP {status})"))
-        }
+        StatusCode::SERVICE_UNAVAILABLE => Came::Busy(status, after_ms),
         _ => Came::Lost(format!("it answered what is no message of MCP (HTTP {status})")),
     }
 }

@@ -1,15 +1,17 @@
 //! Lists of upstreams, page after page, to their end: within limits, because an upstream may have
 //! no end.
 
+use std::collections::HashSet;
+
 use rmcp::model::{
-    ClientRequest, ErrorCode, ListPromptsResult, ListResourceTemplatesResult, ListResourcesResult,
-    ListToolsRequest, PaginatedRequestParams, Prompt, Resource, ResourceTemplate, ServerResult,
-    Tool,
+    ErrorCode, ListPromptsResult, ListResourceTemplatesResult, ListResourcesResult,
+    PaginatedRequestParams, Prompt, Resource, ResourceTemplate, Tool,
 };
 use rmcp::service::Peer;
 use rmcp::{ErrorData, RoleClient, ServiceError};
 use serde::Serialize;
-use serde_json::Value;
+
+use super::tape::{self, Tape};
 
 /// Of one list.
 const MOST_ITEMS: usize = 20_000;
@@ -106,51 +108,57 @@ impl Page for Tools {
 }
 
 /// Every tool of an upstream, and those that cannot be read.
-pub(super) async fn tools(peer: &Peer<RoleClient>) -> Result<Vec<Listed>, ServiceError> {
+pub(super) async fn tools(
+    peer: &Peer<RoleClient>,
+    tape: &Tape,
+) -> Result<Vec<Listed>, ServiceError> {
+    let listening = tape.listen();
+    let listening = &listening;
     let ask = |page: Option<PaginatedRequestParams>| async move {
-        match peer.list_tools(page.clone()).await {
-            Ok(page) => {
+        match (peer.list_tools(page).await, listening.take()) {
+            (Ok(page), told) => {
+                let left_out = told.map(|told| left_out(told, &page.tools)).unwrap_or_default();
                 let tools = page.tools.into_iter().map(|tool| Listed::Tool(Box::new(tool)));
-                Ok(Tools(tools.collect(), page.next_cursor))
+                Ok(Tools(tools.chain(left_out).collect(), page.next_cursor))
             }
             // One that is malformed makes the whole page unreadable: then each is read by itself.
-            Err(ServiceError::UnexpectedResponse) => one_by_one(peer, page).await,
-            Err(error) => Err(error),
+            (Err(ServiceError::UnexpectedResponse), Some(told)) => Ok(each(told)),
+            (Err(ServiceError::UnexpectedResponse), None) => Err(unreadable()),
+            (Err(error), _) => Err(error),
         }
     };
     all("tools", ask).await
 }
 
-async fn one_by_one(
-    peer: &Peer<RoleClient>,
-    page: Option<PaginatedRequestParams>,
-) -> Result<Tools, ServiceError> {
-    let request = ListToolsRequest { params: page, ..ListToolsRequest::default() };
-    let unreadable = || {
-        let message = "it is not as MCP has it: every tool needs a name that is a text and an \
-                       inputSchema that is an object";
-        ServiceError::McpError(ErrorData::new(ErrorCode::INTERNAL_ERROR, message, None))
-    };
-    match peer.send_request(ClientRequest::ListToolsRequest(request)).await? {
-        ServerResult::CustomResult(page) => read_each(&page.0).ok_or_else(unreadable),
-        _ => Err(unreadable()),
-    }
+fn unreadable() -> ServiceError {
+    let message = "it is not as MCP has it: every tool needs a name that is a text and an \
+                   inputSchema that is an object";
+    ServiceError::McpError(ErrorData::new(ErrorCode::INTERNAL_ERROR, message, None))
 }
 
-fn read_each(page: &Value) -> Option<Tools> {
-    let each = page.get("tools")?.as_array()?.iter().enumerate().map(|(at, tool)| {
-        let name = tool.get("name").and_then(Value::as_str);
-        let name = name.map_or_else(|| format!("number {}", at + 1), str::to_owned);
-        match serde_json::from_value(tool.clone()) {
-            Ok(tool) => Listed::Tool(Box::new(tool)),
-            Err(error) => {
-                let name = name.chars().take(80).collect();
-                Listed::Unreadable(name, format!("it cannot be read: {error}"))
-            }
-        }
-    });
-    let next = page.get("nextCursor").and_then(Value::as_str).map(str::to_owned);
-    Some(Tools(each.collect(), next))
+fn listed(unreadable: Vec<(String, String)>) -> impl Iterator<Item = Listed> {
+    unreadable.into_iter().map(|(name, why)| Listed::Unreadable(name, why))
+}
+
+fn each(page: tape::Page) -> Tools {
+    let tools = page.tools.into_iter().map(|tool| Listed::Tool(Box::new(tool)));
+    Tools(tools.chain(listed(page.unreadable)).collect(), page.next)
+}
+
+/// What the upstream offers on a page, and is not among what was read of it.
+fn left_out(told: tape::Page, read: &[Tool]) -> Vec<Listed> {
+    let mut left_out: Vec<Listed> = listed(told.unreadable).collect();
+    if told.tools.len() == read.len() {
+        return left_out;
+    }
+    let known: HashSet<&str> = read.iter().map(|tool| tool.name.as_ref()).collect();
+    let why = "what it says of arguments in headers (x-mcp-header) is not as MCP has it";
+    let missing = told.tools.into_iter().filter(|tool| !known.contains(tool.name.as_ref()));
+    left_out.extend(
+        missing
+            .map(|tool| Listed::Unreadable(tool.name.chars().take(80).collect(), why.to_owned())),
+    );
+    left_out
 }
 
 /// Every resource of an upstream.

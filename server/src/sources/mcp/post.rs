@@ -5,7 +5,7 @@ use std::borrow::Cow;
 
 use axum::http::header::{ACCEPT, CONTENT_TYPE, RETRY_AFTER, WWW_AUTHENTICATE};
 use axum::http::{HeaderMap, HeaderValue};
-use futures::StreamExt;
+use futures::{StreamExt, TryStreamExt};
 use reqwest::{Response, StatusCode};
 use rmcp::ErrorData;
 use rmcp::model::{ClientJsonRpcMessage, ClientRequest, JsonRpcMessage, ServerJsonRpcMessage};
@@ -15,6 +15,8 @@ use rmcp::transport::streamable_http_client::{
     StreamableHttpPostResponse,
 };
 use sse_stream::SseStream;
+
+use super::tape::Tape;
 
 type Failed = StreamableHttpError<reqwest::Error>;
 
@@ -34,6 +36,8 @@ pub(super) struct Post<'a> {
     pub(super) headers: HeaderMap,
     /// The most bytes of an answer, or of one event of a stream.
     pub(super) limit: usize,
+    /// Where lists of tools are kept as they came.
+    pub(super) tape: &'a Tape,
 }
 
 impl Post<'_> {
@@ -73,7 +77,12 @@ impl Post<'_> {
             return Ok(StreamableHttpPostResponse::Accepted);
         }
         if status.is_success() && kind.starts_with(STREAM) {
-            return Ok(StreamableHttpPostResponse::Sse(events(answer, self.limit), session));
+            let events = events(answer, self.limit);
+            let events = match self.tape().cloned() {
+                Some(tape) => events.map_ok(move |event| readable(event, &tape)).boxed(),
+                None => events,
+            };
+            return Ok(StreamableHttpPostResponse::Sse(events, session));
         }
         if status.is_success() && !kind.starts_with(JSON) {
             return Err(StreamableHttpError::UnexpectedContentType(Some(kind)));
@@ -87,6 +96,18 @@ impl Post<'_> {
 
     fn is_request(&self) -> bool {
         matches!(self.message, ClientJsonRpcMessage::Request(_))
+    }
+
+    /// The id of the request.
+    fn asked(&self) -> Option<rmcp::model::RequestId> {
+        let ClientJsonRpcMessage::Request(asked) = self.message else { return None };
+        Some(asked.id.clone())
+    }
+
+    /// Who looks at the answer, where it is a list of tools.
+    fn tape(&self) -> Option<&Tape> {
+        let ClientJsonRpcMessage::Request(asked) = self.message else { return None };
+        matches!(asked.request, ClientRequest::ListToolsRequest(_)).then_some(self.tape)
     }
 
     /// An upstream that does not let us in, and says how it would.
@@ -111,7 +132,15 @@ impl Post<'_> {
         body: &[u8],
         session: Option<String>,
     ) -> Result<StreamableHttpPostResponse, Failed> {
+        let rest = self.tape().and_then(|tape| tape.pass(body));
+        let body = rest.as_ref().map_or(body, |rest| rest.as_bytes());
         match serde_json::from_slice::<ServerJsonRpcMessage>(body) {
+            // Nobody would ever hear of it, and whoever asked would wait for ever.
+            Ok(JsonRpcMessage::Response(answer))
+                if self.asked().is_some_and(|id| id != answer.id) =>
+            {
+                Err(unexpected("it answered another request than was made".to_owned()))
+            }
             Ok(message) => Ok(StreamableHttpPostResponse::Json(message, session)),
             // Nobody waits for an answer to it.
             Err(_) if !self.is_request() => Ok(StreamableHttpPostResponse::Accepted),
@@ -154,6 +183,15 @@ impl Post<'_> {
         let first = matches!(asked.request, ClientRequest::DiscoverRequest(_));
         (first && self.session.is_none()).then(|| asked.id.clone())
     }
+}
+
+/// An event without those tools that cannot be read.
+fn readable(mut event: sse_stream::Sse, tape: &Tape) -> sse_stream::Sse {
+    let rest = event.data.as_ref().and_then(|data| tape.pass(data.as_bytes()));
+    if rest.is_some() {
+        event.data = rest;
+    }
+    event
 }
 
 fn text(headers: &HeaderMap, name: &str) -> Option<String> {

@@ -18,6 +18,7 @@ use super::environment::Filled;
 use super::listen::listen;
 use super::pages::Listed;
 use super::state::Phase;
+use super::tape::Tape;
 use super::tools::{Offered, ToolChange, changes};
 use super::upstream::{Live, Upstream};
 use super::{Ledger, now_ms, pages};
@@ -184,10 +185,10 @@ impl Upstream {
         let (peer, ears) = (connection.peer.clone(), connection.ears.clone());
         let modern = connection.is_modern();
         let (process, watch) = (connection.process, connection.watch());
-        let direct = connection.direct();
+        let (direct, tape) = (connection.direct(), connection.tape());
         let mut over = std::pin::pin!(connection.over());
         let first = tokio::select! {
-            first = self.refresh(ledger, &peer) => first,
+            first = self.refresh(ledger, &peer, &tape) => first,
             why = &mut over => return why,
         };
         if let Err(why) = first {
@@ -203,13 +204,14 @@ impl Upstream {
                 why = &mut over => return why,
                 () = ears.tools_changed.notified() => {}
                 never = &mut listening => match never {},
-                () = self.again.notified() => {}
+                // Who asks for another look may have made room for what was refused.
+                () = self.again.notified() => self.unusable.lock().clear(),
                 () = self.leave.notified() => return SIGNED_OUT.to_owned(),
                 () = ears.spoiled() => return SPOILED.to_owned(),
             }
             // However long it takes, the end of the connection is heard.
             let looked = tokio::select! {
-                looked = self.look(ledger, &peer) => looked,
+                looked = self.look(ledger, &peer, &tape) => looked,
                 why = &mut over => return why,
                 () = self.leave.notified() => return SIGNED_OUT.to_owned(),
             };
@@ -221,8 +223,13 @@ impl Upstream {
     }
 
     /// Looks at what it offers, and says how that went. An error is why it cannot be used.
-    async fn look(&self, ledger: &dyn Ledger, peer: &Peer<RoleClient>) -> Result<(), String> {
-        let Err(why) = self.refresh(ledger, peer).await else {
+    async fn look(
+        &self,
+        ledger: &dyn Ledger,
+        peer: &Peer<RoleClient>,
+        tape: &Tape,
+    ) -> Result<(), String> {
+        let Err(why) = self.refresh(ledger, peer, tape).await else {
             let problem = self.offered_problem();
             self.state.lock().problem = problem;
             return Ok(());
@@ -278,10 +285,15 @@ impl Upstream {
     }
 
     /// Looks at what it offers, and puts that into the directory, or shows what is to be accepted.
-    async fn refresh(&self, ledger: &dyn Ledger, peer: &Peer<RoleClient>) -> Result<(), String> {
+    async fn refresh(
+        &self,
+        ledger: &dyn Ledger,
+        peer: &Peer<RoleClient>,
+        tape: &Tape,
+    ) -> Result<(), String> {
         peer.clear_response_cache().await;
         let limit = self.patience();
-        let listing = tokio::time::timeout(limit, list(peer)).await;
+        let listing = tokio::time::timeout(limit, list(peer, tape)).await;
         let list = listing
             .map_err(|_| format!("its list of tools did not come within {limit:?}"))?
             .map_err(|why| self.clean(&why))?;
@@ -295,11 +307,8 @@ impl Upstream {
         }
         let timeout_ms = ledger.default_timeout_ms(project);
         let offered = Offered::of(&self.settings, readable, unreadable, timeout_ms);
-        {
-            let mut state = self.state.lock();
-            state.flagged.clone_from(&offered.flagged);
-            state.skipped.clone_from(&offered.skipped);
-        }
+        let mut skipped = offered.skipped.clone();
+        skipped.extend(self.refused_before(&offered.tools));
         *self.offered.lock() = offered.clone();
         let known = ledger.known(project, name);
         let usable = self.usable(&offered.tools);
@@ -308,25 +317,41 @@ impl Upstream {
             let mut state = self.state.lock();
             state.pending = found;
             state.tools = known.len();
+            (state.flagged, state.skipped) = (offered.flagged, skipped);
             return Ok(());
         }
-        self.take(ledger, &known, usable, found).await
+        skipped.extend(self.take(ledger, &known, usable, found).await?);
+        let mut state = self.state.lock();
+        (state.flagged, state.skipped) = (offered.flagged, skipped);
+        Ok(())
     }
 
     /// Without what the directory has refused before, as it was.
     fn usable(&self, offered: &BTreeMap<String, Definition>) -> BTreeMap<String, Definition> {
         let unusable = self.unusable.lock();
-        let fine = offered.iter().filter(|(name, tool)| unusable.get(*name) != Some(*tool));
+        let same = |name: &str, tool: &Definition| {
+            unusable.get(name).is_some_and(|(refused, _)| refused == tool)
+        };
+        let fine = offered.iter().filter(|(name, tool)| !same(name, tool));
         fine.map(|(name, tool)| (name.clone(), tool.clone())).collect()
     }
 
+    /// What the directory has refused before and is offered as it was, and why.
+    fn refused_before(&self, offered: &BTreeMap<String, Definition>) -> Vec<(String, String)> {
+        let unusable = self.unusable.lock();
+        let same = unusable.iter().filter(|(name, (tool, _))| offered.get(*name) == Some(tool));
+        same.map(|(name, (_, why))| (name.clone(), why.clone())).collect()
+    }
+
+    /// Puts these into the directory. Answers with what it has refused, and why.
     async fn take(
         &self,
         ledger: &dyn Ledger,
         known: &BTreeMap<String, Definition>,
         tools: BTreeMap<String, Definition>,
         found: Vec<ToolChange>,
-    ) -> Result<(), String> {
+    ) -> Result<Vec<(String, String)>, String> {
+        let mut refusals = Vec::new();
         let (project, name) = (&self.settings.project, &self.settings.name);
         if !found.is_empty() || *known != tools {
             let why = in_words(&found);
@@ -334,11 +359,13 @@ impl Upstream {
             let refused: HashMap<String, String> =
                 ledger.keep(project, name, list, &why).await?.into_iter().collect();
             let mut unusable = self.unusable.lock();
+            // What is another now may be fine.
+            unusable.retain(|name, _| !tools.contains_key(name));
             for (tool, why) in refused {
                 if let Some(definition) = tools.get(&tool) {
-                    unusable.insert(tool.clone(), definition.clone());
+                    unusable.insert(tool.clone(), (definition.clone(), why.clone()));
                 }
-                self.state.lock().skipped.push((tool, why));
+                refusals.push((tool, why));
             }
             drop(unusable);
             if !known.is_empty() {
@@ -349,7 +376,7 @@ impl Upstream {
         let mut state = self.state.lock();
         state.tools = tools.len() - tools.keys().filter(|n| self.is_unusable(n)).count();
         state.pending.clear();
-        Ok(())
+        Ok(refusals)
     }
 
     fn is_unusable(&self, name: &str) -> bool {
@@ -378,8 +405,10 @@ impl Upstream {
                 None => drop(next.remove(&change.tool)),
             }
         }
-        self.take(ledger, &known, next, accepted.clone()).await?;
-        self.state.lock().pending = left;
+        let refused = self.take(ledger, &known, next, accepted.clone()).await?;
+        let mut state = self.state.lock();
+        state.pending = left;
+        state.skipped.extend(refused);
         Ok(accepted)
     }
 }
@@ -394,8 +423,8 @@ fn in_words(found: &[ToolChange]) -> String {
 }
 
 /// Every tool.
-async fn list(peer: &Peer<RoleClient>) -> Result<Vec<Listed>, String> {
-    match pages::tools(peer).await {
+async fn list(peer: &Peer<RoleClient>, tape: &Tape) -> Result<Vec<Listed>, String> {
+    match pages::tools(peer, tape).await {
         Err(ServiceError::McpError(error)) if error.code == ErrorCode::METHOD_NOT_FOUND => {
             Ok(Vec::new())
         }

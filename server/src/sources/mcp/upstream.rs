@@ -76,8 +76,8 @@ pub struct Upstream {
     pub(super) leave: Notify,
     /// What it offers now, whether or not that was accepted.
     pub(super) offered: Mutex<Offered>,
-    /// What was offered and cannot be used: it is not offered to the directory again.
-    pub(super) unusable: Mutex<BTreeMap<String, Definition>>,
+    /// What was offered and cannot be used, and why: it is not offered to the directory again.
+    pub(super) unusable: Mutex<BTreeMap<String, (Definition, String)>>,
     pub(super) suspended: Mutex<HashMap<CallId, Suspended>>,
     live: watch::Sender<Option<Arc<Live>>>,
     running: Mutex<HashMap<Key, CancellationToken>>,

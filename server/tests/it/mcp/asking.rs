@@ -108,7 +108,10 @@ async fn a_client_is_given_the_questions_and_asks_again_with_the_answers() {
     client.ask("tools/call", again(city.clone(), &other)).await.error(-32602);
     let wrong = again(json!({ "city": 7 }), &state);
     client.ask("tools/call", wrong).await.error(-32602);
-    let done = client.ask("tools/call", again(city.clone(), &state)).await.result();
+    // By the name that models know, it is the same tool.
+    let mut named = again(city.clone(), &state);
+    named["name"] = "hello__one".into();
+    let done = client.ask("tools/call", named).await.result();
     assert_eq!(text(&done), "hello Ada in Ulm, attempt 2");
     // The same once more is the same answer, not a second call.
     let repeated = client.ask("tools/call", again(city, &state)).await.result();

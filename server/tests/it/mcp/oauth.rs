@@ -44,6 +44,10 @@ fn claims(change: impl FnOnce(&mut Value)) -> Value {
 }
 
 async fn server() -> (Server, tempfile::TempDir) {
+    server_for(None).await
+}
+
+async fn server_for(project: Option<&str>) -> (Server, tempfile::TempDir) {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("jwks.json");
     std::fs::write(&file, published().to_string()).unwrap();
@@ -52,6 +56,7 @@ async fn server() -> (Server, tempfile::TempDir) {
             issuer: ISSUER.to_owned(),
             resource: RESOURCE.to_owned(),
             jwks_file: Some(file),
+            default_project: project.map(str::to_owned),
             ..Default::default()
         });
     })
@@ -132,4 +137,18 @@ async fn a_token_for_someone_else_opens_nothing() {
     refused("a shared secret", encode(&shared, &claims(|_| ()), &public).unwrap()).await;
     let allowed = Mcp::modern(&server.with_key(&good)).ask("tools/list", json!({})).await;
     assert_eq!(allowed.status, 200);
+}
+
+#[tokio::test]
+async fn a_project_that_cannot_be_read_is_not_the_usual_one() {
+    let (server, _keys) = server_for(Some("acme")).await;
+    for (project, status) in [(None, 200), (Some(json!(7)), 401), (Some(json!(["acme"])), 401)] {
+        let claims = claims(|claims| match &project {
+            Some(project) => claims["toolcrib_project"] = project.clone(),
+            None => drop(claims.as_object_mut().unwrap().remove("toolcrib_project")),
+        });
+        let client = Mcp::modern(&server.with_key(&signed(OURS, "ours", &claims)));
+        let told = client.ask("tools/list", json!({})).await;
+        assert_eq!(told.status, status, "{project:?}: {}", told.text);
+    }
 }

@@ -168,5 +168,12 @@ async fn one_source_has_an_address_of_its_own_with_its_own_names() {
     }
     let api = server.api();
     let body = json!({ "jsonrpc": "2.0", "id": 1, "method": "tools/list" });
-    api.post("/mcp/no.such", body).await.refused(404, "NOT_FOUND");
+    for path in ["/mcp/no.such", "/mcp/fixtur"] {
+        api.post(path, body.clone()).await.refused(404, "NOT_FOUND");
+    }
+    // Who may use nothing of it does not learn that it is there.
+    let ada = server.keyed("default", "ada", "agent", &["other.*"]).await;
+    ada.post("/mcp/fixture", body.clone()).await.refused(404, "NOT_FOUND");
+    let told = Mcp::modern(&ada).at("/mcp/other").ask("tools/list", json!({})).await.result();
+    assert!(told["tools"].as_array().unwrap().len() > 1, "{told}");
 }

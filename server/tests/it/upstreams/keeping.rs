@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use super::{at, call, in_state, words};
 use crate::support::upstream::{Http, program};
-use crate::support::{Server, until};
+use crate::support::{Api, Server, process, until};
 
 #[tokio::test]
 async fn what_is_added_is_there_after_a_restart_and_gone_when_removed() {
@@ -58,6 +58,10 @@ async fn what_cannot_be_an_upstream_is_refused_by_its_field() {
         (json!({ "name": "a", "url": "http://x/", "command": "y" }), "command"),
         (json!({ "name": "a", "url": "http://x/", "max_tools": 0 }), "max_tools"),
         (json!({ "mcpServers": { "a": { "command": 7 } } }), "command"),
+        (
+            json!({ "mcpServers": { "a b": { "command": "x" }, "a-b": { "command": "y" } } }),
+            "mcpServers",
+        ),
     ] {
         let error = api.post("/v1/sources/mcp", body).await.refused(422, "VALIDATION_ERROR");
         assert_eq!(error["detail"]["pointer"], format!("/{field}"), "{error}");
@@ -101,6 +105,34 @@ async fn a_program_that_is_removed_leaves_nothing_behind() {
     assert!(there());
     api.delete("/v1/sources/mcp/fixture").await.is(204);
     until("the process to be gone, not a zombie", || async { (!there()).then_some(()) }).await;
+}
+
+/// Whether a process is there, and no zombie.
+fn runs(pid: u64) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
+    state.is_some_and(|state| state != 'Z' && state != 'X')
+}
+
+#[tokio::test]
+async fn a_program_does_not_outlive_a_server_that_is_killed() {
+    let mut crib = process::Server::ready().await;
+    let api = Api::new(&format!("127.0.0.1:{}", crib.port));
+    let settings = serde_json::to_value(program("stubborn")).unwrap();
+    let added = api.post("/v1/sources/mcp?wait_ms=30000", settings).await.is(201);
+    let pid = added["sources"][0]["pid"].as_u64().unwrap();
+    let started = until("what it has started", || async {
+        let shown = api.get("/v1/sources/mcp/fixture").await.is(200);
+        let lines = shown["stderr"].as_array().unwrap().clone();
+        lines.iter().find_map(|line| line.as_str()?.strip_prefix("started ")?.parse::<u64>().ok())
+    })
+    .await;
+    assert!(runs(pid) && runs(started));
+    crib.kill();
+    // It is asked to end and then made to, with what it has started.
+    for pid in [pid, started] {
+        until("it to be gone", || async { (!runs(pid)).then_some(()) }).await;
+    }
 }
 
 #[tokio::test]

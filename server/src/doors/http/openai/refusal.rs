@@ -115,8 +115,7 @@ impl Refusal {
     /// When to come again: as we say, or as the model's endpoint said.
     fn retry_after_ms(&self) -> Option<u64> {
         let Error::Refused { fault, retry_after_ms } = &self.0 else { return None };
-        let upstream = || fault.detail.as_ref()?.get("retry_after_ms")?.as_u64();
-        retry_after_ms.or_else(upstream)
+        retry_after_ms.or_else(|| fault.retry_after_ms())
     }
 
     /// Writes down what is our own fault.

@@ -107,10 +107,19 @@ async fn serve(mode: &str) {
             let died = std::fs::exists(std::env::var("ONCE").unwrap()).unwrap();
             fixture.shared.changed.store(died, Ordering::SeqCst);
         }
+        "odd" => return crate::upstreams::odd::on_pipes(),
+        "stubborn" => {
+            let started = std::process::Command::new("sleep").arg("600").spawn().unwrap();
+            eprintln!("started {}", started.id());
+        }
         "many" => fixture.shared.many.store(5_000, Ordering::SeqCst),
         _ => {}
     }
     let (input, output) = (tokio::io::stdin(), tokio::io::stdout());
     let running = rmcp::serve_server(fixture, (input, output)).await.unwrap();
     let _ = running.waiting().await;
+    if mode == "stubborn" {
+        // It does not mind that nobody listens any more, nor does what it has started.
+        std::future::pending::<()>().await;
+    }
 }

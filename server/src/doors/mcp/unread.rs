@@ -1,0 +1,65 @@
+//! Requests that the library could not read: which of them are of a method that there is, and what is
+//! wrong with them. Otherwise a client that forgot a field would be told that there is no such method.
+
+use rmcp::ErrorData;
+use rmcp::model::{
+    CallToolRequestParams, CancelTaskParams, CompleteRequestParams, CustomRequest, ErrorCode,
+    GetPromptRequestParams, GetTaskParams, PaginatedRequestParams, ReadResourceRequestParams,
+    UpdateTaskParams,
+};
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+
+/// Why a request cannot be answered. Methods that 2026-07-28 has no more are none.
+pub(super) fn why(request: &CustomRequest) -> ErrorData {
+    let method = request.method.as_str();
+    let params = request.params.clone().unwrap_or_else(|| Value::Object(Map::new()));
+    let wrong = match method {
+        "tools/call" => problem::<CallToolRequestParams>(params),
+        "tools/list" | "prompts/list" | "resources/list" | "resources/templates/list" => {
+            problem::<PaginatedRequestParams>(params)
+        }
+        "tasks/get" => problem::<GetTaskParams>(params),
+        "tasks/update" => problem::<UpdateTaskParams>(params),
+        "tasks/cancel" => problem::<CancelTaskParams>(params),
+        "prompts/get" => problem::<GetPromptRequestParams>(params),
+        "resources/read" => problem::<ReadResourceRequestParams>(params),
+        "completion/complete" => problem::<CompleteRequestParams>(params),
+        _ => {
+            let shown: String = method.chars().take(80).collect();
+            let message = format!("there is no method \"{shown}\"");
+            return ErrorData::new(ErrorCode::METHOD_NOT_FOUND, message, None);
+        }
+    };
+    let wrong = wrong.unwrap_or_else(|| "they are not as MCP has them".to_owned());
+    ErrorData::invalid_params(format!("the params of {method} cannot be read: {wrong}"), None)
+}
+
+fn problem<T: DeserializeOwned>(params: Value) -> Option<String> {
+    serde_json::from_value::<T>(params).err().map(|error| error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn what_is_wrong_with_a_request_is_said() {
+        let told = |method: &str, params: Option<Value>| {
+            let error = why(&CustomRequest::new(method, params));
+            (error.code, error.message.into_owned())
+        };
+        let (code, message) = told("tools/call", Some(json!({ "name": "a", "arguments": "b" })));
+        assert_eq!(code, ErrorCode::INVALID_PARAMS);
+        assert!(message.contains("tools/call") && message.contains("expected a map"), "{message}");
+        let (code, message) = told("tools/call", None);
+        assert_eq!(code, ErrorCode::INVALID_PARAMS);
+        assert!(message.contains("name"), "{message}");
+        assert_eq!(told("tasks/get", Some(json!({}))).0, ErrorCode::INVALID_PARAMS);
+        for gone in ["tools/listen", "logging/setLevel", "resources/subscribe"] {
+            assert_eq!(told(gone, None).0, ErrorCode::METHOD_NOT_FOUND, "{gone}");
+        }
+    }
+}

@@ -1,0 +1,175 @@
+//! A list of tools as an upstream wrote it. `rmcp` reads a page as a whole or not at all, and leaves
+//! out without a word what it cannot send headers for; here each tool is read by itself, so that
+//! one that is malformed is no matter to the others, and is told by its name.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use rmcp::model::Tool;
+use serde::Deserialize;
+use serde_json::value::RawValue;
+use serde_json::{Map, Value};
+
+/// How much of a tool's name is shown.
+const SHOWN: usize = 80;
+
+/// A page of the list, each tool read by itself.
+#[derive(Default)]
+pub(super) struct Page {
+    pub(super) tools: Vec<Tool>,
+    /// Those that cannot be read, and why.
+    pub(super) unreadable: Vec<(String, String)>,
+    pub(super) next: Option<String>,
+}
+
+/// Where the page that came last is kept, while somebody wants it.
+#[derive(Clone, Default)]
+pub(super) struct Tape(Arc<Mutex<Option<Kept>>>);
+
+type Kept = Option<Page>;
+
+/// Somebody wants pages; until this is dropped.
+pub(super) struct Listening<'a>(&'a Tape);
+
+impl Listening<'_> {
+    /// The page that came last.
+    pub(super) fn take(&self) -> Option<Page> {
+        self.0.0.lock().as_mut().and_then(Option::take)
+    }
+}
+
+impl Drop for Listening<'_> {
+    fn drop(&mut self) {
+        *self.0.0.lock() = None;
+    }
+}
+
+#[derive(Deserialize)]
+struct Answer<'a> {
+    #[serde(borrow)]
+    result: List<'a>,
+}
+
+#[derive(Deserialize)]
+struct List<'a> {
+    #[serde(borrow)]
+    tools: Vec<&'a RawValue>,
+    #[serde(rename = "nextCursor", default)]
+    next: Option<Value>,
+}
+
+impl Tape {
+    /// Pages are wanted from now on.
+    pub(super) fn listen(&self) -> Listening<'_> {
+        *self.0.lock() = Some(None);
+        Listening(self)
+    }
+
+    /// Whether somebody wants pages.
+    pub(super) fn is_wanted(&self) -> bool {
+        self.0.lock().is_some()
+    }
+
+    /// Looks at an answer. Where it is a page with tools that cannot be read, gives the same
+    /// without them.
+    pub(super) fn pass(&self, text: &[u8]) -> Option<String> {
+        if !self.is_wanted() {
+            return None;
+        }
+        let answer: Answer<'_> = serde_json::from_slice(text).ok()?;
+        let (page, fine) = read(answer.result);
+        let without = (!page.unreadable.is_empty()).then(|| without(text, &fine)).flatten();
+        if let Some(kept) = self.0.lock().as_mut() {
+            *kept = Some(page);
+        }
+        without
+    }
+}
+
+/// Each tool by itself; and which of them can be read.
+fn read(list: List<'_>) -> (Page, Vec<bool>) {
+    let next = list.next.as_ref().and_then(Value::as_str).filter(|next| !next.is_empty());
+    let mut page = Page { next: next.map(str::to_owned), ..Page::default() };
+    let mut fine = Vec::with_capacity(list.tools.len());
+    for (at, text) in list.tools.into_iter().enumerate() {
+        let read = serde_json::from_str::<Tool>(text.get());
+        fine.push(read.is_ok());
+        match read {
+            Ok(tool) => page.tools.push(tool),
+            Err(error) => page.unreadable.push((named(text, at), why(text, &error))),
+        }
+    }
+    (page, fine)
+}
+
+fn named(tool: &RawValue, at: usize) -> String {
+    let read = serde_json::from_str::<Map<String, Value>>(tool.get());
+    let name = read.ok().and_then(|tool| Some(tool.get("name")?.as_str()?.to_owned()));
+    let name = name.filter(|name| !name.is_empty());
+    name.map_or_else(|| format!("number {}", at + 1), |name| name.chars().take(SHOWN).collect())
+}
+
+/// What is wrong with a tool, without the place in a text that nobody sees.
+fn why(tool: &RawValue, error: &serde_json::Error) -> String {
+    let place = format!(" at line {} column {}", error.line(), error.column());
+    let said = error.to_string();
+    let said = said.strip_suffix(&place).unwrap_or(&said);
+    // Which field it is, the error does not say.
+    let field = serde_json::from_str::<Map<String, Value>>(tool.get()).ok().and_then(|tool| {
+        let texts = ["name", "title", "description"].into_iter();
+        let mut wrong = texts.filter(|field| tool.get(*field).is_some_and(|v| !v.is_string()));
+        let objects = ["inputSchema", "outputSchema", "annotations"].into_iter();
+        let mut shapeless =
+            objects.filter(|field| tool.get(*field).is_some_and(|v| !v.is_object()));
+        wrong.next().or_else(|| shapeless.next())
+    });
+    match field {
+        Some(field) => format!("it cannot be read: {field}: {said}"),
+        None => format!("it cannot be read: {said}"),
+    }
+}
+
+/// The answer with those tools only that are fine.
+fn without(text: &[u8], fine: &[bool]) -> Option<String> {
+    let mut answer: Value = serde_json::from_slice(text).ok()?;
+    let tools = answer.pointer_mut("/result/tools")?.as_array_mut()?;
+    let mut fine = fine.iter();
+    tools.retain(|_| fine.next().copied().unwrap_or(false));
+    Some(answer.to_string())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    const PAGE: &str = r#"{"jsonrpc":"2.0","id":3,"result":{"resultType":"complete","_meta":{"a":1},
+        "nextCursor":"","tools":[{"name":"fine","inputSchema":{"type":"object"}},
+        {"name":"odd","description":7,"inputSchema":{"type":"object"}},{"inputSchema":{}},"text"]}}"#;
+
+    #[test]
+    fn each_tool_of_a_page_is_read_by_itself() {
+        let tape = Tape::default();
+        assert_eq!(tape.pass(PAGE.as_bytes()), None, "nobody wants it");
+        let listening = tape.listen();
+        let rest: Value = serde_json::from_str(&tape.pass(PAGE.as_bytes()).unwrap()).unwrap();
+        assert_eq!(rest["result"]["tools"].as_array().unwrap().len(), 1, "{rest}");
+        assert_eq!(rest["result"]["_meta"]["a"], 1);
+        let page = listening.take().unwrap();
+        assert_eq!(page.tools[0].name, "fine");
+        let names: Vec<&str> = page.unreadable.iter().map(|(name, _)| name.as_str()).collect();
+        assert_eq!(names, ["odd", "number 3", "number 4"]);
+        let why = &page.unreadable[0].1;
+        assert!(why.contains("description") && !why.contains("column"), "{why}");
+        assert_eq!(page.next, None, "an empty cursor is none");
+        assert!(listening.take().is_none());
+        for other in
+            [r#"{"id":1,"result":{"tools":7}}"#, r#"{"id":1,"result":{"content":[]}}"#, "x"]
+        {
+            assert_eq!(tape.pass(other.as_bytes()), None);
+            assert!(listening.take().is_none(), "{other}");
+        }
+        drop(listening);
+        assert!(!tape.is_wanted());
+    }
+}
