@@ -90,8 +90,7 @@ impl Catalog {
         for definition in &directory.tools {
             let project = definition.project.as_deref().unwrap_or_default();
             let name = definition.name.as_str();
-            let kept =
-                self.own.get(project, name).filter(|entry| entry.definition == *definition);
+            let kept = self.own.get(project, name).filter(|entry| entry.definition == *definition);
             let entry = match kept {
                 Some(entry) => entry.clone(),
                 None => match Entry::compile(definition.clone()) {

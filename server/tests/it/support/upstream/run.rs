@@ -109,6 +109,7 @@ async fn serve(mode: &str) {
         }
         "odd" => return crate::upstreams::odd::on_pipes(),
         "stubborn" => {
+            #[allow(clippy::zombie_processes, reason = "nobody waits for it: that is the case")]
             let started = std::process::Command::new("sleep").arg("600").spawn().unwrap();
             eprintln!("started {}", started.id());
         }
