@@ -5,10 +5,11 @@
 //! batch adds is which of them run side by side, one wait for all, and answers in the form in which
 //! each was asked for.
 //!
-//! An entry is begun only while somebody waits for the batch. What was begun goes on whatever
-//! happens, and is answered with its ticket when it did not end in time. What was not begun is
-//! answered so, and is not begun later: nobody would know of it after a crash. The same batch with
-//! the same idempotency key takes up where this one was left.
+//! What was begun goes on whatever happens, and is answered with its ticket when it did not end in
+//! time. What has not begun by then is stored behind what goes on, and answered with its ticket
+//! too: its turn comes when the call before it has ended, also after a restart. Nothing is begun
+//! for who does not wait to be told of it; the same batch with the same idempotency key takes up
+//! where such a one was left.
 
 mod answer;
 mod run;
@@ -72,6 +73,9 @@ pub struct Batch {
     pub traceparent: Option<String>,
     /// Who is told of the end of each call.
     pub callback_url: Option<String>,
+    /// What has not begun when the wait is over is begun later, each when the one before it has
+    /// ended; it has its ticket. Otherwise it is answered as a failure and is never begun.
+    pub later: bool,
 }
 
 impl Batch {
@@ -91,6 +95,7 @@ impl Batch {
             user_id: None,
             traceparent: None,
             callback_url: None,
+            later: true,
         }
     }
 }

@@ -73,6 +73,8 @@ pub enum Hold {
     Parked,
     /// Waits for answers to what its tool has asked.
     Input,
+    /// Waits for the end of the call before it ([`Asked::after`]); then it has this long.
+    After { timeout_ms: u64 },
 }
 
 impl Hold {
@@ -83,6 +85,7 @@ impl Hold {
             Self::Retry { .. } => "retry",
             Self::Parked => "parked",
             Self::Input => "input",
+            Self::After { .. } => "after",
         }
     }
 }
@@ -117,6 +120,8 @@ pub struct Asked {
     pub turn: Option<Box<crate::utp::Route>>,
     /// Where to tell that it has ended.
     pub callback_url: Option<String>,
+    /// The call whose end it waited for before it got in line.
+    pub after: Option<CallId>,
 }
 
 /// One request to run a tool.

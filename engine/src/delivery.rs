@@ -4,7 +4,8 @@
 //! A call that was asked with a callback URL has one delivery. It waits until the call has ended
 //! (the commit that ends the call makes it due), and is then tried until the receiver has taken
 //! it, does not want it any more, or the schedule is over. The rules are those of Standard
-//! Webhooks: 2xx is success, 410 is the end, everything else is tried again.
+//! Webhooks: 2xx is success, 410 is the end of everything that was asked for this URL until then,
+//! everything else is tried again.
 
 use std::str::FromStr;
 
@@ -27,7 +28,7 @@ pub enum DeliveryStatus {
     Pending,
     /// The receiver answered 2xx.
     Delivered,
-    /// The receiver answered 410: it wants no more of it.
+    /// The receiver answered 410, to this or to another for the same URL: it wants no more.
     Gone,
     /// Every retry of the schedule failed.
     Exhausted,
@@ -238,6 +239,18 @@ impl Delivery {
         (next, tried)
     }
 
+    /// The next state after the same URL answered 410 to another; none where nothing is to come.
+    pub fn unwanted(&self) -> Option<Self> {
+        let to_come = matches!(self.status, DeliveryStatus::Waiting | DeliveryStatus::Pending);
+        to_come.then(|| Self {
+            status: DeliveryStatus::Gone,
+            due_ms: None,
+            last_error: Some("not sent: this URL answered 410 to another callback".to_owned()),
+            version: self.version + 1,
+            ..self.clone()
+        })
+    }
+
     /// The next state after somebody asked for it again; none while the call has not ended.
     pub fn asked_again(&self, now_ms: u64) -> Option<Self> {
         let ended = self.status != DeliveryStatus::Waiting;
@@ -362,5 +375,22 @@ mod tests {
         assert_eq!(waiting.asked_again(5), None);
         assert_eq!(waiting.made_due(5).unwrap().due_ms, Some(5));
         assert_eq!(pending().made_due(5), None);
+    }
+
+    #[test]
+    fn only_what_is_to_come_is_unwanted() {
+        use DeliveryStatus::{Gone, Pending, Waiting};
+        for status in DeliveryStatus::ALL {
+            let due_ms = (status == Pending).then_some(7);
+            let before = Delivery { status, due_ms, ..pending() };
+            let Some(next) = before.unwanted() else {
+                assert!(!matches!(status, Waiting | Pending), "{status:?}");
+                continue;
+            };
+            assert_eq!((next.status, next.due_ms, next.version), (Gone, None, 3));
+            assert_eq!(next.made_due(9), None, "the end of its call changes nothing");
+            let again = next.asked_again(9).unwrap();
+            assert_eq!((again.status, again.due_ms), (Pending, Some(9)));
+        }
     }
 }

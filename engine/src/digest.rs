@@ -150,12 +150,15 @@ impl<'n, 'a> What<'n, 'a> {
             "[left out]".to_owned(),
             "…".to_owned(),
         ];
-        // Of a small budget the note takes a part at most, while there is a shorter one.
-        let fits = |form: &String| {
+        // Of a small budget the note takes a part at most, while there is a shorter one; of a text
+        // a smaller part, while it says all that matters: the line that was asked for wants room.
+        let fits = |(n, form): &(usize, String)| {
+            let small = matches!(self, Self::Text { .. }) && *n < 2;
+            let part = if small { budget / 2 } else { budget * 2 / 3 };
             let tokens = tokens::count(form);
-            tokens <= budget && (tokens <= budget * 2 / 3 || tokens <= MIN_BUDGET / 2)
+            tokens <= budget && (tokens <= part || tokens <= MIN_BUDGET / 2)
         };
-        forms.into_iter().find(fits).unwrap_or_default()
+        forms.into_iter().enumerate().find(fits).map(|(_, form)| form).unwrap_or_default()
     }
 
     fn body(&self, root: &Node<'a>, source: &Source<'_>, room: usize) -> String {

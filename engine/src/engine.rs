@@ -11,6 +11,7 @@ mod advance;
 mod ahead;
 mod arguments;
 mod attempt;
+mod behind;
 mod builder;
 mod cards;
 mod catalog;
@@ -83,6 +84,7 @@ pub use threads::Thread;
 pub use turns::{Dispatch, Dispatched, Lease, Resumed, StepCall, StepResult};
 pub use wait::{CallPage, CallQuery, EventQuery};
 
+use behind::Behind;
 use gate::Gate;
 use live::Live;
 use notices::Notices;
@@ -178,6 +180,7 @@ pub(crate) struct Inner {
     /// One change to the directory at a time from this process.
     pub(crate) changing: tokio::sync::Mutex<()>,
     pub(crate) live: Live,
+    pub(crate) behind: Behind,
     pub(crate) loops: loops::Loops,
     pub(crate) gate: Arc<Gate>,
     pub(crate) notices: Arc<Notices>,
@@ -261,7 +264,7 @@ impl Engine {
     }
 
     /// Calls that have not ended, by what they are doing.
-    pub fn open_calls_by_state(&self) -> [(&'static str, usize); 4] {
+    pub fn open_calls_by_state(&self) -> [(&'static str, usize); 6] {
         self.inner.live.states()
     }
 

@@ -10,10 +10,13 @@
 //!        │   └── retry is due ── PENDING(retry) ◀── a failure that may be tried again
 //!        └ lost before it began                      RUNNING ── report ──▶ SUCCEEDED | FAILED
 //!   RUNNING ── ask ──▶ PENDING(input) ── every question answered ──▶ PENDING(queue)
+//!   PENDING(after) ── the call before it has ended ──▶ PENDING(queue)
 //!   any open state ── deadline ──▶ TIMEOUT      any open state ── cancel ──▶ CANCELED
 //! ```
 
+mod after;
 mod elsewhere;
+mod said;
 
 use serde_json::{Map, Value};
 
@@ -23,7 +26,9 @@ use crate::event::{Kind, Record};
 use crate::fault::{Code, Fault, Happened};
 use crate::json::Json;
 use crate::tool::{Effect, Executor};
+use after::its_turn;
 use elsewhere::{handed, told};
+use said::{said_before, says_the_same};
 
 /// What can happen to a call.
 #[derive(Debug, Clone, PartialEq)]
@@ -43,6 +48,8 @@ pub enum Event {
     Handed { attempt: u32, handle: String },
     /// An attempt did not simply work or fail: whoever executed it says how it ended.
     Told { attempt: u32, by: String, told: Told },
+    /// The call before it has ended.
+    ItsTurn,
     /// The clock reached the call's deadline.
     Deadline,
     /// Somebody does not want it any more.
@@ -73,6 +80,8 @@ pub enum Action {
     Stop { attempt: u32 },
     /// Put it in line for a free place (at once, or when its retry is due).
     Enqueue,
+    /// See to it that its turn comes when the call before it has ended.
+    Follow,
     /// The call ended.
     Ended,
 }
@@ -112,6 +121,7 @@ pub fn step(call: &Call, event: &Event, now_ms: u64) -> Result<Step, Refusal> {
         Event::Answer { by, answers } => answer(call, by, answers, now_ms),
         Event::Handed { attempt, handle } => handed(call, *attempt, handle, now_ms),
         Event::Told { attempt, by, told: how } => told(call, *attempt, by, how, now_ms),
+        Event::ItsTurn => its_turn(call, now_ms),
         Event::Deadline => deadline(call, now_ms),
         Event::Cancel { by, reason } => cancel(call, by, reason.as_deref(), now_ms),
         Event::Lost { node } => lost(call, node, now_ms),
@@ -346,6 +356,9 @@ fn deadline(call: &Call, now_ms: u64) -> Result<Step, Refusal> {
         (_, Some(Hold::Retry { .. }), _) => {
             format!("{} failed and its {allowed_ms} ms ended before the next try", call.target.tool)
         }
+        (_, Some(Hold::After { .. }), _) => {
+            format!("the call before {} had not ended after {allowed_ms} ms", call.target.tool)
+        }
         _ => format!("no place was free for {} within {allowed_ms} ms", call.target.tool),
     };
     let mut fault = Fault::new(Code::Timeout, message);
@@ -393,8 +406,12 @@ fn lost(call: &Call, node: &str, now_ms: u64) -> Result<Step, Refusal> {
     let recovered = Record::new(Kind::Recovered, now_ms, call.attempt);
     if !call.attempt_is_out() {
         // What waits for answers goes on waiting; what waits for a place gets in line.
-        let in_line = (call.hold != Some(Hold::Input)).then_some(Action::Enqueue);
-        return Ok(committed(next, vec![recovered], in_line.into_iter().collect()));
+        let actions = match call.hold {
+            Some(Hold::Input) => vec![],
+            Some(Hold::After { .. }) => vec![Action::Follow],
+            _ => vec![Action::Enqueue],
+        };
+        return Ok(committed(next, vec![recovered], actions));
     }
     let goes_on = call.dialogue.as_ref().is_some_and(|dialogue| dialogue.handle.is_some());
     if call.target.executor.parks() || goes_on {
@@ -468,27 +485,6 @@ fn with_report(record: Record, by: Option<&str>, result: &Result<Json, Fault>) -
     match result {
         Ok(data) => record.with("reported", "SUCCEEDED").with("result_bytes", data.text().len()),
         Err(fault) => record.with("reported", "FAILED").with("code", fault.code.as_str()),
-    }
-}
-
-/// Whether a report says again what has led to another attempt. Without a number it can mean the
-/// one before only while no other is out.
-fn said_before(call: &Call, attempt: Option<u32>, result: &Result<Json, Fault>) -> bool {
-    let (Some(failed), Err(fault)) = (&call.failed, result) else { return false };
-    let meant = attempt.or((!call.attempt_is_out()).then_some(failed.attempt));
-    let over = failed.attempt < call.attempt || !call.attempt_is_out();
-    over && meant.is_some_and(|attempt| failed.is_same(attempt, fault))
-}
-
-fn says_the_same(call: &Call, result: &Result<Json, Fault>) -> bool {
-    let Some(outcome) = &call.outcome else { return false };
-    match (call.status, result) {
-        (Status::Succeeded, Ok(data)) => outcome.data.as_ref() == Some(data),
-        (Status::Failed, Err(fault)) => outcome
-            .error
-            .as_ref()
-            .is_some_and(|error| (error.code, &error.message) == (fault.code, &fault.message)),
-        _ => false,
     }
 }
 

@@ -5,6 +5,7 @@ mod definition;
 mod delivery;
 mod directory;
 mod fields;
+mod implied;
 mod looped;
 
 use std::borrow::Cow;
@@ -29,6 +30,7 @@ pub(crate) use directory::{
     read_upstream,
 };
 pub(crate) use fields::Fields;
+pub(crate) use implied::{Facts, Implied};
 pub(crate) use looped::{LoopRow, read_entry, read_run, run_of};
 
 /// The columns of `calls` that a call is read from, in this order.
@@ -56,6 +58,8 @@ struct Envelope<'a> {
     turn: Option<Cow<'a, Route>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     callback_url: Option<Cow<'a, str>>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    after: Option<Cow<'a, str>>,
     max_retries: u32,
     /// Only where it is not the usual one.
     #[serde(default, skip_serializing_if = "is_usual")]
@@ -79,6 +83,12 @@ struct State<'a> {
     alternates: Vec<StoredTarget<'a>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     retry_at_ms: Option<u64>,
+    /// While it waits for the end of the call before it: how long it has then.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    after_timeout_ms: Option<u64>,
+    /// Only of a call that came after another: the column has what it was at first.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    deadline_ms: Option<u64>,
     /// Only where it is not when a call's first attempt is usually given to its executor.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     attempt_ms: Option<u64>,
@@ -166,6 +176,7 @@ impl CallRow {
             background: call.asked.background,
             turn: call.asked.turn.as_deref().map(Cow::Borrowed),
             callback_url: call.asked.callback_url.as_deref().map(Cow::Borrowed),
+            after: call.asked.after.as_ref().map(|id| Cow::Borrowed(id.as_str())),
             max_retries: call.max_retries,
             backoff: Cow::Borrowed(&call.backoff),
         })?;
@@ -198,6 +209,11 @@ impl CallRow {
                 Some(Hold::Retry { at_ms }) => Some(at_ms),
                 _ => None,
             },
+            after_timeout_ms: match call.hold {
+                Some(Hold::After { timeout_ms }) => Some(timeout_ms),
+                _ => None,
+            },
+            deadline_ms: call.asked.after.is_some().then_some(call.deadline_ms),
             attempt_ms: call.attempt_ms.filter(|_| call.attempt_ms != call.usual_attempt_ms()),
             taken_by: call.taken_by.as_deref().map(Cow::Borrowed),
             node: call.node.as_deref().map(Cow::Borrowed),
@@ -207,8 +223,11 @@ impl CallRow {
         };
         let state = encode(&state)?;
         Ok(Self {
-            // The column has no word for it; what is open in the dialogue says it.
-            hold: call.hold.map(|h| if h == Hold::Input { Hold::Queue } else { h }.as_str()),
+            // The column has no word for some; what the state says beside it tells them apart.
+            hold: call.hold.map(|hold| match hold {
+                Hold::Input | Hold::After { .. } => Hold::Queue.as_str(),
+                hold => hold.as_str(),
+            }),
             args: call.args.clone(),
             result: outcome.and_then(|outcome| outcome.data.clone()),
             error: error.transpose()?,
@@ -258,15 +277,7 @@ pub(crate) fn read_call(row: &impl Fields) -> Result<(u64, Call), StoreError> {
     let status_text = text(6)?;
     let status: Status =
         status_text.parse().map_err(|()| StoreError::Corrupt(format!("status {status_text}")))?;
-    let hold = match maybe(7)?.as_deref() {
-        Some("queue") if state.dialogue.as_ref().is_some_and(|d| !d.open.is_empty()) => {
-            Some(Hold::Input)
-        }
-        Some("queue") => Some(Hold::Queue),
-        Some("parked") => Some(Hold::Parked),
-        Some("retry") => Some(Hold::Retry { at_ms: state.retry_at_ms.unwrap_or_default() }),
-        _ => None,
-    };
+    let hold = hold_of(maybe(7)?.as_deref(), &state);
     let data = maybe(14)?.map(|text| parse(&text)).transpose()?;
     let error = maybe(15)?.map(|text| read_fault(&text)).transpose()?;
     let (created_ms, started_ms) = (number(8)? as u64, time(10)?.map(|ms| ms as u64));
@@ -299,6 +310,7 @@ pub(crate) fn read_call(row: &impl Fields) -> Result<(u64, Call), StoreError> {
             background: envelope.background,
             turn: envelope.turn.map(|turn| Box::new(turn.into_owned())),
             callback_url: envelope.callback_url.map(Cow::into_owned),
+            after: envelope.after.and_then(|id| id.parse().ok()),
         },
         target: target(state.target),
         alternates: state.alternates.into_iter().map(target).collect(),
@@ -313,7 +325,7 @@ pub(crate) fn read_call(row: &impl Fields) -> Result<(u64, Call), StoreError> {
         dialogue: state.dialogue.map(|dialogue| Box::new(dialogue.into_owned())),
         failed: state.failed.map(|failed| Box::new(failed.into_owned())),
         created_ms,
-        deadline_ms: number(9)? as u64,
+        deadline_ms: state.deadline_ms.map_or_else(|| number(9).map(|ms| ms as u64), Ok)?,
         started_ms,
         attempt_ms: state.attempt_ms,
         completed_ms,
@@ -322,6 +334,18 @@ pub(crate) fn read_call(row: &impl Fields) -> Result<(u64, Call), StoreError> {
     };
     call.attempt_ms = call.attempt_ms.or_else(|| call.usual_attempt_ms());
     Ok((number(0)? as u64, call))
+}
+
+fn hold_of(column: Option<&str>, state: &State<'_>) -> Option<Hold> {
+    let asks = state.dialogue.as_ref().is_some_and(|dialogue| !dialogue.open.is_empty());
+    match (column?, state.after_timeout_ms) {
+        ("queue", _) if asks => Some(Hold::Input),
+        ("queue", Some(timeout_ms)) => Some(Hold::After { timeout_ms }),
+        ("queue", None) => Some(Hold::Queue),
+        ("parked", _) => Some(Hold::Parked),
+        ("retry", _) => Some(Hold::Retry { at_ms: state.retry_at_ms.unwrap_or_default() }),
+        _ => None,
+    }
 }
 
 fn read_fault(text: &str) -> Result<Fault, StoreError> {
@@ -335,101 +359,6 @@ fn read_fault(text: &str) -> Result<Fault, StoreError> {
         happened,
         raw: stored.raw,
     })
-}
-
-/// A record that follows from the row of its call: when it was asked for, and when its first
-/// attempt began. Nearly every call has both, so nearly every call is spared two rows.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Implied {
-    Requested,
-    Started,
-    /// Of a call that had ended when it was stored first.
-    Finished,
-}
-
-impl Implied {
-    pub(crate) const ALL: [Self; 3] = [Self::Requested, Self::Started, Self::Finished];
-
-    /// Stands behind the record's number in the call's list.
-    pub(crate) fn letter(self) -> char {
-        match self {
-            Self::Requested => 'r',
-            Self::Started => 's',
-            Self::Finished => 'f',
-        }
-    }
-}
-
-/// What the row of a call says about its records.
-pub(crate) struct Facts<'a> {
-    pub(crate) tool_name: &'a str,
-    pub(crate) args_bytes: usize,
-    pub(crate) created_ms: u64,
-    pub(crate) started_ms: Option<u64>,
-    pub(crate) completed_ms: Option<u64>,
-    /// Only of a call that succeeded.
-    pub(crate) result_bytes: Option<usize>,
-}
-
-impl Facts<'_> {
-    /// Which implied record this is, if the row says all that it says. Compared fact by fact: to
-    /// make the implied records only to compare them would cost every call more than the rest.
-    fn implies(&self, record: &Record) -> Option<Implied> {
-        let says = |name: &str| record.data.get(name);
-        let number = |name: &str, value: u64| says(name).and_then(Value::as_u64) == Some(value);
-        let same_tool = says("tool").and_then(Value::as_str) == Some(self.tool_name);
-        let (facts, at_ms, attempt) = (record.data.len(), record.at_ms, record.attempt);
-        let (implied, same) = match record.kind {
-            Kind::Requested => {
-                let same = (facts, at_ms, attempt) == (2, self.created_ms, 0);
-                (Implied::Requested, same && number("args_bytes", self.args_bytes as u64))
-            }
-            Kind::Started => {
-                let same = (facts, Some(at_ms), attempt) == (1, self.started_ms, 1);
-                (Implied::Started, same)
-            }
-            Kind::Finished => {
-                let latency_ms = at_ms.saturating_sub(self.created_ms);
-                let same = (facts, Some(at_ms), attempt) == (4, self.completed_ms, 1)
-                    && number("latency_ms", latency_ms)
-                    && number("queue_ms", self.queue_ms())
-                    && number("result_bytes", self.result_bytes? as u64);
-                (Implied::Finished, same)
-            }
-            _ => return None,
-        };
-        (same && same_tool).then_some(implied)
-    }
-
-    /// As the measures of an outcome have it.
-    fn queue_ms(&self) -> u64 {
-        self.started_ms.map_or(0, |started_ms| started_ms.saturating_sub(self.created_ms))
-    }
-
-    /// The implied record; none where the row does not say enough.
-    pub(crate) fn record(&self, implied: Implied) -> Option<Record> {
-        match implied {
-            Implied::Requested => Some(
-                Record::new(Kind::Requested, self.created_ms, 0)
-                    .with("tool", self.tool_name)
-                    .with("args_bytes", self.args_bytes),
-            ),
-            Implied::Started => {
-                Some(Record::new(Kind::Started, self.started_ms?, 1).with("tool", self.tool_name))
-            }
-            Implied::Finished => {
-                let completed_ms = self.completed_ms?;
-                let latency_ms = completed_ms.saturating_sub(self.created_ms);
-                Some(
-                    Record::new(Kind::Finished, completed_ms, 1)
-                        .with("latency_ms", latency_ms)
-                        .with("queue_ms", self.queue_ms())
-                        .with("tool", self.tool_name)
-                        .with("result_bytes", self.result_bytes?),
-                )
-            }
-        }
-    }
 }
 
 /// The records of a new call: those that its row implies are marked and need no row of their own.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::run::{Answered, Write};
 use super::{shares, short};
-use crate::call::{Call, Metrics};
+use crate::call::{Call, Hold, Metrics};
 use crate::dialect::{self, Answer, Entry, Form, Misfit, Pending};
 use crate::digest::{self, Source};
 use crate::fault::{Code, Error, Fault};
@@ -57,6 +57,10 @@ const IN_BACKGROUND: &str = "it runs in the background as this task: go on with 
 const NOT_YET: &str = "it has not ended within the wait and goes on. Its result comes later, with \
                        this same call id; do not call it again for it";
 
+const NOT_ITS_TURN: &str = "its turn has not come within the wait: it begins by itself when the \
+                            call before it has ended. Its result comes later, with this same call \
+                            id; do not call it again for it";
+
 /// What to say of a call that goes on.
 pub fn pending(call: &Call) -> Pending<'_> {
     let id = call.id.as_str();
@@ -65,7 +69,11 @@ pub fn pending(call: &Call) -> Pending<'_> {
         status: "pending",
         tool_call_id: id,
         task_id: background.then_some(id),
-        message: if background { IN_BACKGROUND } else { NOT_YET },
+        message: match call.hold {
+            _ if background => IN_BACKGROUND,
+            Some(Hold::After { .. }) => NOT_ITS_TURN,
+            _ => NOT_YET,
+        },
     }
 }
 

@@ -1,5 +1,6 @@
 //! A batch under way: which entries run beside which, and on how many threads.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -52,6 +53,9 @@ pub(super) struct Run {
     until_ms: u64,
     /// Lanes that have begun.
     begun: AtomicUsize,
+    /// The last calls of lanes that go on after the wait. Each has a place; who has none comes
+    /// behind one of them.
+    going_on: Mutex<VecDeque<Arc<Call>>>,
     /// Bytes of the results so far.
     bytes: AtomicUsize,
     write: Option<Write>,
@@ -80,6 +84,7 @@ impl Run {
             ready: read.iter().map(|_| Mutex::default()).collect(),
             read,
             begun: AtomicUsize::new(0),
+            going_on: Mutex::default(),
             bytes: AtomicUsize::new(0),
             write,
         }
@@ -162,24 +167,31 @@ impl Run {
     async fn lane(self: Arc<Self>, (places, mut coming): Beginning) -> Vec<(usize, Answered)> {
         // Those that have a place from the beginning begin even if nobody waits at all.
         let mut at_once = self.begun.fetch_add(1, Ordering::Relaxed) < self.width;
-        let mut blocked = false;
+        let in_time = || self.engine.now_ms() < self.until_ms;
+        // When the wait is over, whose place this was may go on: then it is taken.
+        let mut before = match at_once || in_time() {
+            true => None,
+            false => self.going_on.lock().pop_front(),
+        };
         let mut done = Vec::with_capacity(places.len());
         for index in places {
             let Ok(entry) = &self.read[index] else { continue };
-            let in_time = at_once || self.engine.now_ms() < self.until_ms;
-            if blocked || !in_time {
+            let now = before.is_none() && (at_once || in_time());
+            if !now && !self.batch.later {
                 let known = (State::Refused(not_begun()), false);
                 done.push((index, self.answered(index, Some(known))));
                 continue;
             }
-            let answer = self.settled(index, entry, coming.take()).await;
+            let answer = self.settled(index, entry, coming.take(), before.clone()).await;
             match &answer.settled.state {
                 State::Refused(_) => {}
-                State::Open(call) => blocked = !call.asked.background,
+                State::Open(call) if call.asked.background => {}
+                State::Open(call) => before = Some(call.clone()),
                 State::Ended { .. } => at_once = false,
             }
             done.push((index, answer));
         }
+        self.going_on.lock().extend(before);
         done
     }
 
@@ -188,6 +200,7 @@ impl Run {
         index: usize,
         entry: &Entry,
         coming: Option<Coming>,
+        after: Option<Arc<Call>>,
     ) -> Answered {
         let asked = self.invocation(index, entry);
         let run = self.clone();
@@ -195,7 +208,7 @@ impl Run {
             let known = (run.ended(call.clone()), false);
             *run.ready[index].lock() = Some(run.answered(index, Some(known)));
         };
-        let among = Among { coming, ahead: Some(Box::new(ahead)) };
+        let among = Among { coming, ahead: Some(Box::new(ahead)), after };
         let ticket = match self.engine.invoke_among(&self.caller, asked, among).await {
             Ok(ticket) => ticket,
             Err(error) => {

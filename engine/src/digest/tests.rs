@@ -210,8 +210,25 @@ fn a_small_budget_still_shows_the_line_that_was_asked_for() {
         (0..400).map(|n| format!("entry {n}: nothing of note happened here today")).collect();
     lines[211] = "the zebra has left its house".to_owned();
     let text = json!(lines.join("\n"));
-    for budget in (140..=260).step_by(10) {
+    for budget in (90..=260).step_by(5) {
         let digest = digested(&text, budget, Some("where is the zebra?"));
-        has(&digest, &["zebra has left", "entry 0", "today"]);
+        has(&digest, &["zebra has left", "left out", "result.read", " bytes"]);
+        if budget >= 140 {
+            has(&digest, &["entry 0", "today"]);
+        }
+    }
+}
+
+#[test]
+fn what_was_asked_for_is_seen_also_in_a_line_that_is_too_long() {
+    let long = |n: usize| format!("paragraph {n}: {}", "and so it went on and on ".repeat(60));
+    let mut lines: Vec<String> = (0..200).map(long).collect();
+    lines[120].push_str("until the zebra left its house, für immer. ");
+    lines[120].push_str(&"Nothing more is known of it. ".repeat(40));
+    for text in [lines.join("\n"), lines.concat()] {
+        for budget in [120, 200, 400, 1_000] {
+            let digest = digested(&json!(text), budget, Some("where is the zebra?"));
+            has(&digest, &["zebra left its house"]);
+        }
     }
 }

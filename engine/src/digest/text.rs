@@ -53,9 +53,11 @@ const EMPTY: [&str; 20] = [
 
 /// What figures alone make a block worth.
 const FIGURES: f64 = 0.25;
+/// Of a line that is too long, what was looked for is shown with so much before it.
+const BEFORE_A_HIT: usize = 40;
 /// So many tokens are kept for the best line and the mark before it, from so many on.
 const ONE_LINE: usize = 44;
-const LEAST_FOR_A_LINE: usize = 72;
+const LEAST_FOR_A_LINE: usize = 36;
 
 /// How many tokens head, middle and tail may have.
 struct Rooms {
@@ -144,11 +146,13 @@ impl Looked<'_> {
         let (head, tail) = (room * 2 / 5, room / 4);
         let middle = room.saturating_sub(head + tail + 24);
         let relevant = || self.blocks.iter().any(|(score, _)| *score > FIGURES);
-        if middle >= ONE_LINE || room < LEAST_FOR_A_LINE || !relevant() {
+        // Where there is very little, it goes before everything else.
+        let line = ONE_LINE.min(room.saturating_sub(8));
+        if middle >= line || room < LEAST_FOR_A_LINE || !relevant() {
             return Rooms { head, middle, tail };
         }
-        let ends = room - ONE_LINE - 16;
-        Rooms { head: ends * 3 / 5, middle: ONE_LINE, tail: ends * 2 / 5 }
+        let ends = room.saturating_sub(line + 16);
+        Rooms { head: ends * 3 / 5, middle: line, tail: ends * 2 / 5 }
     }
 
     /// The best of the blocks between two places, as much as fits, in the order of the text.
@@ -195,18 +199,23 @@ impl Looked<'_> {
         clipped
     }
 
-    /// A block; of one that does not fit, its best line and what fits behind it.
+    /// A block; of one that does not fit, its best line and what fits behind it; of a line that
+    /// does not fit either, what is around the word that makes it the best.
     fn window(&self, block: &Block, room: usize) -> Shown {
         let (mut begin, mut first_line) = (block.begin, block.first_line);
         let written = &self.text[block.begin..block.end];
         if tokens::exceeds(written, room) {
-            let (mut at, mut best) = (block.begin, 0.0);
+            let (mut at, mut best, mut best_line) = (block.begin, 0.0, "");
             for (n, line) in lines(written).enumerate() {
                 let score = weight_of(self.words.bits(line), &self.weights);
                 if score > best {
                     (best, begin, first_line) = (score, at, block.first_line + n);
+                    best_line = line;
                 }
                 at += line.len();
+            }
+            if tokens::exceeds(best_line, room) {
+                begin += self.words.around(best_line, &self.weights);
             }
         }
         let rest = &self.text[begin..block.end];
@@ -295,6 +304,23 @@ impl<'a> Words<'a> {
             }
         }
         bits
+    }
+
+    /// Where to begin to show a line, so that its best word is seen.
+    fn around(&self, line: &str, weights: &[f64]) -> usize {
+        let (mut best, mut place) = (0.0, 0);
+        for hit in self.finder.find_iter(line).take(MOST_HITS) {
+            let word = hit.as_str().to_lowercase();
+            let known = self.all.iter().position(|known| *known == word);
+            let weight = known.map_or(0.0, |n| weights[n]);
+            if weight > best {
+                (best, place) = (weight, hit.start());
+            }
+        }
+        let from = line.floor_char_boundary(place.saturating_sub(BEFORE_A_HIT));
+        // With a whole word, if there is one.
+        let word = line[from..place].find(' ').filter(|_| from > 0);
+        word.map_or(from, |space| from + space + 1)
     }
 
     /// The score of each block, and what each word is worth.

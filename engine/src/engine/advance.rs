@@ -155,6 +155,7 @@ impl Inner {
                     }
                 }
                 Action::Enqueue => self.enqueue(call),
+                Action::Follow => self.follow(call),
                 Action::Ended => {
                     if let Some(source) = self.sources.get(&call.target.executor) {
                         source.settled(&call.id, call.attempt);
@@ -163,6 +164,7 @@ impl Inner {
                     if call.asked.callback_url.is_some() {
                         self.notices.wake();
                     }
+                    self.let_follow(&call.project, &call.id);
                 }
             }
         }

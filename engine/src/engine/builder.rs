@@ -8,6 +8,7 @@ use parking_lot::RwLock;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+use super::behind::Behind;
 use super::catalog::{Catalog, Entry};
 use super::gate::Gate;
 use super::live::Live;
@@ -216,6 +217,7 @@ impl Builder {
             asking: self.asking,
             changing: tokio::sync::Mutex::new(()),
             live: Live::default(),
+            behind: Behind::default(),
             loops: Default::default(),
             gate: Arc::new(Gate::default()),
             notices: Arc::new(Notices::new(self.notifier, self.notifying)),

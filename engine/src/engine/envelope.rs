@@ -1,12 +1,16 @@
 //! Whether what a caller asks can be taken as it is: sizes, numbers, names.
 
-use serde_json::json;
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
 
 use super::invoke::Invocation;
+use crate::caller::Caller;
 use crate::dialogue;
 use crate::fault::{Code, Error, Fault};
 use crate::retry::{MAX_RETRIES_LIMIT, TIMEOUT_MS_RANGE};
 use crate::schema::Problem;
+use crate::store::IdempotencyKey;
+use crate::tool::hex;
 
 pub(super) fn check_envelope(asked: &Invocation, max_args_bytes: usize) -> Result<(), Error> {
     let invalid = |message: String| {
@@ -52,4 +56,25 @@ pub(super) fn misfit(what: &str, problems: &[Problem]) -> Fault {
     let listed: Vec<&str> = problems.iter().map(|problem| problem.message.as_str()).collect();
     let message = format!("{what}: {}", listed.join("; "));
     Fault::new(Code::ValidationError, message).with_detail(json!({ "problems": problems }))
+}
+
+/// What the caller's key stands for: the same key may not be used for another request.
+pub(super) fn idempotency_key(caller: &Caller, asked: &Invocation) -> Option<IdempotencyKey> {
+    let key = asked.idempotency_key.clone()?;
+    let mut hash = Sha256::new();
+    let rest = json!([
+        asked.tool,
+        asked.run_id,
+        asked.call_id,
+        asked.timeout_ms,
+        asked.retry,
+        asked.client_id
+    ]);
+    hash.update(rest.to_string().as_bytes());
+    if let Some(url) = &asked.callback_url {
+        hash.update(Value::from(url.as_str()).to_string().as_bytes());
+    }
+    hash.update(asked.args.canonical().as_bytes());
+    let fingerprint = hex(&hash.finalize());
+    Some(IdempotencyKey { agent: caller.agent.clone(), key, fingerprint })
 }

@@ -7,12 +7,12 @@ use std::task::Poll;
 
 use futures::poll;
 use serde_json::{Map, Value, json};
-use sha2::{Digest, Sha256};
 
 use super::ahead::{Ahead, UnderWay};
 use super::arguments::{check_args, ruled};
+use super::behind::put_behind;
 use super::catalog::{Catalog, Entry as Compiled, not_found};
-use super::envelope::check_envelope;
+use super::envelope::{check_envelope, idempotency_key};
 use super::gate::{Caps, Place, Slot};
 use super::live::{Entry, Full};
 use super::observing::Over;
@@ -27,7 +27,7 @@ use crate::json::{Json, NotJson};
 use crate::lifecycle::{self, Action, Event};
 use crate::policy::Decision;
 use crate::store::{Coming, Created, IdempotencyKey, NewCall};
-use crate::tool::{Executor, hex};
+use crate::tool::Executor;
 
 /// The envelope: what a caller asks for.
 #[derive(Debug, Clone)]
@@ -92,6 +92,8 @@ pub(crate) struct Among {
     /// Is shown the call where it has ended before it is stored, while that is waited for. Nobody
     /// is told of it yet: it may still come to nothing.
     pub(crate) ahead: Option<Shown>,
+    /// It begins when this one has ended.
+    pub(crate) after: Option<Arc<Call>>,
 }
 
 /// An accepted call.
@@ -138,7 +140,10 @@ impl Engine {
             asked.callback_url = Some(inner.check_callback(caller, url)?);
         }
         let key = idempotency_key(caller, &asked);
-        let call = inner.draft(&catalog, caller, &tool, asked, &args)?;
+        let mut call = inner.draft(&catalog, caller, &tool, asked, &args)?;
+        if let Some(before) = &among.after {
+            put_behind(&mut call, before);
+        }
         let accepting = inner.clone().accept(call, key, among);
         inner.surely(accepting).await
     }
@@ -179,6 +184,7 @@ impl Inner {
                 background: definition.background,
                 turn: asked.turn,
                 callback_url: asked.callback_url,
+                after: None,
             },
             // A tool service answers a call that it knows from memory: asking again is no use.
             max_retries: match definition.executor {
@@ -283,7 +289,7 @@ impl Inner {
             .with("args_bytes", call.target.args.text().len())
             .about_task(&call);
         let (place, caps) = self.place(&call);
-        let mut slot = self.gate.try_enter(&place, &caps);
+        let mut slot = self.place_at_once(&call, &place, &caps);
         let (call, mut records, action) = claimed(call, &slot, &self.node, requested);
         let mut call = Arc::new(call);
         // A key may mean that all this has been done: then nothing is done before it is known.
@@ -341,7 +347,7 @@ impl Inner {
         self.announce(&call);
         match follows {
             Follows::Begins(Some(action)) => self.perform(&entry, &call, &[action]),
-            Follows::Begins(None) => self.gate.wait(call.id.clone(), place, caps),
+            Follows::Begins(None) => self.stand_by(&call, place, caps),
             Follows::GoesOn(read) => self.go_on(&call, read),
             Follows::AfterTheEnd { actions, .. } => self.perform(&entry, &call, &actions),
         }
@@ -467,24 +473,4 @@ fn check_client(
     let message = format!("client \"{client_id}\" does not offer \"{name}\"");
     let fault = Fault::new(Code::ValidationError, message).not_happened();
     Err(fault.with_detail(json!({ "pointer": "/client_id" })).into())
-}
-
-pub(super) fn idempotency_key(caller: &Caller, asked: &Invocation) -> Option<IdempotencyKey> {
-    let key = asked.idempotency_key.clone()?;
-    let mut hash = Sha256::new();
-    let rest = json!([
-        asked.tool,
-        asked.run_id,
-        asked.call_id,
-        asked.timeout_ms,
-        asked.retry,
-        asked.client_id
-    ]);
-    hash.update(rest.to_string().as_bytes());
-    if let Some(url) = &asked.callback_url {
-        hash.update(Value::from(url.as_str()).to_string().as_bytes());
-    }
-    hash.update(asked.args.canonical().as_bytes());
-    let fingerprint = hex(&hash.finalize());
-    Some(IdempotencyKey { agent: caller.agent.clone(), key, fingerprint })
 }

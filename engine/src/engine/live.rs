@@ -208,8 +208,8 @@ impl Live {
     }
 
     /// How many calls are doing what.
-    pub(crate) fn states(&self) -> [(&'static str, usize); 4] {
-        let mut counts = [("running", 0), ("queue", 0), ("parked", 0), ("retry", 0)];
+    pub(crate) fn states(&self) -> [(&'static str, usize); 6] {
+        let mut counts = ["running", "queue", "parked", "retry", "input", "after"].map(|s| (s, 0));
         let state = self.state.lock();
         for entry in state.calls.values() {
             let doing = entry.call().hold.map_or("running", Hold::as_str);

@@ -175,6 +175,11 @@ impl Notices {
         self.news.notify_one();
     }
 
+    /// Whether a try of this one is under way.
+    pub(crate) fn is_under_way(&self, call_id: &CallId) -> bool {
+        self.traffic.lock().under_way.contains(call_id)
+    }
+
     /// Returns when something may be due.
     pub(crate) async fn woken(&self) {
         self.news.notified().await;

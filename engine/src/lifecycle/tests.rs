@@ -1,6 +1,7 @@
 //! The table: every status (with its hold) times every event, all rows present. A new status or
 //! event does not compile or pass until it has its rows.
 
+mod after;
 mod again;
 
 use super::*;

@@ -14,7 +14,7 @@ use crate::delivery::{Answer, Delivery, DeliveryStatus};
 use crate::engine::{Engine, Entered, Inner, Lane, unavailable};
 use crate::fault::Error;
 use crate::notify::{Notice, Notifier};
-use crate::store::Saved;
+use crate::store::{DeliveryFilter, Saved};
 
 /// How long to wait when there is nothing to wait for.
 const IDLE_MS: u64 = 60_000;
@@ -130,6 +130,38 @@ async fn tell(inner: Arc<Inner>, notifier: Arc<dyn Notifier>, delivery: Delivery
         lane.quiet_until(now_ms + quiet_ms);
     }
     keep(&inner, &delivery, &answer, (began_ms, now_ms)).await;
+    if answer.result == Ok(410)
+        && let Err(error) = end_others(&inner, &delivery).await
+    {
+        // Each of them will be answered the same.
+        tracing::warn!(%error, "callbacks that are not wanted any more could not be ended");
+    }
+}
+
+/// A receiver that wants no more is sent nothing more: what was asked for its URL until now, and is
+/// still to come, is ended. Who names the URL again later asks for it anew.
+async fn end_others(inner: &Inner, gone: &Delivery) -> Result<(), Error> {
+    for status in [DeliveryStatus::Waiting, DeliveryStatus::Pending] {
+        let (project, status) = (gone.project.clone(), Some(status));
+        let mut filter = DeliveryFilter { project, status, before: None, limit: PAGE };
+        loop {
+            let page = inner.store.deliveries(filter.clone()).await.map_err(unavailable)?;
+            filter.before = page.last().map(|last| last.call_id.clone());
+            let is_last = page.len() < PAGE;
+            for other in page.into_iter().filter(|other| other.url == gone.url) {
+                // One that is on its way has its own answer.
+                if let Some(next) = other.unwanted()
+                    && !inner.notices.is_under_way(&next.call_id)
+                {
+                    inner.store.save_delivery(next, None).await.map_err(unavailable)?;
+                }
+            }
+            if is_last || inner.stopping.is_cancelled() {
+                break;
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Keeps what came of a try, as soon as the store takes it.

@@ -101,7 +101,9 @@ impl<'a> Plan<'a> {
         let (mut results, mut answers) = (Vec::new(), Vec::new());
         if !self.entries.is_empty() {
             let keys = self.places.iter().filter_map(|place| key(terms, progress, *place));
-            let batch = Batch { keys: keys.collect(), ..batch(terms, progress, self.entries) };
+            let most_ms = engine.limits().max_wait_ms;
+            let batch = batch(terms, progress, self.entries, most_ms);
+            let batch = Batch { keys: keys.collect(), ..batch };
             let answer = engine.batch(caller, batch).await?;
             (results, answers) = (answer.results, answer.messages);
         }
@@ -152,14 +154,17 @@ fn entry(call: &Wanted, tool: &str) -> Json {
     Json::of_value(&json!({ "id": call.id, "type": "function", "function": function }))
 }
 
-fn batch(terms: &Terms, progress: &Progress, entries: Vec<Json>) -> Batch {
+fn batch(terms: &Terms, progress: &Progress, entries: Vec<Json>, most_ms: u64) -> Batch {
     let acting = &terms.acting;
     let left_ms = rules::left_ms(&terms.limits, progress);
+    let wait_ms = acting.wait_ms.unwrap_or(most_ms).min(most_ms);
     Batch {
         mode: acting.mode.into(),
         max_parallel: acting.max_parallel,
         budget_tokens: Some(acting.result_tokens.unwrap_or(RESULT_TOKENS)),
-        wait_ms: Some(acting.wait_ms.map_or(left_ms, |wait_ms| wait_ms.min(left_ms))),
+        wait_ms: Some(wait_ms.min(left_ms)),
+        // Where the time is up with the wait, nothing more is begun.
+        later: wait_ms < left_ms,
         timeout_ms: acting.timeout_ms,
         retry: acting.max_retries,
         user_id: terms.user_id.clone(),

@@ -1,6 +1,7 @@
 //! Batches as an embedding program uses them: what runs beside what, and what becomes of each.
 
 mod answers;
+mod later;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -277,10 +278,11 @@ async fn what_does_not_end_in_time_comes_back_as_a_ticket() {
     assert_eq!(oks, [None, Some(true), None]);
     let message = answer.messages[0].value();
     assert_eq!(message["tool_call_id"], answer.results[0].call().unwrap().id.as_str());
-    // One after the other, only the first was begun; the others are not, and never will be.
+    // One after the other, only the first was begun; the others are not, and never will be, where
+    // that is wanted.
     notes.lock().clear();
     let before = stored(&engine).await;
-    let asked = Batch { wait_ms: Some(0), ..batch(Mode::Serial, entries) };
+    let asked = Batch { wait_ms: Some(0), later: false, ..batch(Mode::Serial, entries) };
     let answer = run(&engine, asked).await;
     assert_eq!(answer.results[0].ok(), None);
     for late in &answer.results[1..] {
@@ -302,7 +304,7 @@ async fn without_any_wait_what_has_a_place_is_begun() {
     let asked = batch(Mode::Parallel, entries);
     let answer = run(&engine, Batch { wait_ms: Some(0), ..asked.clone() }).await;
     assert!(answer.results.iter().all(|settled| settled.ok().is_none()), "all are tickets");
-    let narrow = Batch { wait_ms: Some(0), max_parallel: Some(2), ..asked };
+    let narrow = Batch { wait_ms: Some(0), max_parallel: Some(2), later: false, ..asked };
     let answer = run(&engine, narrow).await;
     let open = answer.results.iter().filter(|settled| settled.ok().is_none()).count();
     assert_eq!(open, 2, "and no more than max_parallel");
@@ -377,6 +379,7 @@ async fn a_batch_that_was_cut_short_goes_on_with_the_same_key() {
     let entries = vec![envelope("t.wait", 0), envelope("t.picky", 2)];
     let asked = |wait_ms| Batch {
         idempotency_key: Some("k".into()),
+        later: false,
         wait_ms,
         ..batch(Mode::Serial, entries.clone())
     };

@@ -91,6 +91,9 @@ impl World {
             .store(store)
             .clock(Arc::new(clock.clone()))
             .tool(tool())
+            .tool(FnTool::new("t.long", "Never ends", |_: Nothing| async {
+                std::future::pending::<Result<u32, Fault>>().await
+            }))
             .notifier(receiver.clone(), notifying)
             .idle()
             .await
@@ -155,6 +158,36 @@ async fn a_receiver_that_is_gone_is_left_alone_until_somebody_asks_again() {
     world.engine.repeat_delivery(&world.caller, &id).await.unwrap();
     assert_eq!(world.run().await, 1);
     assert_eq!(world.receiver.told().len(), 3);
+}
+
+#[tokio::test]
+async fn a_url_that_is_gone_is_sent_nothing_more_of_what_was_asked_before() {
+    let world = World::with(Receiver::answering(&[500, 410])).await;
+    let (gone, other) = ("https://a.example/x", "https://a.example/y");
+    let first = world.ended(gone).await;
+    world.run().await;
+    let [second, elsewhere] = [world.ended(gone).await, world.ended(other).await];
+    // It goes on while the receiver says that it wants no more.
+    let mut asked = Invocation::new("t.long", "{}").unwrap();
+    asked.callback_url = Some(gone.to_owned());
+    let open = world.engine.invoke(&world.caller, asked).await.unwrap().call.id.clone();
+    assert_eq!(world.run().await, 2);
+    for id in [&first, &second, &open] {
+        assert_eq!(world.delivery(id).await.0.status, DeliveryStatus::Gone, "{id}");
+    }
+    assert_eq!(world.delivery(&elsewhere).await.0.status, DeliveryStatus::Delivered);
+    world.engine.cancel(&world.caller, &open, None).await.unwrap();
+    world.clock.advance(86_400_000);
+    assert_eq!(world.run().await, 0);
+    let (delivery, tries) = world.delivery(&open).await;
+    assert!(delivery.last_error.unwrap().contains("410") && tries.is_empty());
+    // Who asks again, for one of them or with a new call, is listened to.
+    world.engine.repeat_delivery(&world.caller, &open).await.unwrap();
+    let later = world.ended(gone).await;
+    assert_eq!(world.run().await, 2);
+    for id in [&open, &later] {
+        assert_eq!(world.delivery(id).await.0.status, DeliveryStatus::Delivered);
+    }
 }
 
 #[tokio::test]

@@ -205,7 +205,7 @@ async fn what_goes_on_comes_back_as_a_ticket() {
     batch["wait_ms"] = json!(300);
     let answer = send(&api, batch).await.is(202);
     let results = answer["results"].as_array().unwrap();
-    for open in [0, 1, 3] {
+    for open in [0, 1, 3, 4] {
         assert_eq!(
             (&results[open]["ok"], &results[open]["status"]),
             (&Value::Null, &json!("pending"))
@@ -218,11 +218,16 @@ async fn what_goes_on_comes_back_as_a_ticket() {
     let told = content(&answer["messages"][1]);
     assert_eq!(told["task_id"], results[1]["task_id"]);
     assert!(told["message"].as_str().unwrap().contains("in the background"), "{told}");
-    // The second write was never begun: the first is in its way.
-    assert_eq!((&results[4]["ok"], &results[4]["tool_call_id"]), (&json!(false), &Value::Null));
-    assert_eq!(results[4]["error"]["code"], "CANCELED");
-    assert_eq!(results[4]["error"]["retryable"], true);
+    // The second write has not begun: the first is in its way.
+    let id = |n: usize| results[n]["tool_call_id"].as_str().unwrap();
+    let hold = json!({ "reason": "after", "after": id(3) });
+    assert_eq!(api.call(id(4)).await["hold"], hold);
     assert_eq!(answer["messages"][3]["status"], "pending");
+    assert!(results[4]["message"].as_str().unwrap().contains("its turn"), "{answer}");
+    api.succeed(id(3), json!(1)).await;
+    while api.call(id(4)).await["hold"]["reason"] != "parked" {}
+    api.succeed(id(4), json!(2)).await;
+    assert_eq!(api.finished(id(4)).await["result"], 2);
     // A ticket leads to its result.
     let id = results[0]["tool_call_id"].as_str().unwrap();
     api.succeed(id, json!("late")).await;

@@ -122,9 +122,9 @@ pub(super) struct CallBody<'a> {
     completed_at_ms: Option<u64>,
     /// When it ends as TIMEOUT.
     deadline_at_ms: u64,
-    /// While PENDING: `queue`, `retry`, `parked` or `input`.
+    /// While PENDING: `queue`, `retry`, `parked`, `input` or `after`.
     #[serde(skip_serializing_if = "Option::is_none")]
-    hold: Option<HoldBody>,
+    hold: Option<HoldBody<'a>>,
     /// The attempt under way, or the last one.
     attempt: u32,
     /// `builtin`, `client`, `utp`, `mcp`, `http`, or `caller`: whoever called it ran it itself.
@@ -157,11 +157,14 @@ pub(super) struct CallBody<'a> {
 
 /// Why a PENDING call waits.
 #[derive(Debug, Serialize, ToSchema)]
-pub(super) struct HoldBody {
+pub(super) struct HoldBody<'a> {
     reason: &'static str,
     /// When its next attempt is due.
     #[serde(skip_serializing_if = "Option::is_none")]
     until_ms: Option<u64>,
+    /// The call that has to end before its turn comes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    after: Option<&'a str>,
     /// What the tool wants to know, by key.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Object>)]
@@ -227,6 +230,10 @@ impl<'a> From<&'a Call> for CallBody<'a> {
                 reason: hold.as_str(),
                 until_ms: match hold {
                     Hold::Retry { at_ms } => Some(at_ms),
+                    _ => None,
+                },
+                after: match (hold, &call.asked.after) {
+                    (Hold::After { .. }, Some(before)) => Some(before.as_str()),
                     _ => None,
                 },
                 questions: match (hold, &call.dialogue) {

@@ -53,7 +53,9 @@ async fn chats_that_make_no_sense_name_the_field() {
         (asking(json!({ "stream": "yes" })), "stream"),
         (asking(json!({ "tools": [own, own] })), "tools.1.function.name"),
         (asking(json!({ "tools": [{ "type": "web_search" }] })), "tools.0.type"),
-        (asking(json!({ "toolcrib": { "tool": [] } })), "toolcrib"),
+        (asking(json!({ "toolcrib": 7 })), "toolcrib"),
+        (asking(json!({ "toolcrib": { "tool": [] } })), "toolcrib.tool"),
+        (asking(json!({ "toolcrib": { "limits": { "calls": -1 } } })), "toolcrib.limits.calls"),
         (asking(json!({ "toolcrib": { "limits": { "steps": 0 } } })), "toolcrib.limits.steps"),
         (
             asking(json!({ "toolcrib": { "policy": { "timeout_ms": 0 } } })),

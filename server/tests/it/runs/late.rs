@@ -1,7 +1,7 @@
 //! Tools that take long: the run goes on without them, sleeps, and is woken.
 
-use serde_json::json;
-use toolcrib_bench::model::{call, say};
+use serde_json::{Value, json};
+use toolcrib_bench::model::{Answer, Turn, call, say};
 
 use super::{question, site};
 
@@ -36,4 +36,56 @@ async fn a_run_sleeps_until_a_late_result_comes_also_over_a_restart() {
         "{}",
         asked[2].last()
     );
+}
+
+#[tokio::test]
+async fn what_had_to_wait_for_its_turn_comes_late_too() {
+    let answer = Answer::text("").call("c1", "slow__write", "{}").call("c2", "slow__write", "{}");
+    let answer = answer.call("c3", "calculation__eval", "{\"expression\":\"6*7\"}");
+    let told = ["I wait.", "One is there.", "Two are there.", "All are there."].map(say);
+    let (server, model) = site([Turn::Say(answer)].into_iter().chain(told)).await;
+    let api = server.api();
+    api.register("c1", json!([{ "name": "slow.write", "timeout_ms": 60_000 }])).await;
+    let mut body = question("Write");
+    body["policy"] = json!({ "mode": "serial", "wait_ms": 50 });
+    let id = api.post("/v1/runs", body).await.is(202)["run_id"].clone();
+    let path = format!("/v1/runs/{}", id.as_str().unwrap());
+    let mut events = api.follow(&format!("{path}/events"), None).await;
+    let waiting = events.named("run.waiting").await;
+    let ticket = |n: usize| waiting.data["calls"][n]["tool_call_id"].as_str().unwrap().to_owned();
+    let hold = |call: &Value| call["hold"]["after"].as_str().map(str::to_owned);
+    assert_eq!(hold(&api.call(&ticket(1)).await), Some(ticket(0)));
+    assert_eq!(hold(&api.call(&ticket(2)).await), Some(ticket(1)));
+    let server = server.restart().await;
+    let api = server.api();
+    for n in [0, 1] {
+        while api.call(&ticket(n)).await["hold"]["reason"] != "parked" {}
+        api.succeed(&ticket(n), json!({ "written": n })).await;
+    }
+    let run = api.get(&format!("{path}?wait_ms=30000")).await.is(200);
+    assert_eq!(run["status"], "SUCCEEDED", "{run}");
+    assert_eq!(api.call(&ticket(2)).await["result"]["result"], 42);
+    let said: String = model.asked().iter().map(|asked| asked.body.to_string()).collect();
+    for came in ["called as c1, has come", "called as c2, has come", "called as c3, has come"] {
+        assert!(said.contains(came), "{came}: {said}");
+    }
+}
+
+#[tokio::test]
+async fn when_the_time_of_a_run_is_over_nothing_more_is_begun() {
+    let answer = Answer::text("").call("c1", "slow__write", "{}").call("c2", "slow__write", "{}");
+    let (server, model) = site([Turn::Say(answer), say("Not all was done.")]).await;
+    let api = server.api();
+    api.register("c1", json!([{ "name": "slow.write", "timeout_ms": 60_000 }])).await;
+    let mut body = question("Write");
+    body["policy"] = json!({ "mode": "serial" });
+    body["limits"] = json!({ "time_ms": 300 });
+    body["wait_ms"] = json!(30_000);
+    let run = api.post("/v1/runs", body).await.is(200);
+    assert_eq!(
+        (&run["answer"], &run["limit_reached"]),
+        (&"Not all was done.".into(), &"time".into())
+    );
+    assert_eq!(run["calls"].as_array().unwrap().len(), 1, "{run}");
+    assert!(model.asked()[1].body.to_string().contains("not begun"), "the model is told so");
 }

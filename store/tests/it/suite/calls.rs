@@ -40,6 +40,7 @@ fn full_call() -> Call {
                 depth: 2,
             })),
             callback_url: Some("https://hooks.example/a".into()),
+            after: Some("tc_01ARZ3NDEKTSV4RRFFQ69G5FAV".parse().unwrap()),
         },
         target: Target {
             tool: "weather.query".into(),
@@ -145,6 +146,16 @@ pub async fn every_status_and_hold_is_read_back(store: &dyn Store) {
         put(store, &held).await;
         assert_eq!(read(store, &held).await, held);
     }
+    let other = call();
+    put(store, &other).await;
+    let asked = Asked { after: Some(other.id.clone()), ..call().asked };
+    let behind = Call { hold: Some(Hold::After { timeout_ms: 70 }), asked, ..call() };
+    put(store, &behind).await;
+    assert_eq!(read(store, &behind).await, behind);
+    let (hold, deadline_ms) = (Some(Hold::Queue), behind.deadline_ms - 5);
+    let in_line = Call { hold, deadline_ms, version: behind.version + 1, ..behind };
+    assert_eq!(saving(store, &in_line, vec![]).await.unwrap(), Saved::Yes);
+    assert_eq!(read(store, &in_line).await, in_line);
     for status in Status::ALL {
         let waiting = call();
         let next = match status {

@@ -60,8 +60,11 @@ impl Fields {
 
     pub(super) fn extras(&mut self) -> Result<Extras, Refusal> {
         let Some(given) = self.take("toolcrib") else { return Ok(Extras::default()) };
-        let extras: Extras =
-            serde_json::from_value(given).map_err(|error| invalid("toolcrib", error))?;
+        let extras: Extras = serde_path_to_error::deserialize(given).map_err(|error| {
+            let path = error.path().to_string();
+            let place = if path == "." { "toolcrib".into() } else { format!("toolcrib.{path}") };
+            invalid(&place, format!("cannot be read: {}", error.inner()))
+        })?;
         let fits =
             |word: &String| (1..=255).contains(&word.len()) && !word.chars().any(char::is_control);
         if extras.run_id.as_ref().is_some_and(|run_id| !fits(run_id)) {

@@ -94,10 +94,15 @@ fn field<T: DeserializeOwned>(
     what: &str,
 ) -> Result<Option<T>, Error> {
     let Some(value) = value.filter(|value| !value.is_null()) else { return Ok(None) };
-    let read = serde_json::from_value(value.clone());
+    let read = serde_path_to_error::deserialize(value.clone());
     read.map(Some).map_err(|error| {
-        let what = if what.is_empty() { format!("cannot be read: {error}") } else { what.into() };
-        invalid(name, &what)
+        if !what.is_empty() {
+            return invalid(name, what);
+        }
+        // Which of the fields in it: they are not told apart by what is wrong with them.
+        let path = error.path().to_string();
+        let place = if path == "." { name.to_owned() } else { format!("{name}/{path}") };
+        invalid(&place.replace('.', "/"), &format!("cannot be read: {}", error.inner()))
     })
 }
 

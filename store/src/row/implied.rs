@@ -1,0 +1,99 @@
+//! Records that need no row of their own.
+
+use serde_json::Value;
+use toolcrib::event::{Kind, Record};
+
+/// A record that follows from the row of its call: when it was asked for, and when its first
+/// attempt began. Nearly every call has both, so nearly every call is spared two rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Implied {
+    Requested,
+    Started,
+    /// Of a call that had ended when it was stored first.
+    Finished,
+}
+
+impl Implied {
+    pub(crate) const ALL: [Self; 3] = [Self::Requested, Self::Started, Self::Finished];
+
+    /// Stands behind the record's number in the call's list.
+    pub(crate) fn letter(self) -> char {
+        match self {
+            Self::Requested => 'r',
+            Self::Started => 's',
+            Self::Finished => 'f',
+        }
+    }
+}
+
+/// What the row of a call says about its records.
+pub(crate) struct Facts<'a> {
+    pub(crate) tool_name: &'a str,
+    pub(crate) args_bytes: usize,
+    pub(crate) created_ms: u64,
+    pub(crate) started_ms: Option<u64>,
+    pub(crate) completed_ms: Option<u64>,
+    /// Only of a call that succeeded.
+    pub(crate) result_bytes: Option<usize>,
+}
+
+impl Facts<'_> {
+    /// Which implied record this is, if the row says all that it says. Compared fact by fact: to
+    /// make the implied records only to compare them would cost every call more than the rest.
+    pub(super) fn implies(&self, record: &Record) -> Option<Implied> {
+        let says = |name: &str| record.data.get(name);
+        let number = |name: &str, value: u64| says(name).and_then(Value::as_u64) == Some(value);
+        let same_tool = says("tool").and_then(Value::as_str) == Some(self.tool_name);
+        let (facts, at_ms, attempt) = (record.data.len(), record.at_ms, record.attempt);
+        let (implied, same) = match record.kind {
+            Kind::Requested => {
+                let same = (facts, at_ms, attempt) == (2, self.created_ms, 0);
+                (Implied::Requested, same && number("args_bytes", self.args_bytes as u64))
+            }
+            Kind::Started => {
+                let same = (facts, Some(at_ms), attempt) == (1, self.started_ms, 1);
+                (Implied::Started, same)
+            }
+            Kind::Finished => {
+                let latency_ms = at_ms.saturating_sub(self.created_ms);
+                let same = (facts, Some(at_ms), attempt) == (4, self.completed_ms, 1)
+                    && number("latency_ms", latency_ms)
+                    && number("queue_ms", self.queue_ms())
+                    && number("result_bytes", self.result_bytes? as u64);
+                (Implied::Finished, same)
+            }
+            _ => return None,
+        };
+        (same && same_tool).then_some(implied)
+    }
+
+    /// As the measures of an outcome have it.
+    fn queue_ms(&self) -> u64 {
+        self.started_ms.map_or(0, |started_ms| started_ms.saturating_sub(self.created_ms))
+    }
+
+    /// The implied record; none where the row does not say enough.
+    pub(crate) fn record(&self, implied: Implied) -> Option<Record> {
+        match implied {
+            Implied::Requested => Some(
+                Record::new(Kind::Requested, self.created_ms, 0)
+                    .with("tool", self.tool_name)
+                    .with("args_bytes", self.args_bytes),
+            ),
+            Implied::Started => {
+                Some(Record::new(Kind::Started, self.started_ms?, 1).with("tool", self.tool_name))
+            }
+            Implied::Finished => {
+                let completed_ms = self.completed_ms?;
+                let latency_ms = completed_ms.saturating_sub(self.created_ms);
+                Some(
+                    Record::new(Kind::Finished, completed_ms, 1)
+                        .with("latency_ms", latency_ms)
+                        .with("queue_ms", self.queue_ms())
+                        .with("tool", self.tool_name)
+                        .with("result_bytes", self.result_bytes?),
+                )
+            }
+        }
+    }
+}
