@@ -1,3 +1,5 @@
+//! Messages that are too large, whole, in frames and in pieces, and what is known of them.
+
 use super::*;
 
 const LIMIT: usize = 100;
