@@ -62,6 +62,10 @@ struct HostArgs {
 
 pub(super) async fn run(context: &Context, args: UtpArgs) -> Result<(), Failure> {
     let UtpCommand::Serve(args) = args.command;
+    if !toolcrib::utp::is_token(&args.target) {
+        let message = format!("--target \"{}\" cannot be part of a NATS subject", args.target);
+        return Err(Failure::usage(message));
+    }
     let mut config = context.config(None, &args.place)?;
     crate::telemetry::start_logging(&config.log.level, config.log.format);
     config.nats.url = args.nats.or(config.nats.url);

@@ -94,12 +94,16 @@ async fn answer(engine: &Engine, link: &Link, request: Message) {
     // What the broker would not carry would never arrive.
     let limit = link.client().max_payload();
     if limit > 0 && bytes.len() > limit {
-        let message = format!("the answer is over NATS's limit of {limit} bytes; ask over HTTP");
-        bytes = refused(Error::refused(Code::PayloadTooLarge, message));
+        bytes = refused(too_large(limit));
     }
     if let Err(error) = link.client().publish(reply, bytes.into()).await {
         tracing::debug!(%error, "an answer was not sent");
     }
+}
+
+fn too_large(limit: usize) -> Error {
+    let message = format!("the answer is over NATS's limit of {limit} bytes; ask over HTTP");
+    Error::refused(Code::PayloadTooLarge, message)
 }
 
 async fn route(

@@ -271,6 +271,6 @@ fn parameters_of_one_name_are_arguments_of_their_own() {
         .cloned()
         .collect();
     assert_eq!(names, ["header_id", "id", "query_id", "query_id_"]);
-    let second = &options["http"]["parameters"][2];
+    let second = &options["parameters"][2];
     assert_eq!((&second["name"], &second["arg"]), (&json!("id"), &json!("query_id_")));
 }

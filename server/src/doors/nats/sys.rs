@@ -9,7 +9,7 @@ use toolcrib::fault::{Code, Error};
 use toolcrib::utp::subject::{Subject, is_command_of};
 use toolcrib::{Caller, Engine};
 
-use super::{body, unknown};
+use super::{body, too_large, unknown};
 use crate::utp::Link;
 use crate::utp::follow::FOLLOWS;
 use crate::utp::report::{self, Incoming};
@@ -29,7 +29,7 @@ pub(super) async fn answer(
     sender: &str,
 ) -> Result<Vec<u8>, Error> {
     let answer = match (parts.target, parts.suffix) {
-        ("cards", "get") => return get(engine, caller, &body(request)?, sender).await,
+        ("cards", "get") => return get(engine, link, caller, &body(request)?, sender).await,
         ("cards", "follow") => follow(link, parts, &body(request)?),
         ("cards", "put") => put(engine, caller, &body(request)?).await,
         ("l0", "report") => {
@@ -53,13 +53,14 @@ fn written(answer: &impl Serialize) -> Result<Vec<u8>, Error> {
 #[derive(Serialize)]
 struct CardsBody<'a> {
     ok: bool,
-    cards: Vec<wire::CardBody<'a>>,
+    cards: Vec<Box<RawValue>>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     ended: Vec<&'a str>,
 }
 
 async fn get(
     engine: &Engine,
+    link: &Link,
     caller: &Caller,
     body: &Value,
     sender: &str,
@@ -73,13 +74,21 @@ async fn get(
     };
     let ids = ids.filter(|ids| (1..=MAX_CARDS).contains(&ids.len())).ok_or_else(invalid)?;
     let (mut cards, mut ended) = (Vec::with_capacity(ids.len()), Vec::new());
+    let (limit, mut bytes) = (link.client().max_payload(), 0);
     for id in ids {
-        cards.push(engine.card(caller, id).await?);
+        let card = engine.card(caller, id).await?;
+        let card = serde_json::value::to_raw_value(&wire::CardBody::of(&card));
+        let card = card.map_err(|error| Error::Internal(Box::new(error)))?;
+        bytes += card.get().len();
+        // A hundred cards can be more than there is room for; the broker would not carry them.
+        if limit > 0 && bytes > limit {
+            return Err(too_large(limit));
+        }
+        cards.push(card);
         if !engine.looked_at(caller, id, sender).await {
             ended.push(id);
         }
     }
-    let cards = cards.iter().map(wire::CardBody::of).collect();
     written(&CardsBody { ok: true, cards, ended })
 }
 

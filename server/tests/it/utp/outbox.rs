@@ -284,3 +284,24 @@ async fn a_dead_letter_is_limited_in_every_part() {
     assert_eq!(put("nobody").await["error"]["code"], "not_found");
     assert_eq!(put("default").await["ok"], true);
 }
+
+#[tokio::test]
+async fn no_more_cards_are_read_than_the_broker_carries() {
+    let Some(nats) = Nats::start_with(65_536).await else { return };
+    let Some(world) = World::over(nats).await else { return };
+    let mut ids = Vec::new();
+    for n in 0..4 {
+        let card = json!({
+            "card_id": format!("k{n}"), "type": "agent.thought", "author_id": "x",
+            "content": { "__type__": "TextContent", "text": "x".repeat(30_000) },
+        });
+        world.api.post("/v1/cards", card).await.is(201);
+        ids.push(format!("k{n}"));
+    }
+    let two = world.hand.ask("sys.cards.get", json!({ "card_ids": ids[..2] })).await;
+    assert_eq!(two["cards"].as_array().unwrap().len(), 2, "{two}");
+    // Nobody gets as far as to the last, which there is not.
+    ids.push("nothing".to_owned());
+    let refused = world.hand.ask("sys.cards.get", json!({ "card_ids": ids })).await;
+    assert!(refused["error"]["message"].as_str().unwrap().contains("limit"), "{refused}");
+}

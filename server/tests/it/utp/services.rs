@@ -285,3 +285,17 @@ async fn one_trace_goes_from_the_agent_through_the_tool_service() {
     let below = inner.filter(|span| outer.contains(&span.parent_id.as_str())).count();
     assert_eq!(below, 1, "what the tool service does is below the attempt: {spans:?}");
 }
+
+#[test]
+fn a_target_that_can_be_none_is_refused_before_anything_is_served() {
+    let data = tempfile::tempdir().unwrap();
+    for target in ["a b", "a.b", "*", ""] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_toolcrib"));
+        command.args(["utp", "serve", "--target", target, "--nats", "nats://127.0.0.1:1"]);
+        let said = command.arg("--data-dir").arg(data.path()).output().unwrap();
+        assert_eq!(said.status.code(), Some(2), "{target}: {said:?}");
+        assert!(said.stdout.is_empty(), "{target}: {said:?}");
+        let why = String::from_utf8_lossy(&said.stderr);
+        assert!(why.contains("NATS subject"), "{target}: {why}");
+    }
+}
