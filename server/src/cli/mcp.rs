@@ -6,6 +6,7 @@
 
 mod upstreams;
 
+use std::collections::HashSet;
 use std::task::Poll;
 use std::time::Duration;
 
@@ -13,11 +14,14 @@ use clap::{Args, ValueEnum};
 use futures::future::{Fuse, FusedFuture};
 use futures::stream::FuturesUnordered;
 use futures::{FutureExt, StreamExt};
-use rmcp::model::{ClientJsonRpcMessage, ErrorData, RequestId, ServerJsonRpcMessage};
+use rmcp::model::{
+    ClientJsonRpcMessage, ClientRequest, ErrorData, RequestId, ServerJsonRpcMessage,
+};
 use rmcp::transport::async_rw::AsyncRwTransport;
 use rmcp::transport::streamable_http_client::StreamableHttpClientTransportConfig;
 use rmcp::transport::{StreamableHttpClientTransport, Transport};
 use rmcp::{RoleClient, RoleServer};
+use tokio::time::Instant;
 use toolcrib::Caller;
 use toolcrib::fault::Code;
 
@@ -69,6 +73,10 @@ enum Shown {
 
 /// How long the other side may take to hear that it is over.
 const LEAVING: Duration = Duration::from_secs(2);
+
+/// How long requests are waited for whose client has nothing more to say: it may be a script that
+/// has written all of them at once.
+const ANSWERING: Duration = Duration::from_secs(5);
 
 /// Serves until standard input is closed.
 pub async fn run(context: &Context, args: McpArgs) -> Result<(), Failure> {
@@ -144,11 +152,17 @@ async fn pass(
 ) -> Result<(), Failure> {
     let mut requests = FuturesUnordered::new();
     let mut first = Fuse::terminated();
-    loop {
+    // Requests that are to be answered; and until when, once the near side has said all it has.
+    let (mut open, mut until) = (HashSet::new(), None::<Instant>);
+    while until.is_none() || !open.is_empty() || !first.is_terminated() {
         let answer = tokio::select! {
-            said = near.receive(), if first.is_terminated() => match said {
-                None => break,
+            said = near.receive(), if first.is_terminated() && until.is_none() => match said {
+                None => {
+                    until = Some(Instant::now() + ANSWERING);
+                    continue;
+                }
                 Some(message) => {
+                    open.extend(id_of(&message).filter(|_| !is_listening(&message)));
                     let (id, sending) = (id_of(&message), far.send(message));
                     let is_request = id.is_some();
                     let mut sending = Box::pin(async move { (id, sending.await.err()) });
@@ -169,6 +183,7 @@ async fn pass(
                     }
                 }
             },
+            () = over(until) => break,
             (id, failed) = &mut first => match failed {
                 None => continue,
                 Some(error) => refused(url, id, &error),
@@ -189,6 +204,9 @@ async fn pass(
                 }
             },
         };
+        if let Some(id) = answered(&answer) {
+            open.remove(id);
+        }
         if near.send(answer).await.is_err() {
             break;
         }
@@ -206,6 +224,29 @@ fn refused(
 ) -> ServerJsonRpcMessage {
     let error = ErrorData::internal_error(format!("{url}: {error}"), None);
     ServerJsonRpcMessage::error(error, id)
+}
+
+/// At this time; never where there is none.
+async fn over(until: Option<Instant>) {
+    match until {
+        Some(until) => tokio::time::sleep_until(until).await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Whether a request is answered only when it is over.
+fn is_listening(message: &ClientJsonRpcMessage) -> bool {
+    let ClientJsonRpcMessage::Request(request) = message else { return false };
+    matches!(request.request, ClientRequest::SubscriptionsListenRequest(_))
+}
+
+/// The request that a message answers.
+fn answered(message: &ServerJsonRpcMessage) -> Option<&RequestId> {
+    match message {
+        ServerJsonRpcMessage::Response(answer) => Some(&answer.id),
+        ServerJsonRpcMessage::Error(error) => error.id.as_ref(),
+        _ => None,
+    }
 }
 
 fn id_of(message: &ClientJsonRpcMessage) -> Option<RequestId> {

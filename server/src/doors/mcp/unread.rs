@@ -1,5 +1,6 @@
-//! Requests that the library could not read: which of them are of a method that there is, and what is
-//! wrong with them. Otherwise a client that forgot a field would be told that there is no such method.
+//! Requests that the library could not read: which of them are of a method that there is, and what
+//! is wrong with them. Otherwise a client that forgot a field would be told that there is no such
+//! method.
 
 use rmcp::ErrorData;
 use rmcp::model::{

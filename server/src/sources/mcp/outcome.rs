@@ -54,8 +54,8 @@ fn unknown(attempt: &Attempt, message: String) -> Fault {
     }
 }
 
-/// It has too much to do, and may have said when to come again. What is turned away with 429 has not
-/// begun; behind any other status it may have.
+/// It has too much to do, and may have said when to come again. What is turned away with 429 has
+/// not begun; behind any other status it may have.
 pub(super) fn busy(name: &str, attempt: &Attempt, status: u16, after_ms: Option<u64>) -> Fault {
     let when = after_ms.map(|ms| format!(", to come again after {} s", ms.div_ceil(1_000)));
     let when = when.unwrap_or_default();

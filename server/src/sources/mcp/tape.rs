@@ -1,6 +1,6 @@
-//! A list of tools as an upstream wrote it. `rmcp` reads a page as a whole or not at all, and leaves
-//! out without a word what it cannot send headers for; here each tool is read by itself, so that
-//! one that is malformed is no matter to the others, and is told by its name.
+//! A list of tools as an upstream wrote it. `rmcp` reads a page as a whole or not at all, and
+//! leaves out without a word what it cannot send headers for; here each tool is read by itself, so
+//! that one that is malformed is no matter to the others, and is told by its name.
 
 use std::sync::Arc;
 

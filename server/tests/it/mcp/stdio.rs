@@ -102,6 +102,28 @@ async fn in_front_of_a_server_it_passes_everything_on() {
 }
 
 #[tokio::test]
+async fn a_script_that_writes_all_at_once_is_answered() {
+    let server = Server::ready().await;
+    let url = format!("http://127.0.0.1:{}", server.port);
+    let mut pipes = Pipes::start(&["--server", &url]);
+    let params = json!({ "protocolVersion": "2025-11-25", "capabilities": {},
+        "clientInfo": { "name": "test", "version": "1" } });
+    pipes.say(json!({ "jsonrpc": "2.0", "id": 1, "method": "initialize", "params": params })).await;
+    pipes.say(json!({ "jsonrpc": "2.0", "method": "notifications/initialized" })).await;
+    let call = json!({ "name": "calculation.eval", "arguments": { "expression": "6*7" } });
+    pipes.say(json!({ "jsonrpc": "2.0", "id": 2, "method": "tools/call", "params": call })).await;
+    let Pipes { mut child, input, mut output } = pipes;
+    drop(input);
+    let mut answers = Vec::new();
+    while let Some(line) = soon("the output", output.next_line()).await.unwrap() {
+        answers.push(serde_json::from_str::<Value>(&line).unwrap());
+    }
+    let last = answers.last().unwrap();
+    assert_eq!(last["result"]["structuredContent"]["result"], 42, "{answers:?}");
+    assert!(soon("the end", child.wait()).await.unwrap().success());
+}
+
+#[tokio::test]
 async fn a_server_that_is_not_there_is_said_and_ends_it() {
     let mut pipes = Pipes::start(&["--server", "http://127.0.0.1:9"]);
     let params = json!({ "protocolVersion": "2025-11-25", "capabilities": {},
