@@ -234,7 +234,12 @@ impl Hand {
     /// Publishes a command, whatever it is.
     pub async fn command(&self, subject: &str, body: Vec<u8>) {
         let jetstream = jetstream::new(self.client.clone());
-        jetstream.publish(subject.to_owned(), body.into()).await.unwrap().await.unwrap();
+        // The stream may not be there yet; what it has not taken is published again.
+        until(&format!("a stream for {subject}"), || async {
+            let sent = jetstream.publish(subject.to_owned(), body.clone().into()).await.ok()?;
+            sent.await.ok()
+        })
+        .await;
     }
 }
 
