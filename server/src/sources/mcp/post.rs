@@ -78,11 +78,13 @@ impl Post<'_> {
         }
         if status.is_success() && kind.starts_with(STREAM) {
             let events = events(answer, self.limit);
-            let events = match self.tape().cloned() {
-                Some(tape) => events.map_ok(move |event| readable(event, &tape)).boxed(),
-                None => events,
-            };
-            return Ok(StreamableHttpPostResponse::Sse(events, session));
+            return Ok(match self.tape().cloned() {
+                Some(tape) => {
+                    let events = events.map_ok(move |event| readable(event, &tape)).boxed();
+                    self.listed(events, session).await
+                }
+                None => StreamableHttpPostResponse::Sse(events, session),
+            });
         }
         if status.is_success() && !kind.starts_with(JSON) {
             return Err(StreamableHttpError::UnexpectedContentType(Some(kind)));
@@ -108,6 +110,33 @@ impl Post<'_> {
     fn tape(&self) -> Option<&Tape> {
         let ClientJsonRpcMessage::Request(asked) = self.message else { return None };
         matches!(asked.request, ClientRequest::ListToolsRequest(_)).then_some(self.tape)
+    }
+
+    /// A list that is the first thing on its stream is answered as if it had come without one: of
+    /// a stream that ends with it the library may see the end first, and then does not look at what
+    /// its tools want in headers.
+    async fn listed(
+        &self,
+        mut events: Events,
+        session: Option<String>,
+    ) -> StreamableHttpPostResponse {
+        let mut seen = Vec::new();
+        while let Some(event) = events.next().await {
+            let data = event.as_ref().ok().and_then(|event| event.data.as_deref());
+            let data = data.filter(|data| !data.is_empty()).map(str::to_owned);
+            let ended = event.is_err();
+            seen.push(event);
+            let Some(data) = data else { if ended { break } else { continue } };
+            match serde_json::from_str::<ServerJsonRpcMessage>(&data) {
+                Ok(JsonRpcMessage::Response(answer)) if self.asked() == Some(answer.id.clone()) => {
+                    let answer = JsonRpcMessage::Response(answer);
+                    return StreamableHttpPostResponse::Json(answer, session);
+                }
+                _ => break,
+            }
+        }
+        let events = futures::stream::iter(seen).chain(events).boxed();
+        StreamableHttpPostResponse::Sse(events, session)
     }
 
     /// An upstream that does not let us in, and says how it would.
