@@ -16,6 +16,7 @@ pub mod operation;
 pub mod orphans;
 pub mod outbound;
 mod pages;
+mod peer;
 pub mod serve;
 pub mod sources;
 pub(crate) mod sse;

@@ -22,6 +22,7 @@ use toolcrib::{Caller, Engine, Executor};
 
 use crate::config::{Config, Kept};
 use crate::doors::http::Place;
+use crate::peer::{DeadAfter, Peer};
 use crate::{assemble, pages, telemetry};
 
 /// How long connections may take to finish after the calls have.
@@ -199,6 +200,7 @@ async fn serve_connection(
 ) {
     // Answers are small and whole: holding them back for more would only delay them.
     let _ = stream.set_nodelay(true);
+    let (peer, patience) = Peer::new(stream);
     let service =
         hyper::service::service_fn(move |request: hyper::Request<hyper::body::Incoming>| {
             let router = router.clone();
@@ -207,12 +209,17 @@ async fn serve_connection(
             if request.headers().contains_key(hyper::header::UPGRADE) {
                 request.extensions_mut().insert(place.clone());
             }
-            async move { Ok::<_, Infallible>(crate::doors::http::answer(router, request).await) }
+            let patience = patience.clone();
+            async move {
+                let answer = crate::doors::http::answer(router, request).await;
+                patience.ask(answer.extensions().get::<DeadAfter>());
+                Ok::<_, Infallible>(answer)
+            }
         });
     let connection = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(header)
-        .serve_connection(TokioIo::new(stream), service)
+        .serve_connection(TokioIo::new(peer), service)
         .with_upgrades();
     let mut connection = std::pin::pin!(connection);
     tokio::select! {

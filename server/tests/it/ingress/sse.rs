@@ -1,9 +1,13 @@
 //! SSE: requests as they come; everything the client says goes by POST.
 
+use std::time::Duration;
+
 use serde_json::json;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
 
 use crate::support::api::{message, offer};
-use crate::support::{Server, until};
+use crate::support::{Server, soon, until};
 
 #[tokio::test]
 async fn requests_come_as_events_and_answers_go_by_post() {
@@ -72,4 +76,53 @@ async fn a_client_that_has_not_registered_hears_nothing() {
     let error = api.get("/internal/ingress/sse?client_id=c1").await.refused(404, "NOT_FOUND");
     assert!(message(&error).contains("register first"), "{error}");
     api.get("/internal/ingress/sse").await.refused(400, "BAD_REQUEST");
+}
+
+fn impatient(config: &mut toolcrib_server::config::Config) {
+    config.ingress.heartbeat_ms = 100;
+    config.ingress.dead_after_ms = 1_000;
+}
+
+/// A machine that has vanished cannot be had on loopback, where every packet is acknowledged. For
+/// the server it is the same as one that has no room left for what it is sent.
+#[tokio::test]
+async fn a_dead_connection_is_noticed_and_its_work_goes_to_another() {
+    let server = Server::with(impatient).await;
+    let api = server.api();
+    api.register("dead", json!([offer("a.tool")])).await;
+    let mut dead = TcpStream::connect(&server.address).await.unwrap();
+    let path = "/internal/ingress/sse?client_id=dead";
+    let request = format!("GET {path} HTTP/1.1\r\nHost: {}\r\n\r\n", server.address);
+    dead.write_all(request.as_bytes()).await.unwrap();
+    let mut first = [0; 64];
+    let read = soon("the head of the answer", dead.read(&mut first)).await.unwrap();
+    let first = String::from_utf8_lossy(&first[..read]);
+    assert!(first.starts_with("HTTP/1.1 200 OK"), "{first}");
+    // More than the two systems keep for who does not read.
+    let mut ids = Vec::new();
+    for _ in 0..16 {
+        ids.push(api.invoke("a.tool", json!({ "text": "x".repeat(900_000) })).await);
+    }
+    api.register("alive", json!([offer("a.tool")])).await;
+    let mut alive = api.follow("/internal/ingress/sse?client_id=alive", None).await;
+    for id in ids {
+        let request = alive.named("tool_request").await.data;
+        assert_eq!((&request["tool_call_id"], &request["redelivered"]), (&json!(id), &json!(true)));
+    }
+    assert_eq!(server.engine.client_connections(), 1);
+    drop(dead);
+}
+
+#[tokio::test]
+async fn a_connection_that_is_only_quiet_stays() {
+    let server = Server::with(impatient).await;
+    let api = server.api();
+    api.register("c1", json!([offer("a.tool")])).await;
+    let mut work = api.follow("/internal/ingress/sse?client_id=c1", None).await;
+    // Many times the server's patience, with nothing but heartbeats.
+    let quiet = tokio::time::timeout(Duration::from_millis(3_000), work.next()).await;
+    assert!(quiet.is_err(), "{quiet:?}");
+    let id = api.invoke("a.tool", json!({})).await;
+    let request = work.event().await.data;
+    assert_eq!((&request["tool_call_id"], &request["redelivered"]), (&json!(id), &json!(false)));
 }

@@ -3,6 +3,7 @@
 use std::convert::Infallible;
 use std::time::Duration;
 
+use axum::Extension;
 use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::response::IntoResponse;
@@ -18,6 +19,7 @@ use super::super::super::answer::{Problem, Refused};
 use super::super::super::question::{Asked, Who};
 use super::{MessageBody, text, window};
 use crate::auth::Standing;
+use crate::peer::DeadAfter;
 
 /// How to listen.
 #[derive(Deserialize, IntoParams)]
@@ -60,5 +62,8 @@ pub(in super::super) async fn sse(
         Some((Ok::<_, Infallible>(event), (session, engine, standing)))
     });
     let every = Duration::from_millis(door.settings.heartbeat_ms);
-    Ok(Sse::new(messages).keep_alive(KeepAlive::new().interval(every)))
+    // The heartbeats must arrive: that is all there is to know that the client is there.
+    let dead_after = DeadAfter(Duration::from_millis(door.settings.dead_after_ms));
+    let events = Sse::new(messages).keep_alive(KeepAlive::new().interval(every));
+    Ok((Extension(dead_after), events))
 }

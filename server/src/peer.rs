@@ -1,0 +1,110 @@
+//! The other end of a connection, and how long it may leave unacknowledged what it was sent.
+//!
+//! A peer whose machine has vanished sends nothing, not even that it is gone: the system finds out
+//! when it has sent something again and again for a quarter of an hour. An answer can ask for less
+//! patience, for as long as it is being sent.
+
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+
+/// Belongs to an answer: a peer that leaves it unacknowledged for so long is taken for dead.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct DeadAfter(pub(crate) Duration);
+
+/// What the answer under way asks of the connection, in milliseconds; 0 leaves it to the system.
+#[derive(Clone, Default)]
+pub(crate) struct Patience(Arc<AtomicU32>);
+
+impl Patience {
+    pub(crate) fn ask(&self, dead_after: Option<&DeadAfter>) {
+        let ms = dead_after.map_or(0, |DeadAfter(limit)| limit.as_millis());
+        self.0.store(u32::try_from(ms).unwrap_or(u32::MAX), Ordering::Relaxed);
+    }
+}
+
+/// A connection that heeds what its answers ask for.
+pub(crate) struct Peer {
+    stream: TcpStream,
+    asked: Patience,
+    /// What the system was told last.
+    set_ms: u32,
+}
+
+impl Peer {
+    pub(crate) fn new(stream: TcpStream) -> (Self, Patience) {
+        let asked = Patience::default();
+        (Self { stream, asked: asked.clone(), set_ms: 0 }, asked)
+    }
+
+    fn heed(&mut self) {
+        let ms = self.asked.0.load(Ordering::Relaxed);
+        if ms != self.set_ms {
+            self.set_ms = ms;
+            if let Err(error) = set_patience(&self.stream, ms) {
+                tracing::debug!(%error, "a connection keeps the system's patience");
+            }
+        }
+    }
+}
+
+#[cfg(target_os = "linux")]
+fn set_patience(stream: &TcpStream, ms: u32) -> io::Result<()> {
+    Ok(rustix::net::sockopt::set_tcp_user_timeout(stream, ms)?)
+}
+
+/// Other systems have no such setting for a single connection.
+#[cfg(not(target_os = "linux"))]
+fn set_patience(_: &TcpStream, _: u32) -> io::Result<()> {
+    Ok(())
+}
+
+impl AsyncRead for Peer {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_read(context, buffer)
+    }
+}
+
+impl AsyncWrite for Peer {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        this.heed();
+        Pin::new(&mut this.stream).poll_write(context, bytes)
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        pieces: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        this.heed();
+        Pin::new(&mut this.stream).poll_write_vectored(context, pieces)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_flush(context)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_shutdown(context)
+    }
+}
