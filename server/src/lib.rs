@@ -22,6 +22,7 @@ pub mod sources;
 pub(crate) mod sse;
 pub mod task;
 pub mod telemetry;
+mod time;
 pub mod upstreams;
 pub mod utp;
 pub mod webhooks;

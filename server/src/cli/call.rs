@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 
 use super::client::{Ask, Client};
 use super::failure::{Failure, exit};
-use super::input::{arguments, duration};
+use super::input::arguments;
 use super::output::{self, Tone, number, plain, text};
 use super::{Context, calls};
 
@@ -49,7 +49,7 @@ pub struct CallArgs {
     #[arg(long, conflicts_with = "wait")]
     no_wait: bool,
     /// How long the call itself has, from being accepted to its outcome
-    #[arg(long, value_name = "TIME", value_parser = duration)]
+    #[arg(long, value_name = "TIME", value_parser = crate::time::duration)]
     timeout: Option<Duration>,
     /// How many attempts may follow the first
     #[arg(long, value_name = "N")]
@@ -73,7 +73,7 @@ impl CallArgs {
         }
         match self.wait.take().flatten() {
             None => Ok(DEFAULT_WAIT),
-            Some(given) => match duration(&given) {
+            Some(given) => match crate::time::duration(&given) {
                 Ok(wait) => Ok(wait),
                 Err(_) if given.contains('=') => {
                     self.pairs.insert(0, given);

@@ -9,7 +9,6 @@ use serde_json::{Value, json};
 
 use super::client::Ask;
 use super::failure::Failure;
-use super::input;
 use super::output::{age, duration, now_ms, number, plain, text};
 use super::{Context, call, watch};
 
@@ -43,7 +42,7 @@ enum Verb {
         id: String,
         /// Wait for its outcome, up to a minute or this long
         #[arg(long, value_name = "TIME", num_args = 0..=1, default_missing_value = "60s",
-            value_parser = input::duration)]
+            value_parser = crate::time::duration)]
         wait: Option<Duration>,
     },
     /// Cancel a call that has not ended
@@ -98,7 +97,7 @@ struct Filters {
     #[arg(long, value_name = "ID")]
     run: Option<String>,
     /// Only made in the last so long: 10m, 1h, 2d
-    #[arg(long, value_name = "TIME", value_parser = input::duration)]
+    #[arg(long, value_name = "TIME", value_parser = crate::time::duration)]
     since: Option<Duration>,
     /// At most so many, up to 200 [default: 50]
     #[arg(long, value_name = "N")]

@@ -6,9 +6,11 @@ mod health;
 mod internal;
 mod oauth;
 mod openai;
+mod paging;
 mod projects;
 mod question;
 mod v1;
+mod waiting;
 mod wire;
 
 use std::sync::Arc;
@@ -171,6 +173,7 @@ pub async fn answer(mut router: Router, request: Request) -> Response {
         HeaderValue::from_str(&fresh).unwrap_or(HeaderValue::from_static("req"))
     });
     let trace = question::traceparent(request.headers());
+    let asked = request.uri().clone();
     let answered = std::panic::AssertUnwindSafe(router.call(request)).catch_unwind().await;
     let mut answer = match answered {
         Ok(Ok(answer)) => answer,
@@ -180,9 +183,10 @@ pub async fn answer(mut router: Router, request: Request) -> Response {
     if answer.status().is_server_error() {
         tracing::warn!(request_id = ?id, status = answer.status().as_u16(), "answered");
     }
-    if let Some(trace) = trace.filter(|_| !answer.status().is_success()) {
-        answer = answer::traced(answer, &trace);
+    if !answer.status().is_success() {
+        answer = answer::completed(answer, &asked, trace.as_ref());
     }
+    paging::linked(&mut answer, &asked);
     let headers = answer.headers_mut();
     headers.insert(REQUEST_ID, id);
     headers.insert("toolcrib-version", HeaderValue::from_static(env!("CARGO_PKG_VERSION")));

@@ -360,3 +360,24 @@ async fn a_body_is_an_object() {
         assert!(message(&error).contains("must be a JSON object"), "{path}: {error}");
     }
 }
+
+#[tokio::test]
+async fn a_refusal_names_each_wrong_place_of_the_request() {
+    let server = Server::start().await;
+    let api = server.api();
+    let path = "/v1/tools/calculation.eval/invoke";
+    let body = json!({ "run_id": "r", "args": { "expression": 5, "x": 1 } });
+    let refusal = api.post(path, body).await.body;
+    assert_eq!((&refusal["status"], &refusal["instance"]), (&json!(422), &json!(path)));
+    let places = refusal["errors"].as_array().unwrap().iter().map(|error| &error["pointer"]);
+    assert_eq!(places.collect::<Vec<_>>(), ["#/args/expression", "#/args/x"], "{refusal}");
+    let said = refusal["errors"][0]["detail"].as_str().unwrap();
+    assert!(said.contains("must be a string"), "{said}");
+    let body = json!({ "run_id": "r", "args": { "expression": "1" }, "callback_url": "ftp://x" });
+    let refusal = api.post(path, body).await.body;
+    assert_eq!(refusal["errors"][0]["pointer"], "#/callback_url", "{refusal}");
+    let refusal = api.get("/v1/tool_calls?limit=many").await.body;
+    assert_eq!(refusal["errors"][0]["parameter"], "limit", "{refusal}");
+    let refusal = api.get("/v1/nothing?key=secret").await.body;
+    assert_eq!((&refusal["instance"], &refusal["errors"]), (&json!("/v1/nothing"), &json!(null)));
+}

@@ -176,3 +176,31 @@ async fn a_page_of_large_calls_is_short_and_none_is_left_out() {
     }
     assert_eq!((pages, listed), (vec![3, 2], made));
 }
+
+#[tokio::test]
+async fn a_program_that_follows_links_sees_every_page() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("a.tool"), offer("b.tool")])).await;
+    let mut made = Vec::new();
+    for _ in 0..5 {
+        made.insert(0, call_in(&api, "a.tool", "run & 1").await);
+        call_in(&api, "b.tool", "run & 1").await;
+    }
+    let mut next =
+        Some("/v1/tool_calls?cursor=&run_id=run%20%26%201&tool_name=a.tool&limit=2".to_owned());
+    let (mut seen, mut pages) = (Vec::new(), 0);
+    while let Some(path) = next {
+        let page = api.get(&path).await;
+        let link = page.header("link").map(|link| {
+            let (address, rest) = link.strip_prefix('<').unwrap().split_once('>').unwrap();
+            assert_eq!(rest, "; rel=\"next\"");
+            address.to_owned()
+        });
+        let body = page.is(200);
+        assert_eq!(link.is_some(), body["next_cursor"].is_string(), "{link:?} {body}");
+        seen.extend(ids(&body));
+        (next, pages) = (link, pages + 1);
+    }
+    assert_eq!((seen, pages), (made, 3));
+}

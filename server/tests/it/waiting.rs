@@ -94,3 +94,30 @@ async fn a_wait_is_bounded_by_the_servers_limit() {
     let negative = api.get(&format!("/v1/tool_calls/{id}?wait_ms=-1")).await;
     negative.refused(422, "VALIDATION_ERROR");
 }
+
+#[tokio::test]
+async fn a_wait_can_be_said_with_a_unit_or_as_a_preference() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("slow.tool")])).await;
+    let body = json!({ "run_id": "run_1", "args": { "expression": "2*21" } });
+    let call = api.post(&format!("{EVAL}?wait=30s"), body.clone()).await.is(202);
+    assert_eq!(call["status"], "SUCCEEDED", "{call}");
+    let request = api.request(reqwest::Method::POST, EVAL).json(&body);
+    let call = api.send(request.header("Prefer", "respond-async, wait=30")).await.is(202);
+    assert_eq!(call["status"], "SUCCEEDED", "{call}");
+    let error = api.post(&format!("{EVAL}?wait=soon"), body).await.refused(422, "VALIDATION_ERROR");
+    assert_eq!(error["detail"], json!({ "field": "wait" }));
+    let ticket = api.post("/v1/tools/slow.tool/invoke", json!({ "run_id": "r", "args": {} })).await;
+    assert_eq!(ticket.header("retry-after"), Some("1"));
+    let id = ticket.is(202)["tool_call_id"].as_str().unwrap().to_owned();
+    let began = Instant::now();
+    let path = format!("/v1/tool_calls/{id}");
+    let look = api.request(reqwest::Method::GET, &path).header("Prefer", "wait=1");
+    assert_eq!(api.send(look).await.is(200)["status"], "PENDING");
+    assert!(began.elapsed() >= Duration::from_secs(1), "{:?}", began.elapsed());
+    let look = api.request(reqwest::Method::GET, &format!("{path}?wait_ms=0"));
+    let began = Instant::now();
+    api.send(look.header("Prefer", "wait=30")).await.is(200);
+    assert!(began.elapsed() < Duration::from_secs(20), "wait_ms goes before a preference");
+}

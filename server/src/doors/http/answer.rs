@@ -1,9 +1,10 @@
 //! Refusals as `application/problem+json`. The only place where a fault becomes HTTP.
 
 use axum::Json;
-use axum::http::{HeaderValue, StatusCode, header};
+use axum::http::{HeaderValue, StatusCode, Uri, header};
 use axum::response::{IntoResponse, Response};
 use serde::Serialize;
+use serde_json::Value;
 use toolcrib::fault::{Code, Error, Fault};
 use toolcrib::trace::TraceParent;
 use utoipa::ToSchema;
@@ -22,14 +23,56 @@ pub struct Problem {
     status: u16,
     /// What is wrong here, and what to do.
     detail: String,
+    /// The path that was asked.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    instance: Option<String>,
     /// The code alone, for programs.
     code: String,
     /// One line: what to do about this code.
     hint: String,
+    /// Each place that is wrong, where they are known.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    errors: Vec<Wrong>,
     /// The trace that the request was part of, if it said so.
     #[serde(skip_serializing_if = "Option::is_none")]
     trace_id: Option<String>,
     error: FaultBody,
+}
+
+/// One thing that is wrong with a request.
+#[derive(Debug, Clone, Serialize, ToSchema)]
+pub struct Wrong {
+    /// Where in the body, as a JSON pointer in a fragment.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pointer: Option<String>,
+    /// Which parameter of the query.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    parameter: Option<String>,
+    /// What is wrong there.
+    detail: String,
+}
+
+impl Wrong {
+    /// What a fault says of places. The problems that it lists are in the arguments, unless it
+    /// names a parameter.
+    fn all(fault: &Fault) -> Vec<Self> {
+        let said = |name: &str| fault.detail.as_ref().and_then(|detail| detail.get(name));
+        let text = |value: &Value| value.as_str().map(str::to_owned);
+        let whole = |pointer, parameter| Self { pointer, parameter, detail: fault.message.clone() };
+        if let Some(parameter) = said("field").and_then(text) {
+            return vec![whole(None, Some(parameter))];
+        }
+        if let Some(pointer) = said("pointer").and_then(Value::as_str) {
+            return vec![whole(Some(format!("#{pointer}")), None)];
+        }
+        let problems = said("problems").and_then(Value::as_array).into_iter().flatten();
+        let of_args = problems.map(|problem| Self {
+            pointer: problem["pointer"].as_str().map(|pointer| format!("#/args{pointer}")),
+            parameter: None,
+            detail: problem["message"].as_str().unwrap_or_default().to_owned(),
+        });
+        of_args.collect()
+    }
 }
 
 /// A refusal as an answer.
@@ -50,8 +93,10 @@ pub(super) fn problem_as(
         title: code.title().to_owned(),
         status: status.as_u16(),
         detail: fault.message.clone(),
+        instance: None,
         code: code.as_str().to_owned(),
         hint: code.help().to_owned(),
+        errors: Wrong::all(fault),
         trace_id: None,
         error: FaultBody::from(fault),
     };
@@ -73,10 +118,15 @@ pub fn refusal(error: Error) -> Response {
     Refused(error).into_response()
 }
 
-/// The same refusal with the trace that the request was part of.
-pub(super) fn traced(mut answer: Response, trace: &TraceParent) -> Response {
+/// The same refusal with what the request says of itself: its path, and its trace.
+pub(super) fn completed(
+    mut answer: Response,
+    asked: &Uri,
+    trace: Option<&TraceParent>,
+) -> Response {
     if let Some(mut body) = answer.extensions_mut().remove::<Problem>() {
-        body.trace_id = Some(trace.trace_id_text());
+        body.instance = Some(asked.path().to_owned());
+        body.trace_id = trace.map(TraceParent::trace_id_text);
         answer.headers_mut().remove(header::CONTENT_LENGTH);
         *answer.body_mut() = Json(body).into_response().into_body();
     }

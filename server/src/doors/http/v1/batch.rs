@@ -13,9 +13,9 @@ use utoipa::ToSchema;
 
 use super::super::Door;
 use super::super::answer::{Problem, Refused};
-use super::super::question::{Asked, Body, Carried, TRACEPARENT, Who};
+use super::super::question::{Body, Carried, TRACEPARENT, Who};
+use super::super::waiting::Wait;
 use super::super::wire::{FaultBody, MetricsBody};
-use super::tools::Wait;
 
 /// What to call. Read field by field, so that whatever is wrong is answered with its name.
 #[derive(Deserialize, ToSchema)]
@@ -147,7 +147,7 @@ impl<'a> From<&'a Settled> for ResultBody<'a> {
 pub(super) async fn run(
     State(door): State<Door>,
     Who(caller): Who,
-    Asked(wait): Asked<Wait>,
+    wait: Wait,
     carried: Carried,
     Body(body): Body<BatchBody>,
 ) -> Result<Response, Refused> {

@@ -2,7 +2,6 @@
 
 use axum::Json;
 use axum::extract::State;
-use axum::http::{HeaderValue, header};
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -14,9 +13,10 @@ use utoipa::{IntoParams, ToSchema};
 
 use super::super::Door;
 use super::super::answer::{Problem, Refused};
+use super::super::paging;
 use super::super::question::{Asked, Body, CallPath, Who};
+use super::super::waiting::{Wait, poll_later};
 use super::super::wire::CallBody;
-use super::tools::Wait;
 
 /// Shows a call; with `wait_ms`, once it has ended or the time is over.
 #[utoipa::path(get, path = "/v1/tool_calls/{tool_call_id}", tag = "agents",
@@ -26,7 +26,7 @@ pub(super) async fn show(
     State(door): State<Door>,
     Who(caller): Who,
     CallPath(id): CallPath,
-    Asked(wait): Asked<Wait>,
+    wait: Wait,
 ) -> Result<Response, Refused> {
     let call = match wait.wait_ms {
         None | Some(0) => door.engine.call(&caller, &id).await?,
@@ -38,8 +38,7 @@ pub(super) async fn show(
 fn shown(door: &Door, call: &Call) -> Response {
     let mut answer = Json(CallBody::of(&door.engine, call)).into_response();
     if !call.status.is_terminal() {
-        // A hint for who polls without wait_ms.
-        answer.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+        poll_later(&mut answer);
     }
     answer
 }
@@ -79,11 +78,12 @@ pub(super) async fn list(
     Asked(listing): Asked<Listing>,
 ) -> Result<Response, Refused> {
     let page = door.engine.calls(&caller, query(listing)?).await?;
+    let next_cursor = page.before.map(|id| id.to_string());
     let list = CallList {
         tool_calls: page.calls.iter().map(|call| CallBody::of(&door.engine, call)).collect(),
-        next_cursor: page.before.map(|id| id.to_string()),
+        next_cursor: next_cursor.clone(),
     };
-    Ok(Json(list).into_response())
+    Ok(paging::page(list, next_cursor))
 }
 
 fn query(listing: Listing) -> Result<CallQuery, Error> {

@@ -3,6 +3,7 @@
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
+use axum::response::Response;
 use serde::{Deserialize, Serialize};
 use toolcrib::delivery::{Delivery, DeliveryStatus, Try};
 use toolcrib::engine::DeliveryQuery;
@@ -11,6 +12,7 @@ use utoipa::{IntoParams, ToSchema};
 
 use super::super::Door;
 use super::super::answer::{Problem, Refused};
+use super::super::paging;
 use super::super::question::{Asked, CallPath, Who};
 use super::calls::page_of;
 
@@ -100,7 +102,7 @@ pub(super) async fn list(
     State(door): State<Door>,
     Who(caller): Who,
     Asked(listing): Asked<DeliveryListing>,
-) -> Result<Json<DeliveryList>, Refused> {
+) -> Result<Response, Refused> {
     let status = match listing.status.as_deref() {
         None | Some("") => None,
         Some(word) => Some(word.to_lowercase().parse().map_err(|()| {
@@ -113,7 +115,8 @@ pub(super) async fn list(
     let page = door.engine.deliveries(&caller, query).await?;
     let deliveries = page.deliveries.iter().map(|one| DeliveryBody::new(one, None)).collect();
     let next_cursor = page.before.map(|id| id.to_string());
-    Ok(Json(DeliveryList { deliveries, next_cursor }))
+    let list = DeliveryList { deliveries, next_cursor: next_cursor.clone() };
+    Ok(paging::page(list, next_cursor))
 }
 
 /// Shows what became of a call's callback, with every try; empty without a `callback_url`.

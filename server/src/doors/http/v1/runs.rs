@@ -20,9 +20,10 @@ use self::asked::{MessagesBody, RunBody};
 use self::shown::{RunAnswer, RunSummary, summary, whole};
 use super::super::Door;
 use super::super::answer::{Problem, Refused};
+use super::super::paging;
 use super::super::question::{Asked, Body, Carried, NamePath, Who};
+use super::super::waiting::Wait;
 use super::calls::{page_limit, since};
-use super::tools::Wait;
 
 pub(super) use stream::follow;
 
@@ -42,7 +43,7 @@ pub(super) use stream::follow;
 pub(super) async fn start(
     State(door): State<Door>,
     Who(caller): Who,
-    Asked(wait): Asked<Wait>,
+    wait: Wait,
     carried: Carried,
     headers: HeaderMap,
     Body(body): Body<RunBody>,
@@ -90,7 +91,7 @@ pub(super) async fn show(
     State(door): State<Door>,
     Who(caller): Who,
     NamePath(run_id): NamePath,
-    Asked(wait): Asked<Wait>,
+    wait: Wait,
 ) -> Result<Response, Refused> {
     let run = match wait.wait_ms {
         None | Some(0) => door.engine.loop_run(&caller, &run_id).await?,
@@ -130,10 +131,11 @@ pub(super) async fn list(
     State(door): State<Door>,
     Who(caller): Who,
     Asked(listing): Asked<Listing>,
-) -> Result<Json<RunList>, Refused> {
+) -> Result<Response, Refused> {
     let page = door.engine.loop_runs(&caller, query(listing)?).await?;
     let runs = page.runs.iter().map(summary).collect();
-    Ok(Json(RunList { runs, next_cursor: page.before }))
+    let list = RunList { runs, next_cursor: page.before.clone() };
+    Ok(paging::page(list, page.before))
 }
 
 fn query(listing: Listing) -> Result<RunQuery, Error> {
@@ -192,7 +194,7 @@ pub(super) async fn say(
     State(door): State<Door>,
     Who(caller): Who,
     NamePath(run_id): NamePath,
-    Asked(wait): Asked<Wait>,
+    wait: Wait,
     Body(body): Body<MessagesBody>,
 ) -> Result<Response, Refused> {
     let wait_ms = wait.wait_ms.or(body.wait_ms()?);
@@ -211,7 +213,7 @@ pub(super) async fn resume(
     State(door): State<Door>,
     Who(caller): Who,
     NamePath(run_id): NamePath,
-    Asked(wait): Asked<Wait>,
+    wait: Wait,
 ) -> Result<Response, Refused> {
     let run = door.engine.resume_run(&caller, &run_id).await?;
     waited(&door, &caller, run, wait.wait_ms).await

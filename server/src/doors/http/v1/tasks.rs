@@ -2,7 +2,7 @@
 
 use axum::Json;
 use axum::extract::State;
-use axum::http::{HeaderMap, HeaderValue, header};
+use axum::http::HeaderMap;
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -14,11 +14,12 @@ use utoipa::{IntoParams, ToSchema};
 
 use super::super::Door;
 use super::super::answer::{Problem, Refused};
+use super::super::paging;
 use super::super::question::{Asked, Body, CallPath, Who};
+use super::super::waiting::{Wait, poll_later};
 use super::super::wire::{FaultBody, MetricsBody};
 use super::calls::{CancelBody, page_of};
 use super::events::{From, Messages, after, follow_task};
-use super::tools::Wait;
 use crate::task::{parse_status, status_word};
 
 /// A task, with its outcome once it has one.
@@ -113,7 +114,7 @@ pub(super) async fn show(
     State(door): State<Door>,
     Who(caller): Who,
     CallPath(id): CallPath,
-    Asked(wait): Asked<Wait>,
+    wait: Wait,
 ) -> Result<Response, Refused> {
     let call = match wait.wait_ms {
         None | Some(0) => door.engine.call(&caller, &id).await?,
@@ -122,8 +123,7 @@ pub(super) async fn show(
     let progress = door.engine.newest_progress(&caller, &id).await?;
     let mut answer = Json(TaskBody::new(&call, progress)).into_response();
     if !call.status.is_terminal() {
-        // A hint for who polls without wait_ms.
-        answer.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+        poll_later(&mut answer);
     }
     Ok(answer)
 }
@@ -178,11 +178,12 @@ pub(super) async fn list(
         limit,
     };
     let page = door.engine.calls(&caller, query).await?;
+    let next_cursor = page.before.map(|id| id.to_string());
     let list = TaskList {
         tasks: page.calls.iter().map(|call| TaskBody::new(call, None)).collect(),
-        next_cursor: page.before.map(|id| id.to_string()),
+        next_cursor: next_cursor.clone(),
     };
-    Ok(Json(list).into_response())
+    Ok(paging::page(list, next_cursor))
 }
 
 /// Cancels a task: whoever executes it is told. Canceling twice is the same as once.

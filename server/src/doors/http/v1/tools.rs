@@ -16,6 +16,7 @@ use utoipa::{IntoParams, ToSchema};
 use super::super::Door;
 use super::super::answer::{Problem, Refused};
 use super::super::question::{Asked, Body, Carried, NamePath, TRACEPARENT, Who};
+use super::super::waiting::{Wait, poll_later};
 use super::super::wire::{CallBody, ToolBody, timeout_ms};
 
 /// The tools the caller may call.
@@ -140,14 +141,6 @@ pub(super) struct TicketBody {
     task_id: Option<String>,
 }
 
-/// How long to wait.
-#[derive(Deserialize, IntoParams)]
-#[into_params(parameter_in = Query)]
-pub(super) struct Wait {
-    /// Wait this long for the outcome, then answer with the call as it is.
-    pub(super) wait_ms: Option<u64>,
-}
-
 /// Calls a tool. The answer is a ticket; with `wait_ms`, it is the call as it is when it has ended
 /// or the time is over.
 #[utoipa::path(post, path = "/v1/tools/{name}/invoke", tag = "agents",
@@ -170,7 +163,7 @@ pub(super) async fn invoke(
     State(door): State<Door>,
     Who(caller): Who,
     NamePath(name): NamePath,
-    Asked(wait): Asked<Wait>,
+    wait: Wait,
     carried: Carried,
     Body(body): Body<InvokeBody>,
 ) -> Result<Response, Refused> {
@@ -202,11 +195,18 @@ pub(super) async fn invoke(
                 message: "tool call created, use tool_call_id to poll result",
                 task_id: ticket.call.asked.background.then(|| id.to_string()),
             };
-            (StatusCode::ACCEPTED, Json(body)).into_response()
+            let mut answer = (StatusCode::ACCEPTED, Json(body)).into_response();
+            poll_later(&mut answer);
+            answer
         }
         Some(wait_ms) => {
             let call = Box::pin(door.engine.outcome(&caller, &ticket, wait_ms)).await?;
-            (StatusCode::ACCEPTED, Json(CallBody::traced(&call, trace))).into_response()
+            let body = Json(CallBody::traced(&call, trace));
+            let mut answer = (StatusCode::ACCEPTED, body).into_response();
+            if !call.status.is_terminal() {
+                poll_later(&mut answer);
+            }
+            answer
         }
     };
     let headers = answer.headers_mut();

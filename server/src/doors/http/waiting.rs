@@ -1,0 +1,89 @@
+//! How long a request waits for an outcome: `wait_ms`, `wait`, or RFC 7240's `Prefer: wait`.
+
+use axum::extract::FromRequestParts;
+use axum::http::request::Parts;
+use axum::http::{HeaderMap, HeaderValue, header};
+use axum::response::Response;
+use serde::Deserialize;
+use serde_json::json;
+use toolcrib::fault::{Code, Error, Fault};
+use utoipa::IntoParams;
+
+use super::Door;
+use super::answer::Refused;
+use super::question::Asked;
+use crate::time;
+
+const PREFER: &str = "prefer";
+
+/// How long to wait.
+#[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(super) struct Wait {
+    /// Wait this long for the outcome, then answer with the call as it is. The header
+    /// `Prefer: wait=30` means the same, in seconds.
+    pub(super) wait_ms: Option<u64>,
+    /// The same with a unit: `500ms`, `30s`, `2m`.
+    wait: Option<String>,
+}
+
+impl FromRequestParts<Door> for Wait {
+    type Rejection = Refused;
+
+    async fn from_request_parts(parts: &mut Parts, door: &Door) -> Result<Self, Refused> {
+        let Asked(mut asked) = Asked::<Self>::from_request_parts(parts, door).await?;
+        if let (None, Some(text)) = (asked.wait_ms, &asked.wait) {
+            let time = time::duration(text).map_err(|why| {
+                let fault = Fault::new(Code::ValidationError, format!("wait: {why}"));
+                Error::from(fault.not_happened().with_detail(json!({ "field": "wait" })))
+            })?;
+            asked.wait_ms = u64::try_from(time.as_millis()).ok();
+        }
+        asked.wait_ms = asked.wait_ms.or_else(|| preferred_ms(&parts.headers));
+        Ok(asked)
+    }
+}
+
+/// What `Prefer` says. A preference that cannot be understood is none, as the RFC has it.
+fn preferred_ms(headers: &HeaderMap) -> Option<u64> {
+    let lines = headers.get_all(PREFER).iter().filter_map(|line| line.to_str().ok());
+    let mut all = lines.flat_map(|line| line.split(','));
+    all.find_map(|preference| {
+        let (name, value) = preference.split(';').next()?.split_once('=')?;
+        let seconds: u64 = value.trim().trim_matches('"').parse().ok()?;
+        name.trim().eq_ignore_ascii_case("wait").then(|| seconds.saturating_mul(1_000))
+    })
+}
+
+/// A hint for who polls without waiting.
+pub(super) fn poll_later(answer: &mut Response) {
+    answer.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_preference_is_in_seconds_and_among_others() {
+        for (given, wanted) in [
+            ("wait=30", Some(30_000)),
+            ("respond-async, wait=10", Some(10_000)),
+            ("Wait = \"5\"; foo=bar", Some(5_000)),
+            ("respond-async", None),
+            ("wait", None),
+            ("wait=soon", None),
+            ("wait=-1", None),
+            ("waiting=4", None),
+            ("wait=18446744073709551615", Some(u64::MAX)),
+        ] {
+            let headers = HeaderMap::from_iter([(
+                header::HeaderName::from_static(PREFER),
+                given.parse().unwrap(),
+            )]);
+            assert_eq!(preferred_ms(&headers), wanted, "{given}");
+        }
+        assert_eq!(preferred_ms(&HeaderMap::new()), None);
+    }
+}

@@ -1,0 +1,40 @@
+//! Lengths of time as people write them.
+
+use std::time::Duration;
+
+/// The longest time that may be named: a thousand days.
+const LONGEST: Duration = Duration::from_secs(86_400_000);
+
+/// `500ms`, `30s`, `5m`, `1h`, `2d`; a bare number is seconds.
+pub fn duration(text: &str) -> Result<Duration, String> {
+    let wrong = || format!("\"{text}\" is not a time such as 500ms, 30s, 5m, 1h or 2d");
+    let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let seconds_each = match unit {
+        "ms" => 0.001,
+        "" | "s" => 1.0,
+        "m" | "min" => 60.0,
+        "h" => 3_600.0,
+        "d" => 86_400.0,
+        _ => return Err(wrong()),
+    };
+    let count: f64 = number.parse().map_err(|_| wrong())?;
+    let time = Duration::try_from_secs_f64(count * seconds_each).map_err(|_| wrong())?;
+    if time > LONGEST { Err(wrong()) } else { Ok(time) }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times() {
+        assert_eq!(duration("500ms").unwrap(), Duration::from_millis(500));
+        assert_eq!(duration("30").unwrap(), Duration::from_secs(30));
+        assert_eq!(duration("1.5h").unwrap(), Duration::from_secs(5_400));
+        for odd in ["", "s", "-1s", "1x", "1e9s", "..s", "99999999d", "1 s", "٣s", "NaN"] {
+            assert!(duration(odd).is_err(), "{odd:?}");
+        }
+    }
+}
