@@ -16,6 +16,7 @@ mod builder;
 mod cards;
 mod catalog;
 mod contexts;
+mod counts;
 mod envelope;
 mod gate;
 mod inbox;

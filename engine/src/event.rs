@@ -1,9 +1,12 @@
 //! What is written down about a call as it goes along. Pure.
 
-use serde_json::{Map, Value};
+mod facts;
+
+use serde_json::Value;
 
 use crate::call::Call;
 use crate::id::CallId;
+pub use facts::Facts;
 
 /// What happened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -82,18 +85,18 @@ pub struct Record {
     pub kind: Kind,
     pub at_ms: u64,
     pub attempt: u32,
-    pub data: Map<String, Value>,
+    pub data: Facts,
 }
 
 impl Record {
     /// A record without further facts.
     pub fn new(kind: Kind, at_ms: u64, attempt: u32) -> Self {
-        Self { kind, at_ms, attempt, data: Map::new() }
+        Self { kind, at_ms, attempt, data: Facts::default() }
     }
 
     /// The same with one more fact.
-    pub fn with(mut self, name: &str, value: impl Into<Value>) -> Self {
-        self.data.insert(name.to_owned(), value.into());
+    pub fn with(mut self, name: &'static str, value: impl Into<Value>) -> Self {
+        self.data.insert(name, value.into());
         self
     }
 

@@ -16,19 +16,20 @@
 
 mod after;
 mod elsewhere;
+mod reported;
 mod said;
 
 use serde_json::{Map, Value};
 
-use crate::call::{Call, FailedAttempt, Hold, Metrics, Outcome, Status};
+use crate::call::{Call, Hold, Metrics, Outcome, Status};
 use crate::dialogue::{Dialogue, Questions};
 use crate::event::{Kind, Record};
-use crate::fault::{Code, Fault, Happened};
+use crate::fault::{Code, Fault};
 use crate::json::Json;
 use crate::tool::{Effect, Executor};
 use after::its_turn;
 use elsewhere::{handed, told};
-use said::{said_before, says_the_same};
+use reported::{failed, may_report, report};
 
 /// What can happen to a call.
 #[derive(Debug, Clone, PartialEq)]
@@ -110,12 +111,16 @@ pub enum Refusal {
 /// Decides what an event does to a call.
 pub fn step(call: &Call, event: &Event, now_ms: u64) -> Result<Step, Refusal> {
     match event {
-        Event::Claim { node } => claim(call, node, now_ms),
+        Event::Claim { node } => {
+            may_claim(call, now_ms)?;
+            Ok(claim(call.clone(), node, now_ms))
+        }
         Event::Taken { attempt, by, instead_of } => {
             taken(call, *attempt, by, instead_of.as_deref(), now_ms)
         }
         Event::Report { attempt, by, result } => {
-            report(call, *attempt, by.as_deref(), result, now_ms)
+            may_report(call, *attempt, by.as_deref(), result, now_ms)?;
+            Ok(report(call.clone(), by.as_deref(), result, now_ms))
         }
         Event::Ask { attempt, questions } => ask(call, *attempt, questions, now_ms),
         Event::Answer { by, answers } => answer(call, by, answers, now_ms),
@@ -128,7 +133,29 @@ pub fn step(call: &Call, event: &Event, now_ms: u64) -> Result<Step, Refusal> {
     }
 }
 
-fn claim(call: &Call, node: &str, now_ms: u64) -> Result<Step, Refusal> {
+/// The same for a call that nobody else looks at any more: it becomes the next one. Comes back
+/// with a refusal.
+pub fn step_on(call: Call, event: &Event, now_ms: u64) -> Result<Step, Box<(Call, Refusal)>> {
+    let refusal = match event {
+        Event::Claim { node } => match may_claim(&call, now_ms) {
+            Ok(()) => return Ok(claim(call, node, now_ms)),
+            Err(refusal) => refusal,
+        },
+        Event::Report { attempt, by, result } => {
+            match may_report(&call, *attempt, by.as_deref(), result, now_ms) {
+                Ok(()) => return Ok(report(call, by.as_deref(), result, now_ms)),
+                Err(refusal) => refusal,
+            }
+        }
+        _ => match step(&call, event, now_ms) {
+            Ok(step) => return Ok(step),
+            Err(refusal) => refusal,
+        },
+    };
+    Err(Box::new((call, refusal)))
+}
+
+fn may_claim(call: &Call, now_ms: u64) -> Result<(), Refusal> {
     let due = match (call.status, call.hold) {
         (Status::Pending, Some(Hold::Queue)) => true,
         (Status::Pending, Some(Hold::Retry { at_ms })) => at_ms <= now_ms,
@@ -137,7 +164,10 @@ fn claim(call: &Call, node: &str, now_ms: u64) -> Result<Step, Refusal> {
     if !due || now_ms >= call.deadline_ms {
         return Err(Refusal::NotNow);
     }
-    let mut next = call.clone();
+    Ok(())
+}
+
+fn claim(mut next: Call, node: &str, now_ms: u64) -> Step {
     next.attempt += 1;
     next.target_attempts += 1;
     next.attempt_ms = Some(now_ms);
@@ -147,12 +177,12 @@ fn claim(call: &Call, node: &str, now_ms: u64) -> Result<Step, Refusal> {
         dialogue.handle = None;
     }
     // Who asked and runs it itself has it already.
-    if call.target.executor.parks() && call.target.executor != Executor::Caller {
+    if next.target.executor.parks() && next.target.executor != Executor::Caller {
         next.hold = Some(Hold::Parked);
-        return Ok(committed(next, vec![], vec![Action::Start]));
+        return committed(next, vec![], vec![Action::Start]);
     }
     let record = begin(&mut next, now_ms);
-    Ok(committed(next, vec![record], vec![Action::Start]))
+    committed(next, vec![record], vec![Action::Start])
 }
 
 fn taken(
@@ -190,93 +220,6 @@ fn taken(
         records.insert(0, begin(&mut next, now_ms));
     }
     Ok(committed(next, records, vec![]))
-}
-
-fn report(
-    call: &Call,
-    attempt: Option<u32>,
-    by: Option<&str>,
-    result: &Result<Json, Fault>,
-    now_ms: u64,
-) -> Result<Step, Refusal> {
-    if said_before(call, attempt, result) {
-        return Err(Refusal::Repeated);
-    }
-    if call.status.is_terminal() {
-        if says_the_same(call, result) {
-            return Err(Refusal::Repeated);
-        }
-        let why = format!("reported after the call was {}", call.status.as_str());
-        return Err(Refusal::Ended(with_report(late(call, now_ms, &why), by, result)));
-    }
-    let this_one = attempt.is_none_or(|attempt| attempt == call.attempt);
-    if !call.attempt_is_out() || !this_one {
-        let why = "reported for an attempt that is not out";
-        return Err(Refusal::WrongAttempt(with_report(late(call, now_ms, why), by, result)));
-    }
-    let mut next = call.clone();
-    let mut records = Vec::new();
-    if next.status == Status::Pending {
-        records.push(begin(&mut next, now_ms));
-    }
-    if let Some(by) = by {
-        next.taken_by = Some(by.to_owned());
-    }
-    match result {
-        Ok(data) => {
-            let size = data.text().len();
-            let outcome = (true, Some(data.clone()), None);
-            let end = end(next, Status::Succeeded, outcome, now_ms);
-            let record = ending(&end, Kind::Finished, now_ms).with("result_bytes", size);
-            records.push(record);
-            Ok(committed(end, records, vec![Action::Ended]))
-        }
-        Err(fault) => Ok(failed(next, records, fault, now_ms)),
-    }
-}
-
-/// An attempt failed: again, otherwise, or not at all.
-fn failed(mut next: Call, mut records: Vec<Record>, fault: &Fault, now_ms: u64) -> Step {
-    let harmless = fault.happened == Happened::No;
-    let may_repeat = harmless || next.target.effect != Effect::Irreversible;
-    let backoff_ms = next.backoff.wait_ms(next.target_attempts, next.id.as_str());
-    // Whoever says when to come again is not asked before.
-    let wait_ms = backoff_ms.max(fault.retry_after_ms().unwrap_or(0));
-    let at_ms = now_ms.saturating_add(wait_ms);
-    let tries_left = next.target_attempts <= next.max_retries;
-    let duration_ms = now_ms.saturating_sub(next.attempt_ms.unwrap_or(now_ms));
-    let failed = |kind: Kind, call: &Call| {
-        Record::new(kind, now_ms, call.attempt)
-            .with("code", fault.code.as_str())
-            .with("message", fault.message.as_str())
-            .with("duration_ms", duration_ms)
-    };
-    if fault.retryable && may_repeat && tries_left && at_ms < next.deadline_ms {
-        records.push(
-            failed(Kind::Retrying, &next)
-                .with("tool", next.target.tool.as_str())
-                .with("next_attempt_at_ms", at_ms),
-        );
-        put_back(&mut next, fault, at_ms);
-        return committed(next, records, vec![Action::Enqueue]);
-    }
-    let may_replace = harmless || next.target.effect == Effect::Read;
-    if may_replace && !next.alternates.is_empty() && now_ms < next.deadline_ms {
-        let alternate = next.alternates.remove(0);
-        records.push(
-            failed(Kind::Fallback, &next)
-                .with("from", next.target.tool.as_str())
-                .with("to", alternate.tool.as_str())
-                .with("args_bytes", alternate.args.text().len()),
-        );
-        next.target = alternate;
-        next.target_attempts = 0;
-        put_back(&mut next, fault, now_ms);
-        return committed(next, records, vec![Action::Enqueue]);
-    }
-    let end = end(next, Status::Failed, (false, None, Some(fault.clone())), now_ms);
-    records.push(ending(&end, Kind::Failed, now_ms).with("code", fault.code.as_str()));
-    committed(end, records, vec![Action::Ended])
 }
 
 /// An attempt ended with questions: the call waits for answers, with nothing out.
@@ -437,13 +380,6 @@ fn begin(next: &mut Call, now_ms: u64) -> Record {
     next.hold = None;
     next.started_ms.get_or_insert(now_ms);
     Record::new(Kind::Started, now_ms, next.attempt).with("tool", next.target.tool.as_str())
-}
-
-fn put_back(next: &mut Call, fault: &Fault, at_ms: u64) {
-    next.failed = Some(Box::new(FailedAttempt::new(next.attempt, fault)));
-    next.status = Status::Pending;
-    next.hold = Some(Hold::Retry { at_ms });
-    next.taken_by = None;
 }
 
 type End = (bool, Option<Json>, Option<Fault>);

@@ -8,6 +8,7 @@ mod history;
 mod line;
 mod log;
 mod loops;
+mod newcomers;
 mod op;
 mod open;
 mod reader;

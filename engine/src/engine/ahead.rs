@@ -19,14 +19,19 @@ use crate::source::{ProgressSink, Started};
 use crate::tool::{Effect, Executor};
 
 /// How far a read is before its ticket is stored.
-#[allow(clippy::large_enum_variant, reason = "there is one at a time, and it is not kept")]
 pub(super) enum Ahead {
     /// It may not begin before.
     Waits,
     /// It is not over.
     UnderWay(UnderWay),
-    /// It is over, and this is what follows.
-    Over(Box<Step>),
+    /// It is over.
+    Over(Done),
+}
+
+/// How a read went, and what it said meanwhile.
+pub(super) struct Done {
+    result: Result<crate::Json, crate::Fault>,
+    said: Vec<Progress>,
 }
 
 /// A read that goes on once its ticket is stored.
@@ -58,28 +63,30 @@ impl Inner {
             Some(Started::Done(result)) => {
                 measure::attempted(target.executor, result.is_ok());
                 source.settled(&call.id, call.attempt);
-                self.over(call, result, &held)
+                let said = held.0.lock().take().unwrap_or_default();
+                Ahead::Over(Done { result, said })
             }
         }
     }
 
-    fn over(
-        &self,
-        call: &Arc<Call>,
-        result: Result<crate::Json, crate::Fault>,
-        held: &Held,
-    ) -> Ahead {
-        let result = self.checked(call, result);
-        let event = Event::Report { attempt: Some(call.attempt), by: None, result };
-        let now_ms = self.clock.now_ms();
-        let Ok(mut step) = lifecycle::step(call, &event, now_ms) else { return Ahead::Waits };
-        let said = held.0.lock().take().unwrap_or_default();
-        let said: Vec<Record> =
-            said.into_iter().map(|p| p.record(now_ms, call.attempt).about_task(call)).collect();
-        step.records.splice(0..0, said);
+    /// What follows from a read that is over; the call comes back where nothing does.
+    pub(super) fn over(&self, call: Call, done: Done) -> Result<Step, Call> {
+        let result = self.checked(&call, done.result);
+        let (attempt, version, now_ms) = (call.attempt, call.version, self.clock.now_ms());
+        let event = Event::Report { attempt: Some(attempt), by: None, result };
+        let mut step = match lifecycle::step_on(call, &event, now_ms) {
+            Ok(step) => step,
+            Err(refused) => return Err(refused.0),
+        };
+        if !done.said.is_empty() {
+            let said = done.said.into_iter();
+            let said = said.map(|p| p.record(now_ms, attempt).about_task(&step.call));
+            let said: Vec<Record> = said.collect();
+            step.records.splice(0..0, said);
+        }
         // It is one state, the first that is stored.
-        step.call.version = call.version;
-        Ahead::Over(Box::new(step))
+        step.call.version = version;
+        Ok(step)
     }
 
     fn held_sink(self: &Arc<Self>, call: &Arc<Call>, held: &Arc<Held>) -> ProgressSink {

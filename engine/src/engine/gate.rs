@@ -12,16 +12,20 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
+use super::counts::Counts;
 use crate::id::CallId;
 
-/// A project and a tool.
-pub(crate) type LineKey = (String, String);
-
-/// Which limits an attempt counts against.
-#[derive(Debug, Clone)]
-pub(crate) struct Place {
+/// Where calls stand in line: a project and a tool.
+#[derive(Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct Line {
     pub project: String,
     pub tool: String,
+}
+
+/// Which limits an attempt counts against. Every call has one and hands it on several times.
+#[derive(Debug, Clone)]
+pub(crate) struct Place {
+    pub line: Arc<Line>,
     /// Executed in this process.
     pub local: bool,
 }
@@ -37,15 +41,15 @@ pub(crate) struct Caps {
 #[derive(Default)]
 struct State {
     global: u32,
-    projects: HashMap<String, u32>,
-    tools: HashMap<LineKey, u32>,
+    projects: Counts<String>,
+    tools: Counts<Arc<Line>>,
     /// By when they came.
-    lines: BTreeMap<LineKey, BTreeMap<u64, Waiting>>,
+    lines: BTreeMap<Arc<Line>, BTreeMap<u64, Waiting>>,
     /// Where in which line a call stands.
-    standing: HashMap<CallId, (LineKey, u64)>,
+    standing: HashMap<CallId, (Arc<Line>, u64)>,
     came: u64,
     /// The line that was served last.
-    served: Option<LineKey>,
+    served: Option<Arc<Line>>,
 }
 
 struct Waiting {
@@ -80,37 +84,31 @@ impl Drop for Slot {
 impl State {
     fn fits(&self, place: &Place, caps: &Caps) -> bool {
         let below = |used: u32, cap: Option<u32>| cap.is_none_or(|cap| used < cap);
-        // Most tools have no limit of their own, and need not be looked up.
-        let tool = caps.tool.is_none_or(|cap| {
-            let line = (place.project.clone(), place.tool.clone());
-            self.tools.get(&line).copied().unwrap_or(0) < cap
-        });
-        let project = self.projects.get(&place.project).copied().unwrap_or(0);
-        tool && (!place.local || below(self.global, caps.global) && below(project, caps.project))
+        // Most tools and projects have no limit of their own, and need not be looked up.
+        let tool = caps.tool.is_none_or(|cap| self.tools.of(&place.line) < cap);
+        let project = || caps.project.is_none_or(|cap| self.projects.of(&place.line.project) < cap);
+        tool && (!place.local || below(self.global, caps.global) && project())
     }
 
     fn enter(&mut self, place: &Place) {
         if place.local {
             self.global += 1;
-            match self.projects.get_mut(&place.project) {
-                Some(count) => *count += 1,
-                None => drop(self.projects.insert(place.project.clone(), 1)),
-            }
+            self.projects.raise(&place.line.project);
         }
-        *self.tools.entry((place.project.clone(), place.tool.clone())).or_default() += 1;
+        self.tools.raise(&place.line);
     }
 
     fn leave(&mut self, place: &Place) {
         if place.local {
             self.global = self.global.saturating_sub(1);
-            lower(&mut self.projects, &place.project);
+            self.projects.lower(&place.line.project);
         }
-        lower(&mut self.tools, &(place.project.clone(), place.tool.clone()));
+        self.tools.lower(&place.line);
     }
 }
 
 impl State {
-    fn step_out(&mut self, line: &LineKey, at: u64) -> Option<Waiting> {
+    fn step_out(&mut self, line: &Line, at: u64) -> Option<Waiting> {
         let waiting = self.lines.get_mut(line)?.remove(&at);
         if self.lines.get(line).is_some_and(BTreeMap::is_empty) {
             self.lines.remove(line);
@@ -119,22 +117,12 @@ impl State {
     }
 }
 
-fn lower<K: std::hash::Hash + Eq>(counts: &mut HashMap<K, u32>, key: &K) {
-    if let Some(count) = counts.get_mut(key) {
-        *count -= 1;
-        if *count == 0 {
-            counts.remove(key);
-        }
-    }
-}
-
 impl Gate {
     /// A place at once, if one is free and nobody stands in line for the same tool.
     pub(crate) fn try_enter(self: &Arc<Self>, place: &Place, caps: &Caps) -> Option<Slot> {
         let mut state = self.state.lock();
-        let in_line =
-            |state: &State| state.lines.contains_key(&(place.project.clone(), place.tool.clone()));
-        if !state.standing.is_empty() && in_line(&state) || !state.fits(place, caps) {
+        let in_line = !state.lines.is_empty() && state.lines.contains_key(&place.line);
+        if in_line || !state.fits(place, caps) {
             return None;
         }
         state.enter(place);
@@ -146,7 +134,7 @@ impl Gate {
         let mut state = self.state.lock();
         if !state.standing.contains_key(&call_id) {
             state.came += 1;
-            let (at, line) = (state.came, (place.project.clone(), place.tool.clone()));
+            let (at, line) = (state.came, place.line.clone());
             state.standing.insert(call_id.clone(), (line.clone(), at));
             state.lines.entry(line).or_default().insert(at, Waiting { call_id, place, caps });
         }
@@ -166,7 +154,7 @@ impl Gate {
     pub(crate) fn next(self: &Arc<Self>) -> Option<(CallId, Slot)> {
         let mut state = self.state.lock();
         let after = state.served.clone();
-        let fits = |state: &State, key: &LineKey| {
+        let fits = |state: &State, key: &Arc<Line>| {
             let head = state.lines.get(key).and_then(BTreeMap::first_key_value);
             head.is_some_and(|(_, head)| state.fits(&head.place, &head.caps))
         };
@@ -200,7 +188,8 @@ mod tests {
     use crate::id::Minter;
 
     fn place(project: &str, tool: &str) -> Place {
-        Place { project: project.into(), tool: tool.into(), local: true }
+        let line = Arc::new(Line { project: project.into(), tool: tool.into() });
+        Place { line, local: true }
     }
 
     #[test]
@@ -235,7 +224,7 @@ mod tests {
         drop(busy);
         let mut order = Vec::new();
         while let Some((_, slot)) = gate.next() {
-            order.push(slot.place.tool.clone());
+            order.push(slot.place.line.tool.clone());
         }
         assert_eq!(order, ["a", "b", "c", "a", "a"]);
         assert_eq!(gate.waiting(), 0);

@@ -8,12 +8,12 @@ use std::task::Poll;
 use futures::poll;
 use serde_json::{Map, Value, json};
 
-use super::ahead::{Ahead, UnderWay};
+use super::ahead::{Ahead, Done, UnderWay};
 use super::arguments::{check_args, ruled};
 use super::behind::put_behind;
 use super::catalog::{Catalog, Entry as Compiled, not_found};
 use super::envelope::{check_envelope, idempotency_key};
-use super::gate::{Caps, Place, Slot};
+use super::gate::{Caps, Line, Place, Slot};
 use super::live::{Entry, Full};
 use super::observing::Over;
 use super::{Engine, Inner, measure, unavailable};
@@ -24,7 +24,7 @@ use crate::dialogue::Dialogue;
 use crate::event::{Kind, Record};
 use crate::fault::{Code, Error, Fault};
 use crate::json::{Json, NotJson};
-use crate::lifecycle::{self, Action, Event};
+use crate::lifecycle::{self, Action, Event, Step};
 use crate::policy::Decision;
 use crate::store::{Coming, Created, IdempotencyKey, NewCall};
 use crate::tool::Executor;
@@ -280,7 +280,8 @@ impl Inner {
         among: Among,
     ) -> Result<Ticket, Error> {
         let (all, each) = (self.limits.max_open_calls, self.limits.max_open_calls_per_project);
-        let room = match self.live.room(&call.project, all, each) {
+        let (place, caps) = self.place(&call);
+        let room = match self.live.room(&place.line, all, each) {
             Ok(room) => room,
             Err(why) => return self.known(&call.project, key).await?.ok_or_else(|| full(why))?,
         };
@@ -288,7 +289,6 @@ impl Inner {
             .with("tool", call.tool_name.as_str())
             .with("args_bytes", call.target.args.text().len())
             .about_task(&call);
-        let (place, caps) = self.place(&call);
         let mut slot = self.place_at_once(&call, &place, &caps);
         let (call, mut records, action) = claimed(call, &slot, &self.node, requested);
         let mut call = Arc::new(call);
@@ -298,14 +298,14 @@ impl Inner {
             _ => Ahead::Waits,
         };
         let mut follows = match begun {
-            Ahead::Over(step) => {
-                let step = *step;
-                let over = self.attempt_over(&call, &step.call, &step.records);
-                records.extend(step.records);
-                let before = std::mem::replace(&mut call, Arc::new(step.call));
-                // The attempt is over, and its place is free while the commit is waited for.
-                slot = None;
-                Follows::AfterTheEnd { actions: step.actions, before, over }
+            Ahead::Over(done) => {
+                let (ended, follows) = self.after_the_end(call, done, action, &mut records);
+                call = ended;
+                if let Follows::AfterTheEnd { .. } = follows {
+                    // The attempt is over: its place is free while the commit is waited for.
+                    slot = None;
+                }
+                follows
             }
             Ahead::UnderWay(read) => Follows::GoesOn(read),
             Ahead::Waits => Follows::Begins(action),
@@ -328,7 +328,7 @@ impl Inner {
             return answer;
         }
         measure::accepted(&call);
-        if let Follows::AfterTheEnd { before, over, .. } = &mut follows {
+        if let Follows::AfterTheEnd { before: Some(before), over, .. } = &mut follows {
             self.tell_observer(before, &call, over.take(), self.clock.now_ms());
         }
         if call.status.is_terminal() {
@@ -352,6 +352,27 @@ impl Inner {
             Follows::AfterTheEnd { actions, .. } => self.perform(&entry, &call, &actions),
         }
         Ok(Ticket { call, replayed: false, entry: Some(entry) })
+    }
+
+    /// The call after an attempt that is over before it is stored.
+    fn after_the_end(
+        &self,
+        call: Arc<Call>,
+        done: Done,
+        action: Option<Action>,
+        records: &mut Vec<Record>,
+    ) -> (Arc<Call>, Follows) {
+        // Who is told of attempts looks at the call as it was.
+        let before = self.observer.as_ref().map(|_| call.clone());
+        match self.over(Arc::unwrap_or_clone(call), done) {
+            Ok(Step { call, records: more, actions }) => {
+                let over = before.as_ref();
+                let over = over.and_then(|before| self.attempt_over(before, &call, &more));
+                records.extend(more);
+                (Arc::new(call), Follows::AfterTheEnd { actions, before, over })
+            }
+            Err(unchanged) => (Arc::new(unchanged), Follows::Begins(action)),
+        }
     }
 
     /// What was asked before under this key is answered also when nothing new is taken.
@@ -392,16 +413,13 @@ impl Inner {
 
     pub(super) fn place(&self, call: &Call) -> (Place, Caps) {
         // What callers run themselves takes nobody's place. No tool has this name.
+        let line =
+            |tool: &str| Arc::new(Line { project: call.project.clone(), tool: tool.to_owned() });
         if call.target.executor == Executor::Caller {
-            let (project, tool) = (call.project.clone(), "(caller)".to_owned());
-            return (Place { project, tool, local: false }, Caps::default());
+            return (Place { line: line("(caller)"), local: false }, Caps::default());
         }
-        let place = Place {
-            project: call.project.clone(),
-            tool: call.target.tool.clone(),
-            local: !call.target.executor.parks(),
-        };
-        (place, self.caps(&call.project, &call.target.tool))
+        let (tool, local) = (&call.target.tool, !call.target.executor.parks());
+        (Place { line: line(tool), local }, self.caps(&call.project, tool))
     }
 }
 
@@ -412,7 +430,7 @@ enum Follows {
     /// Its first attempt has begun.
     GoesOn(UnderWay),
     /// What follows from its first attempt, which is over.
-    AfterTheEnd { actions: Vec<Action>, before: Arc<Call>, over: Option<Over> },
+    AfterTheEnd { actions: Vec<Action>, before: Option<Arc<Call>>, over: Option<Over> },
 }
 
 /// The fast path: with a place, the call is claimed in the same commit that creates it.
@@ -423,16 +441,19 @@ fn claimed(
     requested: Record,
 ) -> (Call, Vec<Record>, Option<Action>) {
     let mut records = vec![requested];
-    if slot.is_some() {
-        let claim = Event::Claim { node: node.to_owned() };
-        if let Ok(step) = lifecycle::step(&call, &claim, call.created_ms) {
-            records.extend(step.records);
-            // It is one state, the first that is stored.
-            let first = Call { version: call.version, ..step.call };
-            return (first, records, step.actions.into_iter().next());
-        }
+    if slot.is_none() {
+        return (call, records, None);
     }
-    (call, records, None)
+    let (claim, now_ms) = (Event::Claim { node: node.to_owned() }, call.created_ms);
+    // It is one state, the first that is stored.
+    let version = call.version;
+    match lifecycle::step_on(call, &claim, now_ms) {
+        Ok(step) => {
+            records.extend(step.records);
+            (Call { version, ..step.call }, records, step.actions.into_iter().next())
+        }
+        Err(refused) => (refused.0, records, None),
+    }
 }
 
 fn target(tool: &Compiled, args: Json) -> Target {

@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::Notify;
 
-use super::gate::Slot;
+use super::counts::Counts;
+use super::gate::{Line, Slot};
 use crate::call::{Call, Hold};
 use crate::id::CallId;
 
@@ -58,7 +59,7 @@ impl Entry {
 #[derive(Default)]
 struct State {
     calls: HashMap<CallId, Arc<Entry>>,
-    per_project: HashMap<String, usize>,
+    per_project: Counts<String>,
     /// When the clock must act on which call.
     due: BTreeSet<(u64, CallId)>,
 }
@@ -80,7 +81,7 @@ pub(crate) enum Full {
 /// Room for one call; given back when the call did not come to be, or has ended.
 pub(crate) struct Room<'a> {
     live: &'a Live,
-    project: String,
+    line: Arc<Line>,
     kept: bool,
 }
 
@@ -94,35 +95,23 @@ impl Room<'_> {
 impl Drop for Room<'_> {
     fn drop(&mut self) {
         if !self.kept {
-            self.live.state.lock().give_back(&self.project);
-        }
-    }
-}
-
-impl State {
-    fn give_back(&mut self, project: &str) {
-        if let Some(count) = self.per_project.get_mut(project) {
-            *count -= 1;
-            if *count == 0 {
-                self.per_project.remove(project);
-            }
+            self.live.state.lock().per_project.lower(&self.line.project);
         }
     }
 }
 
 impl Live {
-    /// Room for one more call.
-    pub(crate) fn room(&self, project: &str, all: usize, each: usize) -> Result<Room<'_>, Full> {
+    /// Room for one more call of this project.
+    pub(crate) fn room(&self, line: &Arc<Line>, all: usize, each: usize) -> Result<Room<'_>, Full> {
         let mut state = self.state.lock();
         if state.calls.len() >= all {
             return Err(Full::Engine);
         }
-        match state.per_project.get_mut(project) {
-            Some(count) if *count >= each => return Err(Full::Project),
-            Some(count) => *count += 1,
-            None => drop(state.per_project.insert(project.to_owned(), 1)),
+        if state.per_project.raise(&line.project) as usize > each {
+            state.per_project.lower(&line.project);
+            return Err(Full::Project);
         }
-        Ok(Room { live: self, project: project.to_owned(), kept: false })
+        Ok(Room { live: self, line: line.clone(), kept: false })
     }
 
     /// Takes in a call that was found in the store, whatever the limits say now. Answers whether
@@ -134,7 +123,7 @@ impl Live {
             if state.calls.contains_key(&call.id) {
                 return false;
             }
-            *state.per_project.entry(call.project.clone()).or_default() += 1;
+            state.per_project.raise(&call.project);
         }
         self.insert(entry);
         true
@@ -163,7 +152,7 @@ impl Live {
         }
         if after.status.is_terminal() {
             if state.calls.remove(&after.id).is_some() {
-                state.give_back(&after.project);
+                state.per_project.lower(&after.project);
             }
         } else if let Some(due_ms) = after.due_ms() {
             self.note_due(&mut state, due_ms, after.id.clone());

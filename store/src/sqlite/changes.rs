@@ -1,13 +1,15 @@
 //! What the writer does with each kind of change: the SQL, and nothing about groups or flushes.
 
 use rusqlite::{Connection, OptionalExtension, params};
+use toolcrib::call::Call;
 use toolcrib::id::CallId;
 use toolcrib::store::{Created, IdempotencyKey, Purged, Saved};
 
 use super::history::marks;
+use super::newcomers::numbers;
 use super::writer::Desk;
 use super::{loops, runs};
-use crate::row::{CALL_COLUMNS, CallRow, Implied, RecordRow, read_call};
+use crate::row::{CALL_COLUMNS, CallRow, RecordRow, read_call};
 
 impl Desk {
     pub(super) fn create(
@@ -22,47 +24,29 @@ impl Desk {
         {
             return Ok(known);
         }
-        self.connection
-            .prepare_cached(
-                "INSERT INTO calls (id, project, run_id, tool_name, executor, status, hold, \
-                 created_ms, deadline_ms, started_ms, completed_ms, version, args, result, error, \
-                 envelope, state, events) \
-                 VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15, ?16, \
-                 ?17, ?18)",
-            )?
-            .execute(params![
-                call.id.as_str(),
-                call.project,
-                call.run_id,
-                call.tool_name,
-                call.target.executor.as_str(),
-                call.status.as_str(),
-                row.hold,
-                call.created_ms as i64,
-                call.deadline_ms as i64,
-                call.started_ms.map(|ms| ms as i64),
-                call.completed_ms.map(|ms| ms as i64),
-                call.version as i64,
-                row.args.text(),
-                row.result.as_ref().map(|result| result.text()),
-                row.error,
-                row.envelope,
-                row.state,
-                self.numbers(records),
-            ])?;
-        let place = self.connection.last_insert_rowid();
-        if call.completed_ms.is_none() {
-            self.opened.push((place, call.id.clone()));
-            self.places.insert(call.id.clone(), (call.project.as_str().into(), place));
-        }
+        let place = self.insert_one(row, records)?;
         if let Some(key) = key {
             self.connection
                 .prepare_cached("INSERT INTO idempotency_keys VALUES (?1, ?2, ?3, ?4, ?5)")?
                 .execute(params![call.project, key.agent, key.key, key.fingerprint, place])?;
         }
-        self.record(place, records)?;
-        self.add_extras(call, place)?;
+        self.created(place, call, records)?;
         Ok(Created::New)
+    }
+
+    /// What comes with a call that has just been written at this place.
+    pub(super) fn created(
+        &mut self,
+        place: i64,
+        call: &Call,
+        records: &[RecordRow],
+    ) -> rusqlite::Result<()> {
+        if call.completed_ms.is_none() {
+            self.opened.push((place, call.id.clone()));
+            self.places.insert(call.id.clone(), (call.project.as_str().into(), place));
+        }
+        self.record(place, records)?;
+        self.add_extras(call, place)
     }
 
     pub(super) fn save(&mut self, row: &CallRow, records: &[RecordRow]) -> rusqlite::Result<Saved> {
@@ -88,7 +72,7 @@ impl Desk {
                 row.result.as_ref().map(|result| result.text()),
                 row.error,
                 row.state,
-                self.numbers(records),
+                numbers(self.last_number, records),
                 place,
                 before,
             ])?;
@@ -114,7 +98,7 @@ impl Desk {
         let Some(place) = self.place_of(project, id)? else { return Ok(()) };
         self.connection
             .prepare_cached("UPDATE calls SET events = events || ?1 WHERE place = ?2")?
-            .execute(params![self.numbers(records), place])?;
+            .execute(params![numbers(self.last_number, records), place])?;
         self.record(place, records)
     }
 
@@ -140,18 +124,6 @@ impl Desk {
             .prepare_cached("SELECT place FROM calls WHERE project = ?1 AND id = ?2")?
             .query_row(params![project, id.as_str()], |row| row.get(0))
             .optional()
-    }
-
-    /// The numbers that these records will have, as a call keeps them.
-    fn numbers(&self, records: &[RecordRow]) -> String {
-        use std::fmt::Write;
-        let mut list = String::with_capacity(records.len() * 12);
-        for (number, record) in (self.last_number + 1..).zip(records) {
-            let _ = write!(list, "{number}");
-            list.extend(record.implied.map(Implied::letter));
-            list.push(',');
-        }
-        list
     }
 
     /// Numbers the records, and writes those that their call does not imply.

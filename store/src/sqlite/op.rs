@@ -12,7 +12,7 @@ use crate::row::{CallRow, LoopRow, RecordRow};
 /// Something to do in a commit; done again when its group is not committed.
 pub(super) type Work = Box<dyn FnMut(&Connection) -> rusqlite::Result<()> + Send>;
 
-type Reply<T> = oneshot::Sender<Result<T, StoreError>>;
+pub(super) type Reply<T> = oneshot::Sender<Result<T, StoreError>>;
 
 /// A change, and whom to tell.
 pub(super) enum Op {

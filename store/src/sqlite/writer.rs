@@ -21,6 +21,7 @@ use toolcrib::store::{StoreError, Together};
 use super::history::newest_number;
 use super::line::{Came, Line, Refused};
 use super::log::Growing;
+use super::newcomers::Newcomer;
 use super::op::{Op, Told, refuse};
 use super::open::OpenCalls;
 use super::reader::failed;
@@ -78,6 +79,7 @@ impl Writer {
             opened: Vec::new(),
             ended: Vec::new(),
             places: HashMap::new(),
+            newcomers: Vec::new(),
             ended_since_mark: 0,
             keeps_mark: log == Log::Grown,
             growing: (log == Log::Grown).then(|| Growing::of(path)),
@@ -152,6 +154,8 @@ pub(super) struct Desk {
     pub(super) ended: Vec<(i64, CallId)>,
     /// The open calls that this writer wrote first: their project and place.
     pub(super) places: HashMap<CallId, (Box<str>, i64)>,
+    /// New calls that the group under way has not written yet.
+    pub(super) newcomers: Vec<Newcomer>,
     ended_since_mark: usize,
     /// Only the server's own writer knows what is open.
     keeps_mark: bool,
@@ -186,6 +190,7 @@ impl Desk {
         let mut told = Vec::with_capacity(MAX_GROUP);
         let number_before = self.last_number;
         let written = self.write_group(group, line, &mut told);
+        group.extend(self.newcomers.drain(..).map(Op::from));
         let size = told.len() + group.len();
         let Err(error) = written else {
             metrics::histogram!("toolcrib_store_commit_duration_seconds").record(began.elapsed());
@@ -232,13 +237,21 @@ impl Desk {
         }
         self.connection.prepare_cached("BEGIN IMMEDIATE")?.execute([])?;
         let mut together: Option<Together> = None;
-        while told.len() < MAX_GROUP {
+        while told.len() + self.newcomers.len() < MAX_GROUP {
             // Ops leave the group one by one; on a failure who is left is still to be told.
             let waits = group.pop().or_else(|| line.next());
             let more = || together.as_ref().is_some_and(Together::more);
             let Some(op) = waits.or_else(|| line.soon(FOLLOWS_WITHIN, more)) else { break };
             if let Op::Create { together: with @ Some(_), .. } = &op {
                 together.clone_from(with);
+            }
+            if let Op::Create { row, records, key: None, reply, .. } = op {
+                self.collect(Newcomer { row, records, reply }, told)?;
+                continue;
+            }
+            if let Err(error) = self.write_newcomers(told) {
+                group.push(op);
+                return Err(error);
             }
             match self.write(op) {
                 Ok(outcome) => told.push(outcome),
@@ -249,6 +262,7 @@ impl Desk {
                 }
             }
         }
+        self.write_newcomers(told)?;
         self.keep_mark()?;
         self.connection.prepare_cached("COMMIT")?.execute([])?;
         self.changes = self.changes.saturating_add(told.len() as u32);

@@ -3,11 +3,13 @@
 use std::collections::HashMap;
 
 /// Things by project and name.
-pub(super) struct Places<T>(HashMap<String, HashMap<String, T>>);
+pub(super) struct Places<T>(ByName<ByName<T>>);
+
+type ByName<T> = HashMap<String, T, foldhash::fast::RandomState>;
 
 impl<T> Default for Places<T> {
     fn default() -> Self {
-        Self(HashMap::new())
+        Self(HashMap::default())
     }
 }
 

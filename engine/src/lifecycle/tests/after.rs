@@ -1,6 +1,7 @@
 //! Calls that come after another.
 
 use super::*;
+use crate::fault::Happened;
 
 #[test]
 fn only_who_waits_for_another_has_a_turn() {

@@ -70,3 +70,20 @@ fn what_one_has_taken_another_takes_only_in_its_place() {
         }
     }
 }
+
+#[test]
+fn a_call_that_nobody_else_looks_at_goes_the_same_ways() {
+    for at in EVERYWHERE {
+        for did in EVERYTHING {
+            let before = standing(at);
+            let (event, now) = event(did);
+            match (step_on(before.clone(), &event, now), step(&before, &event, now)) {
+                (Ok(on), Ok(step)) => assert_eq!(on, step, "{at:?} {did:?}"),
+                (Err(back), Err(refusal)) => {
+                    assert_eq!(*back, (before, refusal), "{at:?} {did:?}");
+                }
+                (on, step) => panic!("{at:?} {did:?}: {on:?} and {step:?}"),
+            }
+        }
+    }
+}

@@ -282,7 +282,8 @@ pub(super) fn event_text(event: &Event) -> String {
     }
     body.insert("at_ms".into(), event.record.at_ms.into());
     body.insert("attempt".into(), event.record.attempt.into());
-    body.extend(event.record.data.clone());
+    let facts = event.record.data.iter();
+    body.extend(facts.map(|(name, value)| (name.to_owned(), value.clone())));
     Value::Object(body).to_string()
 }
 

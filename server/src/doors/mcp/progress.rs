@@ -13,10 +13,10 @@ use rmcp::model::{
 };
 use rmcp::service::{Peer, RequestContext};
 use serde::Deserialize;
-use serde_json::{Map, Value};
+use serde_json::Value;
 use toolcrib::call::Call;
 use toolcrib::engine::EventQuery;
-use toolcrib::event::{Event, Kind};
+use toolcrib::event::{Event, Facts, Kind};
 use toolcrib::{Caller, Engine, Executor};
 
 use super::server::{Server, View};
@@ -118,7 +118,7 @@ impl Wanted {
         }
     }
 
-    async fn tell_progress(&mut self, said: &Map<String, Value>) {
+    async fn tell_progress(&mut self, said: &Facts) {
         let Some(token) = self.token.clone() else { return };
         let percent = said.get("percent").and_then(Value::as_f64);
         // MCP wants each number to be above the one before, whatever the tool says.

@@ -1,0 +1,74 @@
+//! How many there are of each, for names that come and go all the time.
+
+use std::borrow::Borrow;
+use std::collections::HashMap;
+use std::hash::Hash;
+
+/// So many names stay when there is none of them left: most come again at once.
+const KEPT: usize = 1_024;
+
+/// Counts by name; of a name that is not here there are none.
+pub(crate) struct Counts<K>(HashMap<K, u32, foldhash::fast::RandomState>);
+
+impl<K> Default for Counts<K> {
+    fn default() -> Self {
+        Self(HashMap::default())
+    }
+}
+
+impl<K: Hash + Eq + Clone> Counts<K> {
+    pub(crate) fn of<Q: Hash + Eq + ?Sized>(&self, name: &Q) -> u32
+    where
+        K: Borrow<Q>,
+    {
+        self.0.get(name).copied().unwrap_or(0)
+    }
+
+    /// One more; says how many there are now.
+    pub(crate) fn raise(&mut self, name: &K) -> u32 {
+        match self.0.get_mut(name) {
+            Some(count) => {
+                *count += 1;
+                *count
+            }
+            None => {
+                self.0.insert(name.clone(), 1);
+                1
+            }
+        }
+    }
+
+    /// One less, if there is one.
+    pub(crate) fn lower<Q: Hash + Eq + ?Sized>(&mut self, name: &Q)
+    where
+        K: Borrow<Q>,
+    {
+        let many = self.0.len() > KEPT;
+        if let Some(count) = self.0.get_mut(name) {
+            *count = count.saturating_sub(1);
+            if *count == 0 && many {
+                self.0.remove(name);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_that_are_gone_do_not_pile_up() {
+        let mut counts = Counts::<String>::default();
+        for n in 0..10 * KEPT {
+            let name = format!("name {n}");
+            assert_eq!((counts.raise(&name), counts.raise(&name)), (1, 2));
+            counts.lower(name.as_str());
+            assert_eq!(counts.of(name.as_str()), 1);
+            counts.lower(name.as_str());
+            counts.lower(name.as_str());
+            assert_eq!(counts.of(name.as_str()), 0);
+        }
+        assert!(counts.0.len() <= KEPT + 1, "{}", counts.0.len());
+    }
+}

@@ -1,0 +1,129 @@
+//! What a record says besides its kind.
+
+use std::borrow::Cow;
+use std::fmt;
+
+use serde::de::{MapAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde_json::Value;
+
+/// A few named facts, an object in JSON. Every call makes some of these and there are few in each,
+/// so they are a list: names that are known beforehand cost nothing, and looking through is fast.
+#[derive(Debug, Clone, Default)]
+pub struct Facts(Vec<(Cow<'static, str>, Value)>);
+
+impl Facts {
+    /// Most records have no more.
+    const USUAL: usize = 4;
+
+    /// The fact of this name.
+    pub fn get(&self, name: &str) -> Option<&Value> {
+        self.0.iter().find(|(known, _)| known == name).map(|(_, value)| value)
+    }
+
+    /// Notes a fact, in place of what was said under this name before.
+    pub fn insert(&mut self, name: impl Into<Cow<'static, str>>, value: Value) {
+        let name = name.into();
+        match self.0.iter_mut().find(|(known, _)| *known == name) {
+            Some((_, known)) => *known = value,
+            None => {
+                if self.0.is_empty() {
+                    self.0.reserve_exact(Self::USUAL);
+                }
+                self.0.push((name, value));
+            }
+        }
+    }
+
+    /// Takes a fact out.
+    pub fn remove(&mut self, name: &str) -> Option<Value> {
+        let at = self.0.iter().position(|(known, _)| known == name)?;
+        Some(self.0.remove(at).1)
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// All of them.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &Value)> {
+        self.0.iter().map(|(name, value)| (name.as_ref(), value))
+    }
+}
+
+/// Nothing, where there is no such fact.
+impl std::ops::Index<&str> for Facts {
+    type Output = Value;
+
+    fn index(&self, name: &str) -> &Value {
+        self.get(name).unwrap_or(&Value::Null)
+    }
+}
+
+/// The order says nothing.
+impl PartialEq for Facts {
+    fn eq(&self, other: &Self) -> bool {
+        let same = |(name, value)| other.get(name) == Some(value);
+        self.len() == other.len() && self.iter().all(same)
+    }
+}
+
+impl Serialize for Facts {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.iter())
+    }
+}
+
+impl<'de> Deserialize<'de> for Facts {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Each;
+
+        impl<'de> Visitor<'de> for Each {
+            type Value = Facts;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Facts, A::Error> {
+                let mut facts = Facts::default();
+                while let Some((name, value)) = map.next_entry::<String, Value>()? {
+                    facts.insert(name, value);
+                }
+                Ok(facts)
+            }
+        }
+
+        deserializer.deserialize_map(Each)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn an_object_and_back() {
+        let mut facts = Facts::default();
+        facts.insert("tool", json!("a.tool"));
+        facts.insert("by", json!("nobody"));
+        facts.insert("by", json!("c1"));
+        let value = serde_json::to_value(&facts).unwrap();
+        assert_eq!(value, json!({ "by": "c1", "tool": "a.tool" }));
+        let read: Facts = serde_json::from_str(r#"{"by":"c1","tool":"a.tool"}"#).unwrap();
+        assert_eq!(read, facts, "whatever the order");
+        assert_eq!((read.get("by"), read.get("to"), read.len()), (Some(&json!("c1")), None, 2));
+        facts.remove("by");
+        assert_ne!(read, facts);
+        assert_ne!(facts, read);
+        assert!(serde_json::from_str::<Facts>("[]").is_err());
+    }
+}
