@@ -127,7 +127,7 @@ pub fn parse(entry: &Json) -> Result<Entry, Misfit> {
 }
 
 fn form_of(fields: &Fields<'_>) -> Result<Form, Fault> {
-    match fields.text("type")?.as_deref() {
+    match fields.word("type")?.as_deref() {
         Some("function") => Ok(Form::OpenAi),
         Some("function_call") => Ok(Form::Responses),
         Some("tool_use") => Ok(Form::Anthropic),

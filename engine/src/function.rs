@@ -10,6 +10,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use foldhash::fast::RandomState;
 use futures::FutureExt;
 use parking_lot::Mutex;
 use schemars::JsonSchema;
@@ -212,8 +213,8 @@ impl Tool for FnTool {
 /// The source of the tools that run in this process.
 #[derive(Default)]
 pub struct Functions {
-    tools: HashMap<String, Arc<dyn Tool>>,
-    running: Mutex<HashMap<(CallId, u32), CancellationToken>>,
+    tools: HashMap<String, Arc<dyn Tool>, RandomState>,
+    running: Mutex<HashMap<(CallId, u32), CancellationToken, RandomState>>,
 }
 
 impl Functions {

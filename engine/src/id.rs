@@ -93,21 +93,28 @@ impl Default for Minter {
 impl Minter {
     /// A new call id for this moment.
     pub fn call(&self, now_ms: u64) -> CallId {
-        CallId(self.text(CallId::PREFIX, now_ms).into())
+        let (next, mut buffer) = (self.next(now_ms), [0; ulid::ULID_LEN]);
+        let mut text = [0; CallId::PREFIX.len() + ulid::ULID_LEN];
+        text[..CallId::PREFIX.len()].copy_from_slice(CallId::PREFIX.as_bytes());
+        text[CallId::PREFIX.len()..].copy_from_slice(next.array_to_str(&mut buffer).as_bytes());
+        CallId(String::from_utf8_lossy(&text).into())
     }
 
     /// A new id with any prefix.
     pub fn text(&self, prefix: &str, now_ms: u64) -> String {
+        format!("{prefix}{}", self.next(now_ms))
+    }
+
+    fn next(&self, now_ms: u64) -> ulid::Ulid {
         let mut last = self.last.lock();
-        let fresh = ulid::Ulid::from_parts(now_ms, ulid::Ulid::generate().random());
+        let fresh = || ulid::Ulid::from_parts(now_ms, ulid::Ulid::generate().random());
         // Within one millisecond (or when the clock stands still) the next id is the last plus one.
-        let next = if fresh.timestamp_ms() > last.timestamp_ms() {
-            fresh
-        } else {
-            last.increment().unwrap_or(fresh)
+        let next = match now_ms > last.timestamp_ms() {
+            true => fresh(),
+            false => last.increment().unwrap_or_else(|_| fresh()),
         };
         *last = next;
-        format!("{prefix}{next}")
+        next
     }
 }
 

@@ -156,7 +156,11 @@ pub(crate) struct RecordRow {
 }
 
 pub(crate) fn encode<T: Serialize>(value: &T) -> Result<String, StoreError> {
-    serde_json::to_string(value).map_err(|error| StoreError::Corrupt(error.to_string()))
+    // In room that most fit in: a text that grows is copied.
+    let mut text = Vec::with_capacity(192);
+    let written = serde_json::to_writer(&mut text, value);
+    written.map_err(|error| StoreError::Corrupt(error.to_string()))?;
+    String::from_utf8(text).map_err(|error| StoreError::Corrupt(error.to_string()))
 }
 
 pub(crate) fn decode<'a, T: Deserialize<'a>>(text: &'a str) -> Result<T, StoreError> {

@@ -31,6 +31,15 @@ type Beginning = (Lane, Option<Coming>);
 /// What became of an entry, and whether it had been asked before.
 type Known = (State, bool);
 
+/// What an entry leaves to those behind it in its lane.
+enum Left {
+    /// It has ended: time has passed.
+    Ended,
+    /// It goes on, and they come after it.
+    GoesOn(Arc<Call>),
+    Nothing,
+}
+
 /// An entry as it is answered; with its message and its text, unless these depend on the others.
 pub(super) struct Answered {
     pub(super) settled: Settled,
@@ -59,8 +68,8 @@ pub(super) struct Run {
     /// Bytes of the results so far.
     bytes: AtomicUsize,
     write: Option<Write>,
-    /// What was made ready while its call was stored.
-    ready: Vec<Mutex<Option<Answered>>>,
+    /// The answers; some are made ready while their call is stored.
+    answers: Vec<Mutex<Option<Answered>>>,
 }
 
 impl Run {
@@ -81,7 +90,7 @@ impl Run {
             caller: caller.clone(),
             batch,
             tools: read.iter().map(|entry| entry.as_ref().ok().and_then(tool)).collect(),
-            ready: read.iter().map(|_| Mutex::default()).collect(),
+            answers: read.iter().map(|_| Mutex::default()).collect(),
             read,
             begun: AtomicUsize::new(0),
             going_on: Mutex::default(),
@@ -106,19 +115,16 @@ impl Run {
                 others.spawn(self.clone().some(lanes.split_off(lanes.len() - each)));
             }
         }
-        let mut answers: Vec<Option<Answered>> = self.read.iter().map(|_| None).collect();
-        let mut note = |done: Vec<(usize, Answered)>| {
-            done.into_iter().for_each(|(index, answer)| answers[index] = Some(answer));
-        };
-        note(self.clone().some(lanes).await);
+        self.clone().some(lanes).await;
         while let Some(done) = others.join_next().await {
-            match done {
-                Ok(done) => note(done),
-                Err(error) => tracing::error!(%error, "a part of a batch"),
+            if let Err(error) = done {
+                tracing::error!(%error, "a part of a batch");
             }
         }
-        let all = answers.into_iter().enumerate();
-        all.map(|(index, answer)| answer.unwrap_or_else(|| self.answered(index, None))).collect()
+        let answer = |(index, answer): (usize, &Mutex<Option<Answered>>)| {
+            answer.lock().take().unwrap_or_else(|| self.answered(index, None))
+        };
+        self.answers.iter().enumerate().map(answer).collect()
     }
 
     /// An entry as it is answered; without a call when it could not be read.
@@ -156,15 +162,14 @@ impl Run {
         lanes
     }
 
-    async fn some(self: Arc<Self>, lanes: Vec<Beginning>) -> Vec<(usize, Answered)> {
+    async fn some(self: Arc<Self>, lanes: Vec<Beginning>) {
         // Boxed, because a lane is moved several times on its way to where it is run.
         let lanes = lanes.into_iter().map(|lane| Box::pin(self.clone().lane(lane)));
         let lanes: Vec<_> = lanes.collect();
-        let done = futures::stream::iter(lanes).buffer_unordered(self.width);
-        done.collect::<Vec<_>>().await.into_iter().flatten().collect()
+        futures::stream::iter(lanes).buffer_unordered(self.width).collect::<()>().await;
     }
 
-    async fn lane(self: Arc<Self>, (places, mut coming): Beginning) -> Vec<(usize, Answered)> {
+    async fn lane(self: Arc<Self>, (places, mut coming): Beginning) {
         // Those that have a place from the beginning begin even if nobody waits at all.
         let mut at_once = self.begun.fetch_add(1, Ordering::Relaxed) < self.width;
         let in_time = || self.engine.now_ms() < self.until_ms;
@@ -173,51 +178,47 @@ impl Run {
             true => None,
             false => self.going_on.lock().pop_front(),
         };
-        let mut done = Vec::with_capacity(places.len());
         for index in places {
             let Ok(entry) = &self.read[index] else { continue };
             let now = before.is_none() && (at_once || in_time());
             if !now && !self.batch.later {
-                let known = (State::Refused(not_begun()), false);
-                done.push((index, self.answered(index, Some(known))));
+                self.answer(index, (State::Refused(not_begun()), false));
                 continue;
             }
-            let answer = self.settled(index, entry, coming.take(), before.clone()).await;
-            match &answer.settled.state {
-                State::Refused(_) => {}
-                State::Open(call) if call.asked.background => {}
-                State::Open(call) => before = Some(call.clone()),
-                State::Ended { .. } => at_once = false,
+            match self.settle(index, entry, coming.take(), before.clone()).await {
+                Left::Ended => at_once = false,
+                Left::GoesOn(call) => before = Some(call),
+                Left::Nothing => {}
             }
-            done.push((index, answer));
         }
         self.going_on.lock().extend(before);
-        done
     }
 
-    async fn settled(
+    fn answer(&self, index: usize, known: Known) {
+        *self.answers[index].lock() = Some(self.answered(index, Some(known)));
+    }
+
+    async fn settle(
         self: &Arc<Self>,
         index: usize,
         entry: &Entry,
         coming: Option<Coming>,
         after: Option<Arc<Call>>,
-    ) -> Answered {
+    ) -> Left {
         let asked = self.invocation(index, entry);
         let run = self.clone();
-        let ahead = move |call: &Arc<Call>| {
-            let known = (run.ended(call.clone()), false);
-            *run.ready[index].lock() = Some(run.answered(index, Some(known)));
-        };
+        let ahead = move |call: &Arc<Call>| run.answer(index, (run.ended(call.clone()), false));
         let among = Among { coming, ahead: Some(Box::new(ahead)), after };
         let ticket = match self.engine.invoke_among(&self.caller, asked, among).await {
             Ok(ticket) => ticket,
             Err(error) => {
-                let known = (State::Refused(told(error)), false);
-                return self.answered(index, Some(known));
+                self.answer(index, (State::Refused(told(error)), false));
+                return Left::Nothing;
             }
         };
-        if let Some(ready) = self.ready[index].lock().take() {
-            return ready;
+        // Made ready while the call was stored, which has come true.
+        if self.answers[index].lock().is_some() {
+            return Left::Ended;
         }
         let mut call = ticket.call.clone();
         if !call.status.is_terminal() && !call.asked.background {
@@ -225,8 +226,14 @@ impl Run {
             // When the store cannot be asked, the ticket is still good.
             call = self.engine.outcome(&self.caller, &ticket, left_ms).await.unwrap_or(call);
         }
+        let left = match (call.status.is_terminal(), call.asked.background) {
+            (true, _) => Left::Ended,
+            (false, true) => Left::Nothing,
+            (false, false) => Left::GoesOn(call.clone()),
+        };
         let state = if call.status.is_terminal() { self.ended(call) } else { State::Open(call) };
-        self.answered(index, Some((state, ticket.replayed)))
+        self.answer(index, (state, ticket.replayed));
+        left
     }
 
     fn invocation(&self, index: usize, entry: &Entry) -> Invocation {

@@ -1,7 +1,9 @@
 //! Arguments that are JSON inside a text, as OpenAI's forms have them.
 
 use serde_json::json;
+use serde_json::value::RawValue;
 
+use super::fields::Key;
 use super::misfit;
 use crate::fault::Fault;
 use crate::json::{Json, NotJson};
@@ -11,9 +13,9 @@ const NEAR: usize = 30;
 
 /// The arguments. Some servers write the object itself and not its text, which is as good; a model
 /// that has no arguments to give often writes an empty text.
-pub(super) fn read(given: Option<Json>, pointer: &str) -> Result<Json, Fault> {
+pub(super) fn read(given: Option<&RawValue>, pointer: &str) -> Result<Json, Fault> {
     let Some(given) = given else { return Ok(Json::empty_object()) };
-    let Ok(text) = serde_json::from_str::<String>(given.text()) else { return Ok(given) };
+    let Ok(Key(text)) = serde_json::from_str(given.get()) else { return Ok(Json::part(given)) };
     if text.trim().is_empty() {
         return Ok(Json::empty_object());
     }

@@ -47,6 +47,18 @@ impl<'a> Fields<'a> {
         self.get(name).map(Json::part)
     }
 
+    /// A field as it is written.
+    pub(super) fn written(&self, name: &str) -> Option<&'a RawValue> {
+        self.get(name)
+    }
+
+    /// A text that is only looked at, if it is there.
+    pub(super) fn word(&self, name: &str) -> Result<Option<Cow<'a, str>>, Fault> {
+        let Some(value) = self.get(name) else { return Ok(None) };
+        let refused = |_| self.refused(name, "must be a text");
+        serde_json::from_str(value.get()).map(|Key(word)| Some(word)).map_err(refused)
+    }
+
     /// The object in a field.
     pub(super) fn object(&self, name: &str, place: &'static str) -> Result<Self, Fault> {
         match self.get(name) {
@@ -57,9 +69,7 @@ impl<'a> Fields<'a> {
 
     /// A text, if it is there.
     pub(super) fn text(&self, name: &str) -> Result<Option<String>, Fault> {
-        let Some(value) = self.get(name) else { return Ok(None) };
-        let refused = |_| self.refused(name, "must be a text");
-        serde_json::from_str(value.get()).map(Some).map_err(refused)
+        Ok(self.word(name)?.map(Cow::into_owned))
     }
 
     /// A text that must be there.
@@ -115,6 +125,6 @@ impl<'de> Visitor<'de> for InOrder {
     }
 }
 
-/// A name, borrowed where it is written without escapes.
+/// A text, borrowed where it is written without escapes.
 #[derive(serde::Deserialize)]
-struct Key<'a>(#[serde(borrow)] Cow<'a, str>);
+pub(super) struct Key<'a>(#[serde(borrow)] pub(super) Cow<'a, str>);

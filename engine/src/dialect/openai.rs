@@ -11,7 +11,7 @@ use crate::json::Json;
 pub(super) fn read(fields: &Fields<'_>) -> Result<Entry, Fault> {
     let function = fields.object("function", "/function")?;
     let name = function.needed("name")?;
-    let args = arguments::read(function.raw("arguments"), "/function/arguments")?;
+    let args = arguments::read(function.written("arguments"), "/function/arguments")?;
     Ok(Entry::new(Form::OpenAi, fields.text("id")?, name, args))
 }
 

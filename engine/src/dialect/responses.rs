@@ -10,7 +10,7 @@ use crate::json::Json;
 
 pub(super) fn read(fields: &Fields<'_>) -> Result<Entry, Fault> {
     let (id, name) = (fields.text("call_id")?, fields.needed("name")?);
-    let args = arguments::read(fields.raw("arguments"), "/arguments")?;
+    let args = arguments::read(fields.written("arguments"), "/arguments")?;
     Ok(Entry::new(Form::Responses, id, name, args))
 }
 

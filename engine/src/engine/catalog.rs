@@ -23,7 +23,7 @@ use crate::retry::TIMEOUT_MS_RANGE;
 use crate::schema::Schema;
 use crate::store::Saved;
 use crate::tool::{Definition, check_name};
-use places::Places;
+use places::{ByName, Places};
 
 /// A tool, ready to be called.
 #[derive(Debug)]
@@ -68,7 +68,7 @@ impl Entry {
 #[derive(Default)]
 pub struct Catalog {
     version: u64,
-    shared: HashMap<String, Arc<Entry>>,
+    shared: ByName<Arc<Entry>>,
     own: Places<Arc<Entry>>,
     offered_by: Places<Vec<String>>,
     /// Where in the directory each client is.
@@ -76,12 +76,12 @@ pub struct Catalog {
     keys: HashMap<String, Key>,
     directory: Directory,
     /// Tools by the names that models know; made when somebody first asks by such a name.
-    for_models: OnceLock<HashMap<String, Vec<Arc<Entry>>>>,
+    for_models: OnceLock<ByName<Vec<Arc<Entry>>>>,
 }
 
 impl Catalog {
     pub(super) fn new(shared: HashMap<String, Arc<Entry>>) -> Self {
-        Self { shared, ..Self::default() }
+        Self { shared: shared.into_iter().collect(), ..Self::default() }
     }
 
     /// The next version, keeping what is compiled already.
@@ -127,8 +127,8 @@ impl Catalog {
     pub fn named(&self, caller: &Caller, name: &str) -> Option<Arc<Entry>> {
         let exact = self.find(&caller.project, name);
         // A tool that is really called so is meant only by who may call it.
-        let model_form = name.contains("__") || name.contains("--");
-        if exact.is_some() && (!model_form || self.decide(caller, name) == Decision::Allowed) {
+        let model_form = || name.as_bytes().windows(2).any(|two| two == b"__" || two == b"--");
+        if exact.is_some() && (!model_form() || self.decide(caller, name) == Decision::Allowed) {
             return exact;
         }
         let meant = || {
@@ -146,8 +146,8 @@ impl Catalog {
         meant().or(exact)
     }
 
-    fn index(&self) -> HashMap<String, Vec<Arc<Entry>>> {
-        let mut index: HashMap<String, Vec<Arc<Entry>>> = HashMap::new();
+    fn index(&self) -> ByName<Vec<Arc<Entry>>> {
+        let mut index = ByName::<Vec<Arc<Entry>>>::default();
         for entry in self.shared.values().chain(self.own.values()) {
             let name = &entry.definition.name;
             let (told, apart) = (names::for_model(name), names::told_apart(name));

@@ -122,7 +122,8 @@ impl Inner {
         if !self.has_inbox(call) {
             return;
         }
-        if let Err(error) = self.deliver(call).await {
+        // Boxed, because every call waits here and few are delivered.
+        if let Err(error) = Box::pin(self.deliver(call)).await {
             tracing::warn!(call = %call.id, %error, "the outcome is not in the inbox yet");
         }
     }

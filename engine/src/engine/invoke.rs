@@ -283,7 +283,7 @@ impl Inner {
         let (place, caps) = self.place(&call);
         let room = match self.live.room(&place.line, all, each) {
             Ok(room) => room,
-            Err(why) => return self.known(&call.project, key).await?.ok_or_else(|| full(why))?,
+            Err(why) => return Box::pin(self.known_or_full(&call.project, key, why)).await,
         };
         let requested = Record::new(Kind::Requested, call.created_ms, 0)
             .with("tool", call.tool_name.as_str())
@@ -376,14 +376,15 @@ impl Inner {
     }
 
     /// What was asked before under this key is answered also when nothing new is taken.
-    async fn known(
+    async fn known_or_full(
         &self,
         project: &str,
         key: Option<IdempotencyKey>,
-    ) -> Result<Option<Result<Ticket, Error>>, Error> {
-        let Some(key) = key else { return Ok(None) };
+        why: Full,
+    ) -> Result<Ticket, Error> {
+        let Some(key) = key else { return Err(full(why)) };
         let used = self.store.used(project, &key).await.map_err(unavailable)?;
-        Ok(used.and_then(|used| self.known_before(used)))
+        used.and_then(|used| self.known_before(used)).unwrap_or_else(|| Err(full(why)))
     }
 
     fn known_before(&self, created: Created) -> Option<Result<Ticket, Error>> {

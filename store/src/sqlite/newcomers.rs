@@ -14,7 +14,7 @@ use super::writer::Desk;
 use crate::row::{CallRow, Implied, RecordRow};
 
 /// So many rows are written with one statement; what is left over with the next smaller.
-const SIZES: [usize; 3] = [16, 4, 1];
+const SIZES: [usize; 3] = [8, 2, 1];
 
 const COLUMNS: usize = 18;
 

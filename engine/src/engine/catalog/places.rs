@@ -5,7 +5,8 @@ use std::collections::HashMap;
 /// Things by project and name.
 pub(super) struct Places<T>(ByName<ByName<T>>);
 
-type ByName<T> = HashMap<String, T, foldhash::fast::RandomState>;
+/// Things by name.
+pub(in crate::engine) type ByName<T> = HashMap<String, T, foldhash::fast::RandomState>;
 
 impl<T> Default for Places<T> {
     fn default() -> Self {
