@@ -70,13 +70,13 @@ impl Inner {
     }
 
     /// What follows from a read that is over; the call comes back where nothing does.
-    pub(super) fn over(&self, call: Call, done: Done) -> Result<Step, Call> {
+    pub(super) fn over(&self, call: Call, done: Done) -> Result<Step, Box<Call>> {
         let result = self.checked(&call, done.result);
         let (attempt, version, now_ms) = (call.attempt, call.version, self.clock.now_ms());
         let event = Event::Report { attempt: Some(attempt), by: None, result };
         let mut step = match lifecycle::step_on(call, &event, now_ms) {
             Ok(step) => step,
-            Err(refused) => return Err(refused.0),
+            Err(refused) => return Err(Box::new(refused.0)),
         };
         if !done.said.is_empty() {
             let said = done.said.into_iter();

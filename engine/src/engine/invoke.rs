@@ -371,7 +371,7 @@ impl Inner {
                 records.extend(more);
                 (Arc::new(call), Follows::AfterTheEnd { actions, before, over })
             }
-            Err(unchanged) => (Arc::new(unchanged), Follows::Begins(action)),
+            Err(unchanged) => (Arc::from(unchanged), Follows::Begins(action)),
         }
     }
 

@@ -93,10 +93,11 @@ impl Bench<'_> {
         define(&product).await?;
         let warm = Duration::from_secs(1);
         load::closed_loop(&product.addr, 8, warm, &call_path(), CALL_BODY, None).await?;
-        let (mut ours, mut raw) = (Vec::new(), Vec::new());
+        let (mut ours, mut raw, mut waiting) = (Vec::new(), Vec::new(), Vec::new());
         let (mut one, mut trip) = (Vec::new(), Vec::new());
         for _ in 0..self.plan.rounds {
-            raw.push(publish_rate(&link, self.plan.round).await?);
+            raw.push(publish_rate(&link, self.plan.round, CALLERS).await?);
+            waiting.push(publish_rate(&link, self.plan.round, 1).await?);
             ours.push(
                 self.sample("tools over NATS", &product, CALLERS, &call_path()).await?.calls_per_s,
             );
@@ -107,6 +108,10 @@ impl Bench<'_> {
         let name = format!("tools over NATS, {CALLERS} at once, against JetStream's publish");
         let (rate, floor) = (median(ours), median(raw));
         self.push(Measure::against_floor(name, "calls/s", rate, floor, Limit::AtLeast(0.25)));
+        // For scale: what a program gets that waits for each acknowledgement.
+        let name = format!("tools over NATS, {CALLERS} at once, against one publisher");
+        let floor = median(waiting);
+        self.push(Measure::against_floor(name, "calls/s", rate, floor, Limit::None));
         let name = "tools over NATS, one at a time, p50, against a publish and a request";
         let (p50, floor) = (median(one), median(trip));
         self.push(Measure::against_floor(name, "µs", p50, floor, Limit::AtMost(4.0)));
@@ -129,10 +134,10 @@ async fn define(product: &Server) -> anyhow::Result<()> {
 }
 
 /// How many messages a second the broker takes and acknowledges, so many at a time.
-async fn publish_rate(link: &Link, time: Duration) -> anyhow::Result<f64> {
+async fn publish_rate(link: &Link, time: Duration, at_once: usize) -> anyhow::Result<f64> {
     raw_stream(link).await?;
     let (count, begun) = (Arc::new(AtomicU64::new(0)), Instant::now());
-    let workers = (0..CALLERS).map(|worker| {
+    let workers = (0..at_once).map(|worker| {
         let (link, count) = (link.clone(), count.clone());
         tokio::spawn(async move {
             let mut n = 0u64;
