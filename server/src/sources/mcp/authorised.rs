@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::http::header::WWW_AUTHENTICATE;
 use axum::http::{HeaderMap, HeaderName, HeaderValue};
@@ -13,6 +14,7 @@ use rmcp::transport::streamable_http_client::{
     SseError, StreamableHttpClient, StreamableHttpError, StreamableHttpPostResponse,
 };
 use sse_stream::Sse;
+use tokio_util::sync::CancellationToken;
 
 use super::oauth::{Challenge, Pass};
 use super::post::Post;
@@ -24,6 +26,9 @@ type Headers = HashMap<HeaderName, HeaderValue>;
 /// How often a request is made again with another token.
 const AGAIN: u32 = 2;
 
+/// How long the first request of a session waits for the stream of what the server says unasked.
+const LISTENS_WITHIN: Duration = Duration::from_secs(1);
+
 /// A client that may have a pass.
 #[derive(Clone)]
 pub(super) struct Authorised {
@@ -31,6 +36,8 @@ pub(super) struct Authorised {
     pub(super) pass: Option<Arc<Pass>>,
     /// Where lists of tools are kept as they came.
     pub(super) tape: Tape,
+    /// Canceled once the stream of what the server says unasked is open, or will not be.
+    pub(super) listens: CancellationToken,
 }
 
 /// Whether an upstream does not let us in, and what it says about that.
@@ -50,6 +57,19 @@ fn challenge(error: &Failed) -> Option<Challenge> {
 }
 
 impl Authorised {
+    /// In a session nothing is asked before somebody listens to what the server says unasked:
+    /// `rmcp` opens that stream on the side, and what is said before it is there may be lost.
+    async fn when_listened_to(&self, session: Option<&str>, message: &ClientJsonRpcMessage) {
+        let asks = matches!(message, ClientJsonRpcMessage::Request(_));
+        if session.is_none() || !asks || self.listens.is_cancelled() {
+            return;
+        }
+        if tokio::time::timeout(LISTENS_WITHIN, self.listens.cancelled()).await.is_err() {
+            // Some servers do not answer before they have something to say.
+            self.listens.cancel();
+        }
+    }
+
     async fn with_token<T, F>(
         &self,
         given: Option<String>,
@@ -150,6 +170,7 @@ impl StreamableHttpClient for Authorised {
         headers: Headers,
         limit: usize,
     ) -> Result<StreamableHttpPostResponse, Failed> {
+        self.when_listened_to(session_id.as_deref(), &message).await;
         let headers: HeaderMap = headers.into_iter().collect();
         self.with_token(token, async |token| {
             let post = Post {
@@ -208,12 +229,93 @@ impl StreamableHttpClient for Authorised {
         headers: Headers,
         limit: usize,
     ) -> Result<BoxStream<'static, Result<Sse, SseError>>, Failed> {
-        self.with_token(token, |token| {
+        let asking = self.with_token(token, |token| {
             let (uri, session, last) = (uri.clone(), session_id.clone(), last_event_id.clone());
             let headers = headers.clone();
             self.client
                 .get_stream_with_max_sse_event_size(uri, session, last, token, headers, limit)
-        })
-        .await
+        });
+        let stream = asking.await;
+        self.listens.cancel();
+        stream
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use axum::Router;
+    use axum::routing::get;
+    use serde_json::json;
+    use tokio::sync::Notify;
+
+    use super::*;
+
+    /// A server that opens its stream when it is let, and notes whether it was asked before.
+    async fn server() -> (Arc<str>, Arc<Notify>, Arc<AtomicBool>) {
+        let (open, asked) = (Arc::new(Notify::new()), Arc::new(AtomicBool::new(false)));
+        let (opens, notes) = (open.clone(), asked.clone());
+        let stream = async move || {
+            opens.notified().await;
+            StatusCode::METHOD_NOT_ALLOWED
+        };
+        let ask = async move || {
+            notes.store(true, Ordering::SeqCst);
+            StatusCode::ACCEPTED
+        };
+        let router = Router::new().route("/mcp", get(stream).post(ask));
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let uri = format!("http://{}/mcp", listener.local_addr().unwrap()).into();
+        tokio::spawn(async move { axum::serve(listener, router).await });
+        (uri, open, asked)
+    }
+
+    fn client() -> Authorised {
+        Authorised {
+            client: reqwest::Client::builder().no_proxy().build().unwrap(),
+            pass: None,
+            tape: Tape::default(),
+            listens: CancellationToken::new(),
+        }
+    }
+
+    fn question() -> ClientJsonRpcMessage {
+        let text = json!({ "jsonrpc": "2.0", "id": 1, "method": "tools/list" });
+        serde_json::from_value(text).unwrap()
+    }
+
+    #[tokio::test]
+    async fn nothing_is_asked_in_a_session_before_somebody_listens() {
+        let (uri, open, asked) = server().await;
+        let (client, session) = (client(), Some(Arc::from("a session")));
+        let listening = {
+            let (client, uri, session) = (client.clone(), uri.clone(), session.clone());
+            tokio::spawn(async move {
+                let stream = client.get_stream(uri, session, None, None, Headers::new());
+                assert!(stream.await.is_err());
+            })
+        };
+        let asking = tokio::spawn(async move {
+            let _ = client.post_message(uri, question(), session, None, Headers::new()).await;
+        });
+        tokio::time::sleep(LISTENS_WITHIN / 4).await;
+        assert!(!asked.load(Ordering::SeqCst), "asked before the stream was open");
+        open.notify_one();
+        listening.await.unwrap();
+        asking.await.unwrap();
+        assert!(asked.load(Ordering::SeqCst));
+    }
+
+    #[tokio::test]
+    async fn a_server_that_opens_no_stream_is_asked_all_the_same() {
+        let (uri, _, asked) = server().await;
+        let (client, session) = (client(), Some(Arc::from("a session")));
+        let _ = client.post_message(uri.clone(), question(), None, None, Headers::new()).await;
+        assert!(asked.swap(false, Ordering::SeqCst), "without a session there is no stream");
+        let _ = client.post_message(uri, question(), session, None, Headers::new()).await;
+        assert!(asked.load(Ordering::SeqCst));
     }
 }

@@ -20,6 +20,7 @@ use rmcp::transport::streamable_http_client::{
 };
 use rmcp::transport::{StreamableHttpClientTransport, Transport};
 use rmcp::{RoleClient, ServiceError};
+use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::authorised::Authorised;
@@ -200,7 +201,12 @@ impl Connection {
         let watch = Watch::default();
         let (client, config, headers) = http(&dialing)?;
         let tape = Tape::default();
-        let client = Authorised { client, pass: dialing.pass.clone(), tape: tape.clone() };
+        let client = Authorised {
+            client,
+            pass: dialing.pass.clone(),
+            tape: tape.clone(),
+            listens: CancellationToken::new(),
+        };
         let direct = Direct::new(client.clone(), &dialing.filled.url, headers);
         let transport = StreamableHttpClientTransport::with_client(client, config);
         let running =
