@@ -144,6 +144,17 @@ impl Desk {
         self.state.lock().view(project)
     }
 
+    /// Whether a client is connected or has requests that it has not answered.
+    pub fn is_busy(&self, project: &str, client_id: &str) -> bool {
+        self.state.lock().is_busy(&(project.to_owned(), client_id.to_owned()))
+    }
+
+    /// A client is known no more: nothing is offered by it.
+    pub fn forget(&self, project: &str, client_id: &str) {
+        self.reoffer(project, client_id, &HashSet::new());
+        self.state.lock().forget(&(project.to_owned(), client_id.to_owned()));
+    }
+
     /// Hangs up on everybody, for good.
     pub fn close(&self) {
         self.state.lock().close();

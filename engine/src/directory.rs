@@ -94,6 +94,11 @@ pub enum Change {
         client_id: String,
         tool: String,
     },
+    /// A client is forgotten, with all it offers.
+    DropClient {
+        project: String,
+        client_id: String,
+    },
     AddProject(Project),
     /// Tools of the project itself; what each was before is kept for the calls that used it.
     PutTools(Vec<Definition>),

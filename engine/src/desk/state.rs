@@ -180,14 +180,23 @@ impl State {
     }
 
     /// A client with nothing in hand, in line or connected leaves nothing behind.
-    fn forget_if_idle(&mut self, key: &ClientKey) {
-        let idle = |client: &Client| {
-            client.sessions.is_empty() && client.in_hand.is_empty() && client.pinned.is_empty()
-        };
-        // Recently seen clients stay visible to the operator, up to a bound.
-        if self.clients.len() > 10_000 && self.clients.get(key).is_some_and(idle) {
+    pub(super) fn forget(&mut self, key: &ClientKey) {
+        let in_line = self.clients.get(key).is_some_and(|client| !client.pinned.is_empty());
+        if !in_line && !self.is_busy(key) {
             self.clients.remove(key);
         }
+    }
+
+    fn forget_if_idle(&mut self, key: &ClientKey) {
+        // Recently seen clients stay visible to the operator, up to a bound.
+        if self.clients.len() > 10_000 {
+            self.forget(key);
+        }
+    }
+
+    pub(super) fn is_busy(&self, key: &ClientKey) -> bool {
+        let busy = |client: &Client| !client.sessions.is_empty() || !client.in_hand.is_empty();
+        self.clients.get(key).is_some_and(busy)
     }
 
     /// Puts requests back where they stood in their lines, and gives them on.

@@ -4,6 +4,7 @@ use super::Engine;
 use super::catalog::{check_client_id, require_owner, require_provider};
 use crate::caller::Caller;
 use crate::desk::{Arrival, ClientView, Line, Memory, Session};
+use crate::directory::Change;
 use crate::fault::{Code, Error};
 
 /// A client that wants to be given work.
@@ -38,6 +39,32 @@ impl Engine {
             memory: connecting.memory,
             line: connecting.line,
         }))
+    }
+
+    /// Forgets a client that is not connected and has nothing in hand, with all it offers.
+    pub async fn forget_client(&self, caller: &Caller, client_id: &str) -> Result<(), Error> {
+        require_provider(caller)?;
+        let project = &caller.project;
+        self.inner
+            .change(|catalog| {
+                require_owner(catalog, caller, client_id)?;
+                if catalog.client(project, client_id).is_none() {
+                    let message = format!("there is no client \"{client_id}\"");
+                    return Err(Error::refused(Code::NotFound, message));
+                }
+                if self.inner.desk.is_busy(project, client_id) {
+                    let message = format!(
+                        "client \"{client_id}\" is connected or has requests in hand; close its \
+                         connections and answer them first"
+                    );
+                    return Err(Error::refused(Code::Conflict, message));
+                }
+                let (project, client_id) = (project.clone(), client_id.to_owned());
+                Ok((Change::DropClient { project, client_id }, None))
+            })
+            .await?;
+        self.inner.desk.forget(project, client_id);
+        Ok(())
     }
 
     /// The project's clients: connected now, or with work in hand.

@@ -94,6 +94,15 @@ pub(super) async fn change(
             session.execute(sql, &[project, client_id, tool]).await?;
             drop_orphans(session, project).await?;
         }
+        Change::DropClient { project, client_id } => {
+            for sql in [
+                "DELETE FROM offers WHERE project = $1 AND client_id = $2",
+                "DELETE FROM clients WHERE project = $1 AND client_id = $2",
+            ] {
+                session.execute(sql, &[project, client_id]).await?;
+            }
+            drop_orphans(session, project).await?;
+        }
         Change::PutTools(tools) => {
             for tool in tools {
                 put_tool(session, tool, entry.as_ref().map(|entry| entry.at_ms as i64)).await?;

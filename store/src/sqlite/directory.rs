@@ -198,6 +198,15 @@ pub(super) fn change(
             )?;
             drop_orphans(connection, project)?;
         }
+        Change::DropClient { project, client_id } => {
+            for sql in [
+                "DELETE FROM offers WHERE project = ?1 AND client_id = ?2",
+                "DELETE FROM clients WHERE project = ?1 AND client_id = ?2",
+            ] {
+                connection.execute(sql, params![project, client_id])?;
+            }
+            drop_orphans(connection, project)?;
+        }
         Change::AddProject(_)
         | Change::PutTools(_)
         | Change::DropTool { .. }

@@ -118,6 +118,7 @@ macro_rules! conformance {
                     registering_again_replaces_the_definition
                     a_client_stays_with_its_first_owner
                     others_are_kept_or_withdrawn_as_asked
+                    a_client_is_forgotten_with_all_it_offers
                     a_tool_lives_while_somebody_offers_it
                     withdrawing_in_one_project_leaves_the_other
                     keys_are_added_and_revoked_once

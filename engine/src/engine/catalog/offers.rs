@@ -22,7 +22,8 @@ pub(super) fn check_against(
         if clients.filter(|client| client.project == caller.project).count() >= limit {
             let message = format!(
                 "the project would have more than {limit} clients, and they are kept: register \
-                 under the same client_id at every start"
+                 under the same client_id at every start, and take back those that are gone for \
+                 good (DELETE /internal/clients/CLIENT_ID)"
             );
             return Err(Error::refused(Code::PayloadTooLarge, message));
         }

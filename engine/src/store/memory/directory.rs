@@ -53,6 +53,11 @@ pub(super) fn apply(directory: &mut Directory, change: Change) {
             });
             drop_orphans(directory);
         }
+        Change::DropClient { project, client_id } => {
+            directory.offers.retain(|o| o.project != project || o.client_id != client_id);
+            directory.clients.retain(|c| c.project != project || c.client_id != client_id);
+            drop_orphans(directory);
+        }
         Change::AddKey(key) => directory.keys.push(key),
         Change::RevokeKey { id, at_ms } => {
             for key in directory.keys.iter_mut().filter(|key| key.id == id) {

@@ -14,6 +14,7 @@ pub(super) fn routes() -> OpenApiRouter<Door> {
     OpenApiRouter::new()
         .routes(routes!(register::register))
         .routes(routes!(register::withdraw))
+        .routes(routes!(register::forget))
         .routes(routes!(submit::submit))
         .routes(routes!(submit::ack))
         .routes(routes!(submit::progress))

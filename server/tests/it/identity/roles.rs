@@ -18,7 +18,7 @@ enum Row {
 
 use Row::{Keyed, Open};
 
-const TABLE: [(&str, &str, Row); 90] = [
+const TABLE: [(&str, &str, Row); 91] = [
     ("get", "/v1/tools", Keyed([200, 200, 200, 200])),
     ("get", "/v1/tools/{name}", Keyed([200, 404, 200, 404])),
     ("post", "/v1/tools/{name}/invoke", Keyed([202, 403, 202, 404])),
@@ -76,6 +76,7 @@ const TABLE: [(&str, &str, Row); 90] = [
     ("get", "/oauth/client.json", Open),
     ("post", "/internal/tools/register", Keyed([403, 200, 200, 200])),
     ("delete", "/internal/tools/{name}", Keyed([403, 204, 204, 404])),
+    ("delete", "/internal/clients/{client_id}", Keyed([403, 204, 204, 404])),
     ("post", "/internal/tool_calls/{tool_call_id}/submit", Keyed([403, 200, 200, 404])),
     ("post", "/internal/tool_calls/{tool_call_id}/ack", Keyed([403, 200, 200, 404])),
     ("post", "/internal/tool_calls/{tool_call_id}/progress", Keyed([403, 200, 200, 404])),
@@ -198,6 +199,10 @@ impl World {
         if path.contains("/keys/{id}") {
             let made = self.admin.post("/v1/keys", json!({ "agent": "temporary" })).await.is(201);
             filled = filled.replace("{id}", made["id"].as_str().unwrap());
+        }
+        if path.contains("{client_id}") {
+            self.provider.register("temporary", json!([offer("t.tool")])).await;
+            filled = filled.replace("{client_id}", "temporary");
         }
         if (method, path) == ("delete", "/v1/rules") {
             let rule = json!({ "agent": "eve", "pattern": "x.*", "verdict": "deny" });

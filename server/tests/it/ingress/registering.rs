@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use crate::support::api::{message, offer, offer_with};
 use crate::support::ws::Ws;
-use crate::support::{Api, Server};
+use crate::support::{Api, Server, until};
 
 async fn register(api: &Api, client_id: &str, tools: Value) -> crate::support::api::Reply {
     let body = json!({ "client_id": client_id, "tools": tools });
@@ -219,4 +219,37 @@ async fn a_project_has_so_many_clients_and_no_more() {
     let error = error.refused(413, "PAYLOAD_TOO_LARGE");
     assert!(message(&error).contains("same client_id at every start"), "{error}");
     server.api().project("q").register("c3", json!([offer("a.tool")])).await;
+}
+
+#[tokio::test]
+async fn a_client_that_is_gone_for_good_is_forgotten() {
+    let server = Server::with(|config| config.limits.max_clients_per_project = 2).await;
+    let api = server.api();
+    api.register("old", json!([offer("a.tool"), offer("b.tool")])).await;
+    api.register("new", json!([offer("a.tool")])).await;
+    let third = json!({ "client_id": "third", "tools": [offer("c.tool")] });
+    let refused = api.post("/internal/tools/register", third.clone()).await;
+    refused.refused(413, "PAYLOAD_TOO_LARGE");
+    // Not while it is there, and not while it has something to answer.
+    let path = "/internal/clients/old";
+    let work = api.follow("/internal/ingress/sse?client_id=old", None).await;
+    api.delete(path).await.refused(409, "CONFLICT");
+    drop(work);
+    until("the end of the connection", || async {
+        (server.engine.client_connections() == 0).then_some(())
+    })
+    .await;
+    let id = api.invoke("b.tool", json!({})).await;
+    assert_eq!(api.poll("old").await["tool_call_id"], json!(id));
+    api.delete(path).await.refused(409, "CONFLICT");
+    let body = json!({ "client_id": "old", "status": "SUCCEEDED", "result": 1 });
+    api.submit(&id, body).await.is(200);
+    assert_eq!(api.delete(path).await.status, 204);
+    api.delete(path).await.refused(404, "NOT_FOUND");
+    let tools = api.get("/v1/tools").await.is(200);
+    let offered = |name: &str| tools["tools"].as_array().unwrap().iter().any(|t| t["name"] == name);
+    assert_eq!((offered("a.tool"), offered("b.tool")), (true, false), "{tools}");
+    let clients = api.get("/v1/clients").await.is(200);
+    assert!(!clients.to_string().contains("\"old\""), "{clients}");
+    api.post("/internal/tools/register", third).await.is(200);
 }

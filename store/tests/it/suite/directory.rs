@@ -185,6 +185,26 @@ pub async fn others_are_kept_or_withdrawn_as_asked(store: &dyn Store) {
     assert_eq!(offered(store).await.1, ["p/b@phone", "p/z@phone"]);
 }
 
+pub async fn a_client_is_forgotten_with_all_it_offers(store: &dyn Store) {
+    change(store, register("p", "laptop", &["a", "b"], Others::Keep)).await;
+    change(store, register("p", "phone", &["b"], Others::Keep)).await;
+    change(store, register("q", "laptop", &["a"], Others::Keep)).await;
+    let forget = |client_id: &str| Change::DropClient {
+        project: "p".to_owned(),
+        client_id: client_id.to_owned(),
+    };
+    change(store, forget("laptop")).await;
+    let (tools, offers) = offered(store).await;
+    assert_eq!(tools, ["p/b", "q/a"]);
+    assert_eq!(offers, ["p/b@phone", "q/a@laptop"]);
+    let clients = store.directory().await.unwrap().clients;
+    let left: Vec<_> = clients.iter().map(|c| (c.project.as_str(), c.client_id.as_str())).collect();
+    assert_eq!((left.len(), left.contains(&("p", "laptop"))), (2, false), "{left:?}");
+    change(store, forget("nobody")).await;
+    change(store, register("p", "laptop", &["a"], Others::Keep)).await;
+    assert_eq!(offered(store).await.0, ["p/a", "p/b", "q/a"]);
+}
+
 pub async fn a_tool_lives_while_somebody_offers_it(store: &dyn Store) {
     change(store, register("p", "laptop", &["a"], Others::Keep)).await;
     change(store, register("p", "phone", &["a"], Others::Keep)).await;

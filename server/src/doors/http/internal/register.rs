@@ -148,6 +148,20 @@ pub(super) async fn withdraw(
     Ok(StatusCode::NO_CONTENT)
 }
 
+/// Forgets a client, with all it offers. It must not be connected nor have requests in hand.
+#[utoipa::path(delete, path = "/internal/clients/{client_id}", tag = "providers",
+    params(("client_id" = String, Path, description = "The client's id")),
+    responses((status = 204), (status = 403, body = Problem), (status = 404, body = Problem),
+        (status = 409, body = Problem)))]
+pub(super) async fn forget(
+    State(door): State<Door>,
+    Who(caller): Who,
+    NamePath(client_id): NamePath,
+) -> Result<StatusCode, Refused> {
+    door.engine.forget_client(&caller, &client_id).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
 /// The same for a tool whose name is `register`.
 pub(super) async fn withdraw_register(
     state: State<Door>,
