@@ -198,15 +198,7 @@ pub(super) fn change(
             )?;
             drop_orphans(connection, project)?;
         }
-        Change::DropClient { project, client_id } => {
-            for sql in [
-                "DELETE FROM offers WHERE project = ?1 AND client_id = ?2",
-                "DELETE FROM clients WHERE project = ?1 AND client_id = ?2",
-            ] {
-                connection.execute(sql, params![project, client_id])?;
-            }
-            drop_orphans(connection, project)?;
-        }
+        Change::DropClient { project, client_id } => drop_client(connection, project, client_id)?,
         Change::AddProject(_)
         | Change::PutTools(_)
         | Change::DropTool { .. }
@@ -286,6 +278,16 @@ fn register(
             .execute(params![client.project, tool.name, client.client_id])?;
     }
     drop_orphans(connection, &client.project)
+}
+
+fn drop_client(connection: &Connection, project: &str, client_id: &str) -> rusqlite::Result<()> {
+    for sql in [
+        "DELETE FROM offers WHERE project = ?1 AND client_id = ?2",
+        "DELETE FROM clients WHERE project = ?1 AND client_id = ?2",
+    ] {
+        connection.execute(sql, params![project, client_id])?;
+    }
+    drop_orphans(connection, project)
 }
 
 /// A tool that no client offers any more is gone.

@@ -16,6 +16,10 @@ use toolcrib::{Code, Fault};
 use super::super::super::testing;
 use super::super::{DatabaseSettings, tool};
 
+/// The rights on a schema are one row of PostgreSQL's, and two who change it at once get in each
+/// other's way. Held until the end of the script.
+const ONE_AT_A_TIME: &str = "SELECT pg_advisory_xact_lock(20261117);";
+
 /// A role that can only read one table, and the superuser who made it.
 struct Place {
     admin: Client,
@@ -42,7 +46,8 @@ impl Place {
         tokio::spawn(connection);
         let name = format!("toolcrib_{name}_{}", std::process::id());
         let script = format!(
-            "CREATE TABLE {name} (id int PRIMARY KEY, body text);
+            "{ONE_AT_A_TIME}
+             CREATE TABLE {name} (id int PRIMARY KEY, body text);
              INSERT INTO {name} SELECT n, 'row ' || n FROM generate_series(1, 5000) n;
              CREATE ROLE {name} LOGIN PASSWORD 'p ss:w@rd';
              GRANT SELECT, INSERT, UPDATE, DELETE, TRUNCATE ON {name} TO {name};
@@ -57,7 +62,8 @@ impl Place {
     async fn clear(self) {
         let name = &self.name;
         let script = format!(
-            "DROP TABLE {name}; DROP SEQUENCE {name}_seq; DROP OWNED BY {name}; DROP ROLE {name};"
+            "{ONE_AT_A_TIME} DROP TABLE {name}; DROP SEQUENCE {name}_seq; DROP OWNED BY {name};
+             DROP ROLE {name};"
         );
         self.admin.batch_execute(&script).await.unwrap();
     }
