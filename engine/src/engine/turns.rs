@@ -3,6 +3,7 @@
 //! whatever names an older one is refused.
 
 mod dispatch;
+mod stop;
 
 use serde_json::{Value, json};
 
@@ -12,11 +13,9 @@ use crate::caller::Caller;
 use crate::fault::{Code, Error, Fault};
 use crate::store::Saved;
 use crate::store::utp::TurnChange;
-use crate::utp::card::into_map;
 use crate::utp::news::{News, Step, Task};
 use crate::utp::{
-    AfterExecution, DEFAULT_CHANNEL, InboxItem, MAX_DEPTH, Turn, TurnStatus, Waiting, is_token,
-    trace,
+    AfterExecution, DEFAULT_CHANNEL, MAX_DEPTH, Turn, TurnStatus, Waiting, is_token, trace,
 };
 
 pub use dispatch::{Dispatch, Dispatched, StepCall};
@@ -24,6 +23,9 @@ pub use dispatch::{Dispatch, Dispatched, StepCall};
 /// How long a lease holds unless said.
 const LEASE_MS: u64 = 300_000;
 const LEASE_RANGE_MS: std::ops::RangeInclusive<u64> = 1_000..=86_400_000;
+
+/// How often a change is tried while others change the same turn.
+const TRIES: usize = 8;
 
 /// A turn that somebody wants.
 #[derive(Debug, Clone, Default)]
@@ -60,6 +62,13 @@ pub struct Resumed {
     pub results: Vec<StepResult>,
 }
 
+/// What an agent wants with a turn of its own that runs.
+enum Wish {
+    Renew,
+    Suspend,
+    Finish(Option<String>),
+}
+
 fn conflict(turn: &Turn, message: String) -> Error {
     let detail = json!({
         "agent_turn_id": turn.turn_id,
@@ -67,6 +76,10 @@ fn conflict(turn: &Turn, message: String) -> Error {
         "turn_epoch": turn.epoch,
     });
     Fault::new(Code::Conflict, message).with_detail(detail).into()
+}
+
+fn too_fast() -> Error {
+    Error::later(Code::Overloaded, "the turn changes too fast; try again", 100)
 }
 
 fn invalid(message: impl Into<String>) -> Error {
@@ -166,9 +179,7 @@ impl Engine {
         turn_id: &str,
         epoch: u64,
     ) -> Result<Turn, Error> {
-        let mut turn = self.running(caller, agent_id, turn_id, epoch).await?;
-        turn.lease_until_ms = self.inner.clock.now_ms() + turn.lease_ms;
-        self.inner.keep_turn(next(turn), TurnChange::default()).await
+        self.change_running(caller, agent_id, turn_id, epoch, Wish::Renew).await
     }
 
     /// Suspends a turn until the calls of its step are in.
@@ -179,14 +190,7 @@ impl Engine {
         turn_id: &str,
         epoch: u64,
     ) -> Result<Turn, Error> {
-        let mut turn = self.running(caller, agent_id, turn_id, epoch).await?;
-        if turn.step_id.is_none() {
-            return Err(conflict(&turn, "there is nothing to wait for: no call is out".into()));
-        }
-        turn.status = TurnStatus::Suspended;
-        let waiting = open_calls(&self.step_calls(&turn).await?);
-        let news = News { waiting, ..News::default() };
-        self.inner.save_turn(next(turn), TurnChange::default(), news).await
+        self.change_running(caller, agent_id, turn_id, epoch, Wish::Suspend).await
     }
 
     /// Goes on with the results of the step, once all of them are in; waits for that, but not
@@ -260,64 +264,58 @@ impl Engine {
         epoch: u64,
         reason: Option<String>,
     ) -> Result<Turn, Error> {
-        let mut turn = self.running(caller, agent_id, turn_id, epoch).await?;
-        turn.status = TurnStatus::Finished;
-        turn.reason = reason;
-        let (tool_result_card_id, error_code, error) = (None, None, None);
-        let task = Task { status: "success".into(), tool_result_card_id, error_code, error };
-        let news = News { task: Some(task), ..News::default() };
-        self.inner.save_turn(next(turn), TurnChange::default(), news).await
+        self.change_running(caller, agent_id, turn_id, epoch, Wish::Finish(reason)).await
     }
 
-    /// Stops a turn wherever it stands: its open calls are canceled, results that come later are
-    /// refused, and the agent finds a `stop` in its inbox.
-    pub async fn stop_turn(
+    /// Changes a turn that runs in this epoch. What was changed meanwhile (its lease was renewed)
+    /// does not stand in the way, as long as it still does.
+    async fn change_running(
         &self,
         caller: &Caller,
         agent_id: &str,
         turn_id: &str,
-        reason: Option<String>,
+        epoch: u64,
+        wish: Wish,
     ) -> Result<Turn, Error> {
-        let inner = &self.inner;
-        for _ in 0..8 {
-            let turn = self.turn(caller, agent_id, turn_id).await?;
-            if turn.status == TurnStatus::Stopped {
-                return Ok(turn);
-            }
-            if turn.status.is_over() {
-                return Err(conflict(&turn, "the turn has ended already".into()));
-            }
-            let calls = self.step_calls(&turn).await?;
-            let mut turn = next(turn);
-            turn.epoch += 1;
-            turn.status = TurnStatus::Stopped;
-            turn.reason = reason.clone();
-            let item = inner.stop_item(&turn);
-            let letters = inner.wakeup(&item, &turn.channel).into_iter().collect();
-            let change = TurnChange { inbox: vec![item], letters, ..TurnChange::default() };
-            let (error_code, error) = (Some("stopped"), reason.clone());
-            let (status, tool_result_card_id) = ("failed".to_owned(), None);
-            let task = Some(Task { status, tool_result_card_id, error_code, error });
-            let news = News { task, ..News::default() };
-            let stopped = match inner.save_turn(turn, change, news).await {
-                Ok(turn) => turn,
-                Err(error) if error.code() == Code::Conflict => continue,
-                Err(error) => return Err(error),
+        for _ in 0..TRIES {
+            let mut turn = self.running(caller, agent_id, turn_id, epoch).await?;
+            let news = self.granted(&mut turn, &wish).await?;
+            let (turn, change) = (next(turn), TurnChange::default());
+            let saved = match news {
+                Some(news) => self.inner.save_turn(turn, change, news).await,
+                None => self.inner.keep_turn(turn, change).await,
             };
-            for call in calls.iter().filter(|call| call.inbox_id.is_none()) {
-                self.cancel_quietly(caller, call, "the turn was stopped").await;
+            match saved {
+                Err(error) if error.code() == Code::Conflict => {}
+                other => return other,
             }
-            inner.announce_inbox(&stopped.project, agent_id, true);
-            return Ok(stopped);
         }
-        Err(Error::later(Code::Overloaded, "the turn changes too fast; try again", 100))
+        Err(too_fast())
     }
 
-    /// What has ended meanwhile need not be canceled.
-    async fn cancel_quietly(&self, caller: &Caller, call: &Waiting, why: &str) {
-        let Some(id) = call.call_id.as_deref().and_then(|id| id.parse().ok()) else { return };
-        if let Err(error) = self.cancel(caller, &id, Some(why.to_owned())).await {
-            tracing::debug!(call = %id, %error, "not canceled");
+    /// Does to a turn what is wished; what there is to be told of it.
+    async fn granted(&self, turn: &mut Turn, wish: &Wish) -> Result<Option<News>, Error> {
+        match wish {
+            Wish::Renew => {
+                turn.lease_until_ms = self.inner.clock.now_ms() + turn.lease_ms;
+                Ok(None)
+            }
+            Wish::Suspend if turn.step_id.is_none() => {
+                Err(conflict(turn, "there is nothing to wait for: no call is out".into()))
+            }
+            Wish::Suspend => {
+                turn.status = TurnStatus::Suspended;
+                let waiting = open_calls(&self.step_calls(turn).await?);
+                Ok(Some(News { waiting, ..News::default() }))
+            }
+            Wish::Finish(reason) => {
+                turn.status = TurnStatus::Finished;
+                turn.reason = reason.clone();
+                let (tool_result_card_id, error_code, error) = (None, None, None);
+                let status = "success".to_owned();
+                let task = Task { status, tool_result_card_id, error_code, error };
+                Ok(Some(News { task: Some(task), ..News::default() }))
+            }
         }
     }
 
@@ -450,44 +448,5 @@ impl Inner {
             });
         }
         Ok(results)
-    }
-
-    fn stop_item(&self, turn: &Turn) -> InboxItem {
-        let mark = format!("stop:{}", turn.turn_id);
-        let inbox_id = super::inbox::inbox_id_of(&turn.project, &turn.turn_id, &mark);
-        let parent = turn.traceparent.clone().unwrap_or_default();
-        InboxItem {
-            project: turn.project.clone(),
-            agent_id: turn.agent_id.clone(),
-            message_type: "stop".to_owned(),
-            turn_id: turn.turn_id.clone(),
-            tool_call_id: mark,
-            payload: into_map(json!({
-                "agent_id": turn.agent_id,
-                "agent_turn_id": turn.turn_id,
-                "turn_epoch": turn.epoch,
-                "reason": turn.reason,
-            })),
-            traceparent: trace::child(&parent, &inbox_id),
-            tracestate: turn.tracestate.clone(),
-            parent_step_id: turn.step_id.clone(),
-            source_agent_id: None,
-            depth: turn.depth,
-            created_ms: self.clock.now_ms(),
-            inbox_id,
-        }
-    }
-
-    /// A lease that ran out: whoever had it can do no more under it.
-    pub(crate) async fn expire(&self, turn: Turn) -> Result<(), Error> {
-        let mut turn = next(turn);
-        turn.epoch += 1;
-        turn.status = TurnStatus::Expired;
-        turn.reason = Some("the lease ran out".to_owned());
-        match self.save_turn(turn, TurnChange::default(), News::default()).await {
-            // Somebody was faster: then it is not what it was.
-            Err(error) if error.code() == Code::Conflict => Ok(()),
-            other => other.map(drop),
-        }
     }
 }

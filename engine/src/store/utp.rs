@@ -155,12 +155,14 @@ pub trait UtpStore: Send + Sync {
         now_ms: u64,
     ) -> Result<usize, StoreError>;
 
-    /// The oldest thing that waits for each agent since before this.
+    /// The oldest thing that waits for each agent since before this, with its number; oldest
+    /// first, after this number.
     async fn waiting_agents(
         &self,
         before_ms: u64,
+        after: u64,
         limit: usize,
-    ) -> Result<Vec<InboxItem>, StoreError>;
+    ) -> Result<Vec<(u64, InboxItem)>, StoreError>;
 
     /// Keeps letters that are to be published.
     async fn post(&self, letters: Vec<Letter>) -> Result<(), StoreError>;

@@ -3,16 +3,19 @@
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use crate::engine::{Engine, unavailable};
+use crate::engine::{Engine, Inner, unavailable};
 use crate::fault::Error;
 use crate::utp::{DEFAULT_CHANNEL, InboxItem, Letter};
 
 const EVERY: Duration = Duration::from_secs(5);
 const PAGE: usize = 200;
+/// Agents that are looked at each time: for them all that waits is gone through.
+const AGENTS: usize = 2_000;
 /// What waits longer than this in an inbox is rung for again, so often.
 const WAITS_MS: u64 = 5_000;
 const RING_AGAIN_MS: u64 = 30_000;
@@ -30,9 +33,12 @@ pub(crate) async fn run(engine: Engine) {
     }
 }
 
-/// When which agent was rung for last.
+/// When which agent was rung for last, and behind which of what waits to look next.
 #[derive(Default)]
-pub struct Rung(Mutex<HashMap<(String, String), u64>>);
+pub struct Rung {
+    last: Mutex<HashMap<(String, String), u64>>,
+    after: AtomicU64,
+}
 
 /// Looks once.
 pub async fn run_once(engine: &Engine, rung: &Rung) -> Result<(), Error> {
@@ -76,11 +82,25 @@ async fn ring(engine: &Engine, rung: &Rung) -> Result<(), Error> {
         return Ok(());
     }
     let now_ms = inner.clock.now_ms();
-    let before_ms = now_ms.saturating_sub(WAITS_MS);
-    let waiting = inner.store.utp().waiting_agents(before_ms, PAGE).await.map_err(unavailable)?;
+    rung.last.lock().retain(|_, at_ms| *at_ms + RING_AGAIN_MS > now_ms);
+    let (before_ms, after) = (now_ms.saturating_sub(WAITS_MS), rung.after.load(Ordering::Relaxed));
+    let page = inner.store.utp().waiting_agents(before_ms, after, AGENTS).await;
+    let page = page.map_err(unavailable)?;
+    // Where there are more, they come next time; behind the last comes the first.
+    let last = page.last().filter(|_| page.len() == AGENTS).map_or(0, |(number, _)| *number);
+    rung.after.store(last, Ordering::Relaxed);
+    ring_for(inner, rung, page.into_iter().map(|(_, item)| item).collect(), now_ms).await
+}
+
+/// Rings for those that were not rung for lately.
+async fn ring_for(
+    inner: &Inner,
+    rung: &Rung,
+    waiting: Vec<InboxItem>,
+    now_ms: u64,
+) -> Result<(), Error> {
     let due: Vec<InboxItem> = {
-        let mut last = rung.0.lock();
-        last.retain(|_, at_ms| *at_ms + RING_AGAIN_MS > now_ms);
+        let mut last = rung.last.lock();
         let mut ring =
             |item: &InboxItem| match last.entry((item.project.clone(), item.agent_id.clone())) {
                 Entry::Occupied(_) => false,

@@ -63,6 +63,41 @@ async fn who_does_not_come_is_rung_for_again_on_the_turns_own_channel() {
 }
 
 #[tokio::test]
+async fn however_many_wait_each_is_rung_for_again() {
+    let clock = Arc::new(ManualClock::at(1_700_000_000_000));
+    let engine = Engine::builder().clock(clock.clone()).publishes(true).idle().await.unwrap();
+    let caller = Caller::local("p");
+    for n in 0..2_100 {
+        let member = Member {
+            project: "p".into(),
+            agent_id: format!("a{n}"),
+            worker_target: format!("w{n}"),
+            profile: None,
+            allowed_tools: None,
+            updated_ms: 0,
+        };
+        engine.put_member(&caller, member).await.unwrap();
+        let turn = engine.lease(&caller, &format!("a{n}"), Lease::default()).await.unwrap();
+        engine.stop_turn(&caller, &format!("a{n}"), &turn.turn_id, None).await.unwrap();
+    }
+    while !published(&engine).await.is_empty() {}
+    clock.advance(6_000);
+    let state = Rung::default();
+    for _ in 0..2 {
+        watchdog::run_once(&engine, &state).await.unwrap();
+    }
+    let mut rung = 0;
+    loop {
+        let said = published(&engine).await.len();
+        if said == 0 {
+            break;
+        }
+        rung += said;
+    }
+    assert_eq!(rung, 2_100);
+}
+
+#[tokio::test]
 async fn a_model_is_shown_what_the_roster_allows_its_agent() {
     let tool = |name: &str| FnTool::new(name, "Does it", async |_: Nothing| Ok::<_, Fault>(1));
     let engine = Engine::builder().tool(tool("a.one")).tool(tool("a.two")).tool(tool("b.one"));

@@ -179,10 +179,11 @@ impl UtpStore for PostgresStore {
     async fn waiting_agents(
         &self,
         before_ms: u64,
+        after: u64,
         limit: usize,
-    ) -> Result<Vec<InboxItem>, StoreError> {
+    ) -> Result<Vec<(u64, InboxItem)>, StoreError> {
         let lent = self.pool.lend().await?;
-        inbox::oldest(&lent, before_ms, limit).await.map_err(Broke::into_error)
+        inbox::oldest(&lent, before_ms, after, limit).await.map_err(Broke::into_error)
     }
 
     async fn post(&self, letters: Vec<Letter>) -> Result<(), StoreError> {

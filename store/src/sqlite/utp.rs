@@ -46,6 +46,22 @@ fn bodies<T: DeserializeOwned>(
     Ok(all)
 }
 
+/// Bodies with their numbers. Bound are the number that they come after and how many at most, and
+/// what else the statement asks for.
+fn numbered<T: DeserializeOwned>(
+    connection: &Connection,
+    sql: &str,
+    bound: &[i64],
+) -> rusqlite::Result<Vec<(u64, T)>> {
+    let mut select = connection.prepare_cached(sql)?;
+    let mut rows = select.query(rusqlite::params_from_iter(bound))?;
+    let mut all = Vec::new();
+    while let Some(row) = rows.next()? {
+        all.push((row.get::<_, i64>(0)? as u64, of_body(&row.get::<_, String>(1)?)?));
+    }
+    Ok(all)
+}
+
 fn put_card(connection: &Connection, card: &Card) -> rusqlite::Result<CardPut> {
     let result = card.kind == TOOL_RESULT;
     let known: Option<String> = connection
@@ -186,7 +202,9 @@ impl UtpStore for SqliteStore {
         after: u64,
         limit: usize,
     ) -> Result<Vec<(u64, Waiting)>, StoreError> {
-        self.look(move |connection| turns::undelivered(connection, after, limit)).await
+        let sql = "SELECT number, body FROM turn_calls WHERE inbox_id IS NULL AND number > ?1 \
+                   AND call_id IS NOT NULL ORDER BY number LIMIT ?2";
+        self.look(move |c| numbered(c, sql, &[after as i64, limit as i64])).await
     }
 
     async fn deliver(
@@ -227,12 +245,14 @@ impl UtpStore for SqliteStore {
     async fn waiting_agents(
         &self,
         before_ms: u64,
+        after: u64,
         limit: usize,
-    ) -> Result<Vec<InboxItem>, StoreError> {
-        let sql = "SELECT body FROM inbox WHERE number IN (SELECT min(number) FROM inbox \
-                   WHERE taken_ms IS NULL GROUP BY project, agent_id) AND created_ms < ?1 \
-                   ORDER BY number LIMIT ?2";
-        self.look(move |c| bodies(c, sql, params![before_ms as i64, limit as i64])).await
+    ) -> Result<Vec<(u64, InboxItem)>, StoreError> {
+        let sql = "SELECT number, body FROM inbox WHERE number IN (SELECT min(number) FROM inbox \
+                   WHERE taken_ms IS NULL GROUP BY project, agent_id) AND number > ?1 \
+                   AND created_ms < ?3 ORDER BY number LIMIT ?2";
+        let bound = [after as i64, limit as i64, before_ms as i64];
+        self.look(move |c| numbered(c, sql, &bound)).await
     }
 
     async fn post(&self, posted: Vec<Letter>) -> Result<(), StoreError> {
@@ -240,7 +260,8 @@ impl UtpStore for SqliteStore {
     }
 
     async fn outbox(&self, after: u64, limit: usize) -> Result<Vec<(u64, Letter)>, StoreError> {
-        self.look(move |connection| letters::outbox(connection, after, limit)).await
+        let sql = "SELECT number, body FROM outbox WHERE number > ?1 ORDER BY number LIMIT ?2";
+        self.look(move |c| numbered(c, sql, &[after as i64, limit as i64])).await
     }
 
     async fn posted(&self, ids: &[String]) -> Result<(), StoreError> {

@@ -7,7 +7,7 @@ use sha2::{Digest, Sha256};
 
 use super::super::inbox::inbox_id_of;
 use super::super::{Engine, Inner, unavailable};
-use super::{conflict, invalid, next, open_calls};
+use super::{TRIES, conflict, invalid, next, open_calls, too_fast};
 use crate::caller::Caller;
 use crate::fault::{Code, Error, Fault};
 use crate::json::Json;
@@ -148,7 +148,7 @@ impl Engine {
         change: TurnChange,
     ) -> Result<Turn, Error> {
         let new_card_ids: Vec<String> = change.waiting.iter().filter_map(call_card).collect();
-        for _ in 0..8 {
+        for _ in 0..TRIES {
             let news = News {
                 waiting: open_calls(&change.waiting),
                 step: Some(Step { phase: "executing", new_card_ids: new_card_ids.clone() }),
@@ -166,7 +166,7 @@ impl Engine {
             }
             (step.version, step.lease_until_ms) = (now.version, now.lease_until_ms);
         }
-        Err(Error::later(Code::Overloaded, "the turn changes too fast; try again", 100))
+        Err(too_fast())
     }
 
     /// The calls of a step that there is not are canceled; those that are another step's are not.

@@ -270,13 +270,16 @@ impl UtpStore for Utp {
     async fn waiting_agents(
         &self,
         before_ms: u64,
+        after: u64,
         limit: usize,
-    ) -> Result<Vec<InboxItem>, StoreError> {
+    ) -> Result<Vec<(u64, InboxItem)>, StoreError> {
         let state = self.0.lock();
         let mut seen = HashSet::new();
-        let open = state.inbox.values().filter(|(item, open)| *open && item.created_ms < before_ms);
-        let first = open.filter(|(item, _)| seen.insert((&item.project, &item.agent_id)));
-        Ok(first.take(limit).map(|(item, _)| item.clone()).collect())
+        let open = state.inbox.iter().filter(|(_, (_, open))| *open);
+        let first = open.filter(|(_, (item, _))| seen.insert((&item.project, &item.agent_id)));
+        let due =
+            first.filter(|(number, (item, _))| **number > after && item.created_ms < before_ms);
+        Ok(due.take(limit).map(|(number, (item, _))| (*number, item.clone())).collect())
     }
 
     async fn post(&self, letters: Vec<Letter>) -> Result<(), StoreError> {

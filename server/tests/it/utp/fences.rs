@@ -271,3 +271,19 @@ async fn a_lease_that_is_renewed_meanwhile_does_not_take_a_step_back() {
         still_out(&world, turn).await;
     }
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lease_that_is_renewed_meanwhile_does_not_keep_a_turn_from_ending() {
+    let Some(world) = World::new().await else { return };
+    for turn in ["t1", "t2", "t3", "t4"] {
+        world.api.post("/v1/agents/ada/turns", json!({ "agent_turn_id": turn })).await.is(201);
+        let calls = json!([call("c", "hand.work", json!({}))]);
+        let body = json!({ "turn_epoch": 1, "calls": calls, "suspend": false });
+        world.act(turn, "dispatch", body).await.is(200);
+        let what = if turn < "t3" { "suspend" } else { "finish" };
+        let renewing = (0..6).map(|_| world.act(turn, "renew", json!({ "turn_epoch": 1 })));
+        let ending = world.act(turn, what, json!({ "turn_epoch": 1 }));
+        let (_, ended) = tokio::join!(futures::future::join_all(renewing), ending);
+        ended.is(200);
+    }
+}

@@ -58,15 +58,19 @@ pub(super) async fn waiting(
 pub(super) async fn oldest(
     session: &Session,
     before_ms: u64,
+    after: u64,
     limit: usize,
-) -> Result<Vec<InboxItem>, Broke> {
+) -> Result<Vec<(u64, InboxItem)>, Broke> {
     let sql = format!(
-        "SELECT {COLUMNS} FROM state.agent_inbox WHERE toolcrib_seq IN \
+        "SELECT {COLUMNS}, toolcrib_seq FROM state.agent_inbox WHERE toolcrib_seq IN \
          (SELECT min(toolcrib_seq) FROM state.agent_inbox WHERE toolcrib_accepted \
          AND status = 'pending' GROUP BY project_id, agent_id) \
-         AND created_at < to_timestamp($1::bigint / 1000.0) ORDER BY toolcrib_seq LIMIT $2"
+         AND toolcrib_seq > $1 AND created_at < to_timestamp($2::bigint / 1000.0) \
+         ORDER BY toolcrib_seq LIMIT $3"
     );
-    session.collect(&sql, &[&(before_ms as i64), &limited(limit)], read).await
+    let numbered = |row: &Row| Ok((row.whole(14)?, read(row)?));
+    let bound: Bound<'_> = &[&(after as i64), &(before_ms as i64), &limited(limit)];
+    session.collect(&sql, bound, numbered).await
 }
 
 /// Puts something into an inbox, unless the outcome of that call is there already.

@@ -74,22 +74,6 @@ pub(super) fn post(connection: &Connection, letter: &Letter) -> rusqlite::Result
         .map(drop)
 }
 
-pub(super) fn outbox(
-    connection: &Connection,
-    after: u64,
-    limit: usize,
-) -> rusqlite::Result<Vec<(u64, Letter)>> {
-    let mut select = connection.prepare_cached(
-        "SELECT number, body FROM outbox WHERE number > ?1 ORDER BY number LIMIT ?2",
-    )?;
-    let mut rows = select.query(params![after as i64, limit as i64])?;
-    let mut all = Vec::new();
-    while let Some(row) = rows.next()? {
-        all.push((row.get::<_, i64>(0)? as u64, of_body(&row.get::<_, String>(1)?)?));
-    }
-    Ok(all)
-}
-
 pub(super) fn take(
     connection: &Connection,
     project: &str,

@@ -3,9 +3,9 @@
 use rusqlite::{Connection, OptionalExtension, params};
 use toolcrib::store::Saved;
 use toolcrib::store::utp::TurnChange;
-use toolcrib::utp::{Turn, Waiting};
+use toolcrib::utp::Turn;
 
-use super::{body, letters, of_body};
+use super::{body, letters};
 
 /// Saves a turn with what belongs to it, unless its stored version is not the one before.
 pub(super) fn save(
@@ -62,22 +62,4 @@ pub(super) fn save(
     }
     change.letters.iter().try_for_each(|letter| letters::post(connection, letter))?;
     Ok(Saved::Yes)
-}
-
-/// Calls whose outcome is in no inbox yet, with their numbers.
-pub(super) fn undelivered(
-    connection: &Connection,
-    after: u64,
-    limit: usize,
-) -> rusqlite::Result<Vec<(u64, Waiting)>> {
-    let mut select = connection.prepare_cached(
-        "SELECT number, body FROM turn_calls \
-         WHERE inbox_id IS NULL AND number > ?1 AND call_id IS NOT NULL ORDER BY number LIMIT ?2",
-    )?;
-    let mut rows = select.query(params![after as i64, limit as i64])?;
-    let mut all = Vec::new();
-    while let Some(row) = rows.next()? {
-        all.push((row.get::<_, i64>(0)? as u64, of_body(&row.get::<_, String>(1)?)?));
-    }
-    Ok(all)
 }

@@ -166,8 +166,13 @@ pub async fn an_outcome_is_delivered_once_and_in_order(store: &dyn Store) {
     assert_eq!(calls[1].result_card_id.as_deref(), Some("r1"));
     let items = utp.inbox("p", "ada", 9).await.unwrap();
     assert_eq!(items, [item("ada", "b"), item("ada", "a")]);
-    assert_eq!(utp.waiting_agents(NOW + 1, 9).await.unwrap(), [item("ada", "b"), item("eve", "z")]);
-    assert_eq!(utp.waiting_agents(NOW, 9).await.unwrap(), []);
+    let found = utp.waiting_agents(NOW + 1, 0, 9).await.unwrap();
+    let items: Vec<InboxItem> = found.iter().map(|(_, item)| item.clone()).collect();
+    assert_eq!(items, [item("ada", "b"), item("eve", "z")]);
+    let behind = utp.waiting_agents(NOW + 1, found[0].0, 9).await.unwrap();
+    assert_eq!(behind, found[1..], "an agent is not there again for what waits behind its first");
+    assert_eq!(utp.waiting_agents(NOW + 1, 0, 1).await.unwrap(), found[..1]);
+    assert_eq!(utp.waiting_agents(NOW, 0, 9).await.unwrap(), []);
     let ids = ["inbox_ada_b".to_owned(), "inbox_eve_z".to_owned()];
     assert_eq!(utp.take_from_inbox("p", "ada", &ids, NOW).await.unwrap(), 1, "only its own");
     assert_eq!(utp.take_from_inbox("p", "ada", &ids, NOW).await.unwrap(), 0);

@@ -1,0 +1,108 @@
+//! How a turn ends that its agent does not end: it is stopped, or its lease runs out.
+
+use serde_json::json;
+
+use super::{TRIES, conflict, next, too_fast};
+use crate::caller::Caller;
+use crate::engine::inbox::inbox_id_of;
+use crate::engine::{Engine, Inner};
+use crate::fault::{Code, Error};
+use crate::store::utp::TurnChange;
+use crate::utp::card::into_map;
+use crate::utp::news::{News, Task};
+use crate::utp::{InboxItem, Turn, TurnStatus, Waiting, trace};
+
+impl Engine {
+    /// Stops a turn wherever it stands: its open calls are canceled, results that come later are
+    /// refused, and the agent finds a `stop` in its inbox.
+    pub async fn stop_turn(
+        &self,
+        caller: &Caller,
+        agent_id: &str,
+        turn_id: &str,
+        reason: Option<String>,
+    ) -> Result<Turn, Error> {
+        let inner = &self.inner;
+        for _ in 0..TRIES {
+            let turn = self.turn(caller, agent_id, turn_id).await?;
+            if turn.status == TurnStatus::Stopped {
+                return Ok(turn);
+            }
+            if turn.status.is_over() {
+                return Err(conflict(&turn, "the turn has ended already".into()));
+            }
+            let calls = self.step_calls(&turn).await?;
+            let mut turn = next(turn);
+            turn.epoch += 1;
+            turn.status = TurnStatus::Stopped;
+            turn.reason = reason.clone();
+            let item = inner.stop_item(&turn);
+            let letters = inner.wakeup(&item, &turn.channel).into_iter().collect();
+            let change = TurnChange { inbox: vec![item], letters, ..TurnChange::default() };
+            let (error_code, error) = (Some("stopped"), reason.clone());
+            let (status, tool_result_card_id) = ("failed".to_owned(), None);
+            let task = Some(Task { status, tool_result_card_id, error_code, error });
+            let news = News { task, ..News::default() };
+            let stopped = match inner.save_turn(turn, change, news).await {
+                Ok(turn) => turn,
+                Err(error) if error.code() == Code::Conflict => continue,
+                Err(error) => return Err(error),
+            };
+            for call in calls.iter().filter(|call| call.inbox_id.is_none()) {
+                self.cancel_quietly(caller, call, "the turn was stopped").await;
+            }
+            inner.announce_inbox(&stopped.project, agent_id, true);
+            return Ok(stopped);
+        }
+        Err(too_fast())
+    }
+
+    /// What has ended meanwhile need not be canceled.
+    pub(super) async fn cancel_quietly(&self, caller: &Caller, call: &Waiting, why: &str) {
+        let Some(id) = call.call_id.as_deref().and_then(|id| id.parse().ok()) else { return };
+        if let Err(error) = self.cancel(caller, &id, Some(why.to_owned())).await {
+            tracing::debug!(call = %id, %error, "not canceled");
+        }
+    }
+}
+
+impl Inner {
+    fn stop_item(&self, turn: &Turn) -> InboxItem {
+        let mark = format!("stop:{}", turn.turn_id);
+        let inbox_id = inbox_id_of(&turn.project, &turn.turn_id, &mark);
+        let parent = turn.traceparent.clone().unwrap_or_default();
+        InboxItem {
+            project: turn.project.clone(),
+            agent_id: turn.agent_id.clone(),
+            message_type: "stop".to_owned(),
+            turn_id: turn.turn_id.clone(),
+            tool_call_id: mark,
+            payload: into_map(json!({
+                "agent_id": turn.agent_id,
+                "agent_turn_id": turn.turn_id,
+                "turn_epoch": turn.epoch,
+                "reason": turn.reason,
+            })),
+            traceparent: trace::child(&parent, &inbox_id),
+            tracestate: turn.tracestate.clone(),
+            parent_step_id: turn.step_id.clone(),
+            source_agent_id: None,
+            depth: turn.depth,
+            created_ms: self.clock.now_ms(),
+            inbox_id,
+        }
+    }
+
+    /// A lease that ran out: whoever had it can do no more under it.
+    pub(crate) async fn expire(&self, turn: Turn) -> Result<(), Error> {
+        let mut turn = next(turn);
+        turn.epoch += 1;
+        turn.status = TurnStatus::Expired;
+        turn.reason = Some("the lease ran out".to_owned());
+        match self.save_turn(turn, TurnChange::default(), News::default()).await {
+            // Somebody was faster: then it is not what it was.
+            Err(error) if error.code() == Code::Conflict => Ok(()),
+            other => other.map(drop),
+        }
+    }
+}
