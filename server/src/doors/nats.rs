@@ -6,15 +6,14 @@
 
 mod agent;
 mod outbox;
+mod places;
 mod sys;
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use async_nats::Message;
 use futures::StreamExt;
 use serde_json::{Value, json};
-use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 use toolcrib::caller::{Role, Trust};
 use toolcrib::fault::{Code, Error};
@@ -22,9 +21,7 @@ use toolcrib::utp::subject::{self, Subject};
 use toolcrib::{Caller, Engine};
 
 use crate::utp::{Link, wire};
-
-/// Requests that are being answered at once.
-const AT_ONCE: usize = 1_024;
+use places::{Place, Places};
 
 /// The open door; it closes with the value.
 pub struct Open {
@@ -60,7 +57,7 @@ pub fn open(engine: Engine, link: Link) -> Open {
 }
 
 async fn answer_all(engine: Engine, link: Link, component: &'static str) {
-    let places = Arc::new(Semaphore::new(AT_ONCE));
+    let places = Places::new();
     let subject = format!("cg.{}.*.*.rpc.{component}.*.*", link.version());
     loop {
         let queue = "toolcrib".to_owned();
@@ -73,19 +70,16 @@ async fn answer_all(engine: Engine, link: Link, component: &'static str) {
             }
         };
         while let Some(request) = requests.next().await {
-            let Ok(place) = places.clone().acquire_owned().await else { return };
+            let Some(mut place) = places.take().await else { return };
             let (engine, link) = (engine.clone(), link.clone());
-            tokio::spawn(async move {
-                answer(&engine, &link, request).await;
-                drop(place);
-            });
+            tokio::spawn(async move { answer(&engine, &link, request, &mut place).await });
         }
     }
 }
 
-async fn answer(engine: &Engine, link: &Link, request: Message) {
+async fn answer(engine: &Engine, link: &Link, request: Message, place: &mut Place) {
     let answered = match subject::parse(&request.subject) {
-        Some(parts) => route(engine, link, &parts, &request).await,
+        Some(parts) => route(engine, link, &parts, &request, place).await,
         None => Err(Error::refused(Code::BadRequest, "this is no subject of ours")),
     };
     let refused = |error| wire::refusal(&error).to_string().into_bytes();
@@ -111,6 +105,7 @@ async fn route(
     link: &Link,
     parts: &Subject<'_>,
     request: &Message,
+    place: &mut Place,
 ) -> Result<Vec<u8>, Error> {
     match parts.component {
         "sys" => {
@@ -120,7 +115,7 @@ async fn route(
         }
         _ => {
             let caller = caller(engine, parts.project, parts.target, Role::Agent);
-            let answer = agent::answer(engine, &caller, parts, request).await?;
+            let answer = agent::answer(engine, &caller, parts, request, place).await?;
             Ok(answer.to_string().into_bytes())
         }
     }

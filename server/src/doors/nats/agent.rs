@@ -7,6 +7,7 @@ use toolcrib::utp::subject::Subject;
 use toolcrib::utp::trace;
 use toolcrib::{Caller, Engine};
 
+use super::places::Place;
 use super::{body, unknown};
 use crate::utp::turn::{self, DispatchBody, LeaseBody, turn_body};
 use crate::utp::wire;
@@ -38,6 +39,7 @@ pub(super) async fn answer(
     caller: &Caller,
     parts: &Subject<'_>,
     request: &Message,
+    place: &mut Place,
 ) -> Result<Value, Error> {
     let (agent, given) = (parts.target, body(request)?);
     let headers = wire::header_map(request.headers.as_ref());
@@ -45,6 +47,8 @@ pub(super) async fn answer(
     let turn_id = given["agent_turn_id"].as_str().unwrap_or_default().to_owned();
     let reason = given["reason"].as_str().map(turn::reason);
     let wait_ms = number(&given, "wait_ms")?.unwrap_or(0).min(MAX_WAIT_MS);
+    let waits = wait_ms > 0 && matches!(parts.suffix, "inbox" | "resume");
+    let _waits = waits.then(|| place.waits(parts.project)).transpose()?;
     let epoch = || {
         let missing = || Error::refused(Code::ValidationError, "turn_epoch is missing");
         number(&given, "turn_epoch")?.ok_or_else(missing)
