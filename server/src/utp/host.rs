@@ -39,7 +39,7 @@ use futures::{FutureExt, StreamExt};
 use parking_lot::Mutex;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
-use tokio::sync::Semaphore;
+use tokio::sync::{AcquireError, OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use toolcrib::fault::{Code, Fault};
@@ -60,8 +60,8 @@ const ACK_WAIT: Duration = Duration::from_secs(30);
 const GIVE_AGAIN: Duration = Duration::from_secs(2);
 /// A tool that is faster than this is not said to have begun.
 const SAY_AFTER: Duration = Duration::from_millis(20);
-/// Most commands that are fetched before there is a place for them.
-const FETCHED: usize = 256;
+/// How long the broker keeps a request for commands.
+const ASKED_FOR: Duration = Duration::from_secs(5);
 /// Commands that are executed at once, unless said.
 const AT_ONCE: usize = 64;
 
@@ -227,12 +227,12 @@ impl Host {
     }
 }
 
-/// The commands for a target, and the cards that are sent before them.
+/// Where the commands for a target come from, and the cards that are sent before them.
 async fn open(
     link: &Link,
     target: &str,
     serving: &Serving,
-) -> anyhow::Result<(pull::Stream, Subscriber)> {
+) -> anyhow::Result<(PullConsumer, Subscriber)> {
     link.up().await;
     link.ensure_streams().await?;
     let safe: String =
@@ -257,17 +257,12 @@ async fn open(
         name = format!("{name}_{}", &hex(&Sha256::digest(target.as_bytes()))[..8]);
         consumer = stream.get_or_create_consumer(&name, config(&name)).await?;
     }
-    let commands = consumer
-        .stream()
-        .max_messages_per_batch(FETCHED)
-        .expires(Duration::from_secs(20))
-        .heartbeat(Duration::from_secs(5))
-        .messages()
-        .await?;
-    Ok((commands, link.client().subscribe(serving.ahead.inbox.clone()).await?))
+    Ok((consumer, link.client().subscribe(serving.ahead.inbox.clone()).await?))
 }
 
-/// Takes commands until the connection breaks, or it is told to stop.
+/// Takes commands until the connection breaks, or it is told to stop. No more are asked for than
+/// there are places: whoever else serves the target has the others, and one that waited here would
+/// look to them as if it had been begun.
 async fn take(
     link: &Link,
     target: &str,
@@ -278,45 +273,43 @@ async fn take(
 ) -> anyhow::Result<()> {
     let opened = stopping.run_until_cancelled(open(link, target, serving)).await;
     let Some(opened) = opened else { return Ok(()) };
-    let (mut commands, mut cards) = opened?;
-    let mut ended = Ok(());
+    let (consumer, mut cards) = opened?;
+    // What was asked for over a connection that broke does not come over the next one.
+    let mut again = std::pin::pin!(link.connected_again());
+    again.as_mut().enable();
     while !stopping.is_cancelled() {
-        // Cards first: what was sent before a command is there when the command is looked at.
-        let message = tokio::select! {
-            biased;
-            Some(sent) = cards.next() => {
-                serving.ahead.keep(&sent);
-                continue;
-            }
-            message = commands.next() => message,
-            () = stopping.cancelled() => break,
-        };
-        let message = match message {
-            Some(Ok(message)) => message,
-            over => {
-                ended = over.transpose().map(drop);
-                break;
-            }
-        };
-        let waiting = places.clone().acquire_owned();
-        let mut waiting = std::pin::pin!(waiting);
-        let place = loop {
-            tokio::select! {
+        let free = serving.keeping(&mut cards, free_places(places));
+        let Some(free) = stopping.run_until_cancelled(free).await else { break };
+        let mut free = free?;
+        let asking = consumer.batch().max_messages(free.num_permits()).expires(ASKED_FOR);
+        let mut commands = asking.messages().await?;
+        // What this process was given it also begins, told to stop or not.
+        loop {
+            let message = tokio::select! {
                 biased;
-                place = &mut waiting => break place?,
-                Some(sent) = cards.next() => serving.ahead.keep(&sent),
-            }
-        };
-        tasks.spawn(serving.clone().unless_dropped(message, async { place }));
+                message = serving.keeping(&mut cards, commands.next()) => message,
+                () = stopping.cancelled() => commands.next().now_or_never().flatten(),
+                () = &mut again => return Ok(()),
+            };
+            let Some(message) = message.transpose().map_err(anyhow::Error::from_boxed)? else {
+                break;
+            };
+            let Some(place) = free.split(1) else { break };
+            // Boxed: what a command needs until it is answered is large, and a task is moved.
+            tasks.spawn(Box::pin(serving.clone().unless_dropped(message, place)));
+        }
     }
-    // What this process was given it also begins: given to another, it would look as if it had been
-    // begun here, and what must not happen twice would fail.
-    for _ in 0..FETCHED {
-        let Some(Some(Ok(message))) = commands.next().now_or_never() else { break };
-        let place = places.clone().acquire_owned();
-        tasks.spawn(serving.clone().unless_dropped(message, place));
+    Ok(())
+}
+
+/// All places that are free, once there is one.
+async fn free_places(places: &Arc<Semaphore>) -> Result<OwnedSemaphorePermit, AcquireError> {
+    let mut free = places.clone().acquire_owned().await?;
+    let more = u32::try_from(places.available_permits()).unwrap_or(u32::MAX);
+    if let Ok(more) = places.clone().try_acquire_many_owned(more) {
+        free.merge(more);
     }
-    Ok(ended?)
+    Ok(free)
 }
 
 struct Serving {
@@ -333,14 +326,22 @@ struct Serving {
 }
 
 impl Serving {
-    /// Handles a command once there is a place for it.
-    async fn unless_dropped<T>(self: Arc<Self>, message: Message, place: impl Future<Output = T>) {
-        let handling = async {
-            let place = self.alive(&message, place).await;
-            self.handle(&message).await;
-            drop(place);
-        };
-        self.dropped.run_until_cancelled(handling).await;
+    /// Waits for something, and keeps the cards that come meanwhile. Cards first: what was sent
+    /// before a command is there when the command is looked at.
+    async fn keeping<T>(&self, cards: &mut Subscriber, wanted: impl Future<Output = T>) -> T {
+        let mut wanted = std::pin::pin!(wanted);
+        loop {
+            tokio::select! {
+                biased;
+                Some(sent) = cards.next() => self.ahead.keep(&sent),
+                came = &mut wanted => return came,
+            }
+        }
+    }
+
+    async fn unless_dropped(self: Arc<Self>, message: Message, place: OwnedSemaphorePermit) {
+        self.dropped.run_until_cancelled(self.handle(&message)).await;
+        drop(place);
     }
 
     async fn handle(&self, message: &Message) {

@@ -12,6 +12,7 @@ use async_nats::jetstream::stream::{Config as StreamConfig, RetentionPolicy, Sto
 use async_nats::jetstream::{self, message::PublishMessage};
 use async_nats::{Client, ConnectOptions, HeaderMap};
 use tokio::sync::Notify;
+use tokio::sync::futures::Notified;
 
 use super::follow::Followers;
 use super::wire;
@@ -131,6 +132,11 @@ impl Link {
     /// Whether the broker answers.
     pub fn is_up(&self) -> bool {
         self.client.connection_state() == State::Connected
+    }
+
+    /// Returns when the connection is made again.
+    pub fn connected_again(&self) -> Notified<'_> {
+        self.came_up.notified()
     }
 
     /// Returns when the broker is there.

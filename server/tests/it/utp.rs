@@ -10,5 +10,6 @@ mod outbox;
 mod projects;
 mod reports;
 mod services;
+mod sharing;
 mod together;
 mod turns;
