@@ -147,6 +147,31 @@ impl Resolve for Guard {
     }
 }
 
+/// Why a request was not answered: with the causes, without the URL, which may have something
+/// secret in it.
+pub fn plainly(error: reqwest::Error) -> String {
+    let error = error.without_url();
+    let mut text = error.to_string();
+    let mut cause = std::error::Error::source(&error);
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
+}
+
+/// The rule that kept a request from being sent, if one did.
+pub fn forbidden(error: &reqwest::Error) -> Option<&PrivateAddress> {
+    let mut cause = std::error::Error::source(error);
+    while let Some(error) = cause {
+        if let Some(private) = error.downcast_ref() {
+            return Some(private);
+        }
+        cause = error.source();
+    }
+    None
+}
+
 /// `Retry-After` in either of its forms.
 pub fn retry_after_ms(headers: &HeaderMap) -> Option<u64> {
     read_retry_after(headers.get(RETRY_AFTER)?.to_str().ok()?)

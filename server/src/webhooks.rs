@@ -18,7 +18,7 @@ use toolcrib::Call;
 use toolcrib::delivery::Answer;
 use toolcrib::notify::{Notice, Notifier};
 
-use crate::outbound::{Outbound, PrivateAddress, retry_after_ms};
+use crate::outbound::{Outbound, forbidden, retry_after_ms};
 use crate::task::TaskEnd;
 
 pub use signing::{KEY_PREFIX, KeyPlace, KeyRing, new_key};
@@ -100,11 +100,11 @@ impl Webhooks {
         if error.is_timeout() {
             return format!("no answer within {} ms", self.timeout.as_millis());
         }
+        if let Some(private) = forbidden(error) {
+            return private.to_string();
+        }
         let (mut cause, mut last) = (error.source(), None);
         while let Some(deeper) = cause {
-            if let Some(private) = deeper.downcast_ref::<PrivateAddress>() {
-                return private.to_string();
-            }
             last = Some(deeper.to_string());
             cause = deeper.source();
         }

@@ -46,6 +46,7 @@ pub(super) fn read(
 fn trouble_of(host: &str, trouble: Trouble) -> Fault {
     match trouble {
         Trouble::Unsendable(why) => crate::operation::bad(why),
+        Trouble::Forbidden(why) => Fault::new(Code::PermissionDenied, why).not_happened(),
         Trouble::Unreachable(why) => Fault::unreachable(format!("{host} cannot be reached: {why}")),
         Trouble::Broken(why) => {
             Fault::new(Code::UpstreamUnavailable, format!("{host} broke off: {why}"))
@@ -86,12 +87,17 @@ fn refusal(host: &str, came: &Came, about: &About<'_>) -> Fault {
     let status = came.status.as_u16();
     let (code, refused) = code_of(came.status);
     let fault = Fault::new(code, format!("HTTP {status} from {host}"));
-    let fault = fault.with_detail(json!({
+    let mut detail = json!({
         "status_code": status,
         "details": shown(came),
         "tool_name": about.tool,
         "tool_call_id": about.tool_call_id,
-    }));
+    });
+    // Read as when to try again.
+    if let Some(ms) = came.retry_after_ms.filter(|_| matches!(status, 429 | 503)) {
+        detail["retry_after_ms"] = ms.into();
+    }
+    let fault = fault.with_detail(detail);
     if refused { fault.not_happened() } else { fault }
 }
 

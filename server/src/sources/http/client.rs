@@ -9,7 +9,7 @@ use tokio::sync::OnceCell;
 use super::place;
 use crate::operation::Request;
 use crate::operation::secrets::Secrets;
-use crate::outbound::Outbound;
+use crate::outbound::{Outbound, forbidden, plainly, retry_after_ms};
 
 /// How often an answer may send a request on, within its own host.
 const MAX_REDIRECTS: usize = 5;
@@ -19,6 +19,8 @@ pub(super) struct Came {
     pub(super) status: StatusCode,
     pub(super) content_type: String,
     pub(super) body: Vec<u8>,
+    /// When to come again, where it says so.
+    pub(super) retry_after_ms: Option<u64>,
     /// What must not be kept of it.
     pub(super) secrets: Secrets,
 }
@@ -28,6 +30,8 @@ pub(super) struct Came {
 pub(super) enum Trouble {
     /// It cannot be sent as it is.
     Unsendable(String),
+    /// It leads to where we do not go.
+    Forbidden(String),
     /// Nobody was reached.
     Unreachable(String),
     /// It was sent, and the answer broke off.
@@ -106,15 +110,16 @@ impl Upstream {
         let status = answer.status();
         let kind = answer.headers().get(header::CONTENT_TYPE);
         let content_type = kind.and_then(|kind| kind.to_str().ok()).unwrap_or_default().to_owned();
+        let retry_after_ms = retry_after_ms(answer.headers());
         let mut body = Vec::new();
-        let broken = |error: reqwest::Error| Trouble::Broken(whole(error));
+        let broken = |error: reqwest::Error| Trouble::Broken(plainly(error));
         while let Some(chunk) = answer.chunk().await.map_err(broken)? {
             if body.len() + chunk.len() > self.max_bytes {
                 return Err(Trouble::TooLarge(self.max_bytes));
             }
             body.extend_from_slice(&chunk);
         }
-        Ok(Came { status, content_type, body, secrets })
+        Ok(Came { status, content_type, body, retry_after_ms, secrets })
     }
 }
 
@@ -165,23 +170,14 @@ fn headers(client: &Client, request: &Request) -> Result<(HeaderMap, Secrets), T
 }
 
 fn unsent(error: reqwest::Error) -> Trouble {
+    if let Some(private) = forbidden(&error) {
+        return Trouble::Forbidden(private.to_string());
+    }
     if error.is_builder() {
-        return Trouble::Unsendable(whole(error));
+        return Trouble::Unsendable(plainly(error));
     }
     match error.is_connect() {
-        true => Trouble::Unreachable(whole(error)),
-        false => Trouble::Broken(whole(error)),
+        true => Trouble::Unreachable(plainly(error)),
+        false => Trouble::Broken(plainly(error)),
     }
-}
-
-/// With its causes, without the URL.
-fn whole(error: reqwest::Error) -> String {
-    let error = error.without_url();
-    let mut text = error.to_string();
-    let mut cause = std::error::Error::source(&error);
-    while let Some(error) = cause {
-        text = format!("{text}: {error}");
-        cause = error.source();
-    }
-    text
 }

@@ -36,6 +36,17 @@ async fn every_status_is_the_right_fault() {
 }
 
 #[tokio::test]
+async fn who_says_when_to_come_again_is_asked_again_then() {
+    let upstream = Upstream::start().await;
+    let server = upstream.server_with(|config| config.policy.max_retries = 1).await;
+    let api = server.api();
+    let begun = std::time::Instant::now();
+    let ended = called(&api, json!({ "http": { "url": upstream.url("/busy") } }), json!({})).await;
+    assert_eq!((&ended["status"], upstream.asked().len()), (&json!("SUCCEEDED"), 2), "{ended}");
+    assert!(begun.elapsed() >= std::time::Duration::from_millis(1_500), "not before");
+}
+
+#[tokio::test]
 async fn slow_large_broken_and_absent_upstreams() {
     let upstream = Upstream::start().await;
     let server = upstream

@@ -110,6 +110,10 @@ async fn answer(
             let code: u16 = code.parse().unwrap();
             as_json(answer.status(StatusCode::from_u16(code).unwrap()), echo)
         }
+        // Busy once, for a second and a half.
+        ["busy", ..] if upstream.log.lock().len() == 1 => {
+            as_json(answer.status(429).header(header::RETRY_AFTER, "1.5"), echo)
+        }
         ["redirect", "same", ..] => {
             answer.status(302).header(header::LOCATION, "/landed").body(Body::empty()).unwrap()
         }

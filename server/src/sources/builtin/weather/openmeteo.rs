@@ -15,6 +15,7 @@ use toolcrib::trace::TraceParent;
 use super::super::Unusable;
 use super::place::{self, plain};
 use super::{Answer, Units, conditions};
+use crate::outbound::plainly;
 
 const MAX_BODY: usize = 1 << 20;
 const CURRENT: &str = "temperature_2m,relative_humidity_2m,apparent_temperature,weather_code,\
@@ -189,7 +190,7 @@ impl OpenMeteo {
         let client = self.client().await?;
         let left = asking.deadline.saturating_duration_since(Instant::now());
         let failed = |error: reqwest::Error| {
-            let why = if error.is_timeout() { "no answer in time".into() } else { whole(error) };
+            let why = if error.is_timeout() { "no answer in time".into() } else { plainly(error) };
             Fault::unreachable(format!("{host} cannot be reached: {why}"))
         };
         let mut request = client.get(url).timeout(left);
@@ -235,15 +236,4 @@ fn address(base: &Url, path: &str, query: &[(&str, &str)]) -> Url {
 fn host(url: &Url) -> String {
     let host = url.host_str().unwrap_or("the weather service");
     url.port().map_or_else(|| host.to_owned(), |port| format!("{host}:{port}"))
-}
-
-fn whole(error: reqwest::Error) -> String {
-    let error = error.without_url();
-    let mut text = error.to_string();
-    let mut cause = std::error::Error::source(&error);
-    while let Some(error) = cause {
-        text = format!("{text}: {error}");
-        cause = error.source();
-    }
-    text
 }
