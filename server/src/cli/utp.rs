@@ -1,5 +1,7 @@
-//! `toolcrib utp serve`: the crib's own tools, for other systems that speak UTP.
+//! `toolcrib utp`: the crib's own tools for other systems that speak UTP, and what of UTP could not
+//! be taken.
 
+mod letters;
 mod shelf;
 
 use std::sync::Arc;
@@ -18,6 +20,7 @@ use super::{Context, Place};
 use crate::telemetry::Otlp;
 use crate::utp::link::Address;
 use crate::utp::{Answer, Host, Job, Link};
+use letters::ListArgs;
 use shelf::Shelf;
 
 /// How long a call is kept here after it ended.
@@ -28,7 +31,9 @@ const FLUSH: Duration = Duration::from_secs(2);
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  toolcrib utp serve --target crib --nats nats://127.0.0.1:4222")]
+  toolcrib utp serve --target crib --nats nats://127.0.0.1:4222
+  toolcrib utp dead-letters
+  toolcrib utp redrive dl_01K…")]
 pub(super) struct UtpArgs {
     #[command(subcommand)]
     command: UtpCommand,
@@ -46,6 +51,20 @@ Examples:
   toolcrib utp serve --target crib --nats nats://127.0.0.1:4222
   toolcrib --project shop utp serve --target crib --data-dir /var/lib/toolcrib")]
     Serve(HostArgs),
+    /// List the messages that could not be taken, newest first
+    #[command(after_help = "\
+Examples:
+  toolcrib utp dead-letters
+  toolcrib --json utp dead-letters --limit 1")]
+    DeadLetters(ListArgs),
+    /// Try one again: a report is taken as if it came now, all else is published again
+    #[command(after_help = "\
+Examples:
+  toolcrib utp redrive dl_01K…")]
+    Redrive {
+        /// The dead letter, dl_…
+        id: String,
+    },
 }
 
 #[derive(Debug, Args)]
@@ -61,7 +80,11 @@ struct HostArgs {
 }
 
 pub(super) async fn run(context: &Context, args: UtpArgs) -> Result<(), Failure> {
-    let UtpCommand::Serve(args) = args.command;
+    let args = match args.command {
+        UtpCommand::Serve(args) => args,
+        UtpCommand::DeadLetters(args) => return letters::list(context, args).await,
+        UtpCommand::Redrive { id } => return letters::redrive(context, &id).await,
+    };
     if !toolcrib::utp::is_token(&args.target) {
         let message = format!("--target \"{}\" cannot be part of a NATS subject", args.target);
         return Err(Failure::usage(message));

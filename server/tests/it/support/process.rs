@@ -436,3 +436,14 @@ fn check_events(database: &Connection) -> Stored {
     }
     stored
 }
+
+/// What the command line says to this server, and what it tells its user: data, and the rest.
+pub async fn typed(server: &super::Server, words: &[&str]) -> (String, String) {
+    let mut command = Command::new(TOOLCRIB);
+    command.args(["--server", &format!("http://{}", server.address)]).args(words);
+    command.env_remove("TOOLCRIB_KEY");
+    let ran = tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap();
+    let told = String::from_utf8(ran.stderr).unwrap();
+    assert!(ran.status.success(), "{told}");
+    (String::from_utf8(ran.stdout).unwrap(), told)
+}

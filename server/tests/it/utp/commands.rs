@@ -6,11 +6,12 @@ use futures::StreamExt;
 use serde_json::{Value, json};
 
 use crate::support::nats::{Hand, Nats, tool};
+use crate::support::process::typed;
 use crate::support::{Api, Server, soon, until};
 
 struct World {
     nats: Nats,
-    _server: Server,
+    server: Server,
     api: Api,
     hand: Hand,
     _host: crate::support::nats::Hosted,
@@ -31,7 +32,7 @@ impl World {
         let host = nats
             .host("served", |host| host.tool("idle.work", |job| async move { Ok(job.args) }))
             .await;
-        Self { nats, _server: server, api, hand, _host: host }
+        Self { nats, server, api, hand, _host: host }
     }
 
     /// Everything that was published for the tool service is done with: nothing comes again.
@@ -175,8 +176,16 @@ async fn what_cannot_be_answered_becomes_a_dead_letter_and_can_be_driven_again()
     assert_eq!(world.api.call(&id).await["status"], "PENDING", "nothing of it was applied");
     // The command itself, driven again, is executed.
     let dead = world.dead("turn_epoch").await;
-    let path = format!("/v1/dead_letters/{}/redrive", dead["id"].as_str().unwrap());
-    assert_eq!(world.api.post(&path, json!({})).await.is(200)["published"], true);
+    let dead_id = dead["id"].as_str().unwrap();
+    let (list, _) = typed(&world.server, &["utp", "dead-letters"]).await;
+    assert!(list.contains(dead_id) && list.contains("malformed"), "{list}");
+    let (_, told) = typed(&world.server, &["utp", "redrive", dead_id]).await;
+    assert_eq!(told.trim(), format!("{dead_id} was published again"));
+    let (list, _) = typed(&world.server, &["utp", "dead-letters", "--json"]).await;
+    let list: Value = list.parse().unwrap();
+    let same = |letter: &&Value| letter["id"] == dead_id;
+    let again = list["dead_letters"].as_array().unwrap().iter().find(same).unwrap();
+    assert_eq!(again["last_try"], "published again");
     world.hand.command(SERVED, command.payload.to_string().into_bytes()).await;
     assert_eq!(world.api.finished(&id).await["result"], json!({ "x": 2 }));
     // A trace that cannot be read is no reason to leave a command without an answer.

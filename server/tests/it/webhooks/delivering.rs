@@ -1,11 +1,9 @@
 //! What a receiver gets, and what its answers lead to.
 
-use std::process::Command;
-
 use serde_json::{Value, json};
 
 use super::{World, codes};
-use crate::support::process::TOOLCRIB;
+use crate::support::process::typed;
 use crate::support::receiver::{Answer, KEY, Receiver};
 
 #[tokio::test]
@@ -203,15 +201,7 @@ async fn the_command_line_shows_and_repeats() {
     let receiver = Receiver::answering([Answer::Code(500)]).await;
     let id = world.succeeded(&receiver, json!(1)).await;
     world.until(&id, "exhausted").await;
-    let server = format!("http://{}", world.server.address);
-    let run = async |words: &[&str]| {
-        let mut command = Command::new(TOOLCRIB);
-        command.args(["--server", &server]).args(words).env_remove("TOOLCRIB_KEY");
-        let ran = tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap();
-        let told = String::from_utf8(ran.stderr).unwrap();
-        assert!(ran.status.success(), "{told}");
-        (String::from_utf8(ran.stdout).unwrap(), told)
-    };
+    let run = async |words: &[&str]| typed(&world.server, words).await;
     let (list, _) = run(&["webhooks", "deliveries", "--status", "exhausted"]).await;
     assert!(list.contains(&id) && list.contains("answered 500"), "{list}");
     let (log, told) = run(&["webhooks", "deliveries", &id]).await;
