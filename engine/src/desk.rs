@@ -149,9 +149,8 @@ impl Desk {
         self.state.lock().is_busy(&(project.to_owned(), client_id.to_owned()))
     }
 
-    /// A client is known no more: nothing is offered by it.
+    /// A client that has nothing in hand or in line and is not connected is seen no more.
     pub fn forget(&self, project: &str, client_id: &str) {
-        self.reoffer(project, client_id, &HashSet::new());
         self.state.lock().forget(&(project.to_owned(), client_id.to_owned()));
     }
 

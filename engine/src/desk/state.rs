@@ -84,7 +84,8 @@ pub struct ClientView {
     pub connections: usize,
     pub in_hand: usize,
     pub tools: Vec<String>,
-    pub last_seen_ms: u64,
+    /// None when it was not seen since the start.
+    pub last_seen_ms: Option<u64>,
 }
 
 impl Client {
@@ -451,7 +452,7 @@ impl State {
                     connections: client.sessions.len(),
                     in_hand: client.in_hand.len(),
                     tools,
-                    last_seen_ms: client.last_seen_ms,
+                    last_seen_ms: Some(client.last_seen_ms),
                 }
             })
             .collect();

@@ -390,7 +390,7 @@ impl Inner {
         Err(Error::later(Code::Overloaded, "the directory changes too fast; try again", 100))
     }
 
-    fn reoffer(&self, project: &str, client_id: &str) {
+    pub(super) fn reoffer(&self, project: &str, client_id: &str) {
         let offers = self.catalog().offers_of(project, client_id);
         self.desk.reoffer(project, client_id, &offers);
     }

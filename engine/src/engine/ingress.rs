@@ -1,5 +1,7 @@
 //! Client connections: what the three ingress doors share.
 
+use std::collections::BTreeMap;
+
 use super::Engine;
 use super::catalog::{check_client_id, require_owner, require_provider};
 use crate::caller::Caller;
@@ -63,17 +65,40 @@ impl Engine {
                 Ok((Change::DropClient { project, client_id }, None))
             })
             .await?;
+        self.inner.reoffer(project, client_id);
         self.inner.desk.forget(project, client_id);
         Ok(())
     }
 
-    /// The project's clients: connected now, or with work in hand.
+    /// The project's clients: the registered ones, and what else is connected or has work in hand.
     pub fn clients(&self, caller: &Caller) -> Result<Vec<ClientView>, Error> {
         if !caller.may_administer() {
             let message = "only an admin's key can look at clients";
             return Err(Error::refused(Code::PermissionDenied, message));
         }
-        Ok(self.inner.desk.clients(&caller.project))
+        let project = &caller.project;
+        let seen = self.inner.desk.clients(project).into_iter();
+        let mut views: BTreeMap<String, ClientView> =
+            seen.map(|view| (view.client_id.clone(), view)).collect();
+        let catalog = self.inner.catalog();
+        let directory = catalog.directory();
+        for client in directory.clients.iter().filter(|client| client.project == *project) {
+            views.entry(client.client_id.clone()).or_insert_with(|| ClientView {
+                client_id: client.client_id.clone(),
+                connections: 0,
+                in_hand: 0,
+                tools: Vec::new(),
+                last_seen_ms: None,
+            });
+        }
+        for offer in directory.offers.iter().filter(|offer| offer.project == *project) {
+            let view = views.get_mut(&offer.client_id);
+            if let Some(view) = view.filter(|view| view.last_seen_ms.is_none()) {
+                view.tools.push(offer.tool.clone());
+            }
+        }
+        views.values_mut().for_each(|view| view.tools.sort());
+        Ok(views.into_values().collect())
     }
 
     /// How many client connections are open, of all projects.

@@ -230,6 +230,16 @@ async fn a_client_that_is_gone_for_good_is_forgotten() {
     let third = json!({ "client_id": "third", "tools": [offer("c.tool")] });
     let refused = api.post("/internal/tools/register", third.clone()).await;
     refused.refused(413, "PAYLOAD_TOO_LARGE");
+    // Whoever has to choose sees all of them, also those that do not come.
+    let clients = api.get("/v1/clients").await.is(200);
+    let shown = json!({
+        "client_id": "old", "connections": 0, "in_hand": 0, "tools": ["a.tool", "b.tool"],
+        "last_seen_ms": null,
+    });
+    assert_eq!(
+        (&clients["clients"][0]["client_id"], &clients["clients"][1]),
+        (&json!("new"), &shown)
+    );
     // Not while it is there, and not while it has something to answer.
     let path = "/internal/clients/old";
     let work = api.follow("/internal/ingress/sse?client_id=old", None).await;

@@ -211,6 +211,8 @@ async fn of_many_who_take_it_at_once_one_has_it() {
         assert_eq!(taken.len(), 1, "{taken:?}");
         assert!(answers.iter().all(|answer| matches!(answer.status.as_u16(), 200 | 403 | 409)));
         assert_eq!(api.call(&id).await["taken_by"], json!(taken[0]));
+        let body = json!({ "client_id": taken[0], "status": "SUCCEEDED", "result": 1 });
+        api.submit(&id, body).await.is(200);
         let history = api.history(&id).await;
         assert_eq!(history.iter().filter(|name| *name == "tool.call.taken").count(), 1);
     }

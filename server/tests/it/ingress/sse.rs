@@ -6,6 +6,7 @@ use serde_json::json;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
+use super::impatient;
 use crate::support::api::{message, offer};
 use crate::support::{Server, soon, until};
 
@@ -76,11 +77,6 @@ async fn a_client_that_has_not_registered_hears_nothing() {
     let error = api.get("/internal/ingress/sse?client_id=c1").await.refused(404, "NOT_FOUND");
     assert!(message(&error).contains("register first"), "{error}");
     api.get("/internal/ingress/sse").await.refused(400, "BAD_REQUEST");
-}
-
-fn impatient(config: &mut toolcrib_server::config::Config) {
-    config.ingress.heartbeat_ms = 100;
-    config.ingress.dead_after_ms = 1_000;
 }
 
 /// A machine that has vanished cannot be had on loopback, where every packet is acknowledged. For

@@ -9,6 +9,7 @@ use tokio_tungstenite::tungstenite::protocol::CloseFrame;
 use tokio_tungstenite::tungstenite::protocol::frame::Frame;
 use tokio_tungstenite::tungstenite::protocol::frame::coding::{CloseCode, Data, OpCode};
 
+use super::impatient;
 use crate::support::api::{message, offer, offer_with};
 use crate::support::ws::Ws;
 use crate::support::{Server, soon, until};
@@ -227,11 +228,6 @@ async fn a_large_result_comes_through() {
     let large = "x".repeat(5 << 20);
     client.succeed(&request, json!(large)).await;
     assert_eq!(api.call(&id).await["result"], json!(large));
-}
-
-fn impatient(config: &mut toolcrib_server::config::Config) {
-    config.ingress.heartbeat_ms = 100;
-    config.ingress.dead_after_ms = 1_000;
 }
 
 #[tokio::test]

@@ -256,16 +256,17 @@ pub(super) struct ClientBody {
     /// Requests it has and has not answered.
     in_hand: usize,
     tools: Vec<String>,
-    last_seen_ms: u64,
+    /// Null when it was not seen since the start.
+    last_seen_ms: Option<u64>,
 }
 
-/// The clients seen since the start.
+/// The clients of a project.
 #[derive(Serialize, ToSchema)]
 pub(super) struct ClientList {
     clients: Vec<ClientBody>,
 }
 
-/// Shows the clients that are or were connected.
+/// Shows the clients that are registered, connected or not.
 #[utoipa::path(get, path = "/v1/clients", tag = "operators",
     responses((status = 200, body = ClientList), (status = 403, body = Problem)))]
 pub(super) async fn clients(
