@@ -119,5 +119,8 @@ async fn a_wait_can_be_said_with_a_unit_or_as_a_preference() {
     let look = api.request(reqwest::Method::GET, &format!("{path}?wait_ms=0"));
     let began = Instant::now();
     api.send(look.header("Prefer", "wait=30")).await.is(200);
+    let body = json!({ "run_id": "r", "args": {}, "wait_ms": 0 });
+    let ask = api.request(reqwest::Method::POST, "/v1/tools/slow.tool/invoke").json(&body);
+    api.send(ask.header("Prefer", "wait=30")).await.is(202);
     assert!(began.elapsed() < Duration::from_secs(20), "wait_ms goes before a preference");
 }

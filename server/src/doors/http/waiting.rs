@@ -22,9 +22,19 @@ const PREFER: &str = "prefer";
 pub(super) struct Wait {
     /// Wait this long for the outcome, then answer with the call as it is. The header
     /// `Prefer: wait=30` means the same, in seconds.
-    pub(super) wait_ms: Option<u64>,
+    wait_ms: Option<u64>,
     /// The same with a unit: `500ms`, `30s`, `2m`.
     wait: Option<String>,
+    #[serde(skip)]
+    #[param(ignore)]
+    preferred_ms: Option<u64>,
+}
+
+impl Wait {
+    /// How long, where the body may say it, too: a preference is only that.
+    pub(super) fn ms(&self, in_body: Option<u64>) -> Option<u64> {
+        self.wait_ms.or(in_body).or(self.preferred_ms)
+    }
 }
 
 impl FromRequestParts<Door> for Wait {
@@ -39,7 +49,7 @@ impl FromRequestParts<Door> for Wait {
             })?;
             asked.wait_ms = u64::try_from(time.as_millis()).ok();
         }
-        asked.wait_ms = asked.wait_ms.or_else(|| preferred_ms(&parts.headers));
+        asked.preferred_ms = preferred_ms(&parts.headers);
         Ok(asked)
     }
 }

@@ -213,10 +213,15 @@ impl Wait<'_> {
             () = self.context.ct.cancelled() => None,
             answers = input::ask(&self.context.peer, questions) => answers,
         };
-        match answers {
-            Some(answers) => input::give(self.server, self.view, &call.id, answers).await,
-            None => Err(self.cancel(call, "the client did not answer what was asked").await),
+        let Some(answers) = answers else {
+            return Err(self.cancel(call, "the client did not answer what was asked").await);
+        };
+        let given = input::give(self.server, self.view, &call.id, answers).await;
+        if given.is_err() {
+            // It is told why, and has no ticket to answer again with.
+            self.cancel(call, "the client's answers could not be taken").await;
         }
+        given
     }
 
     async fn cancel(&self, call: &Call, reason: &str) -> ErrorData {

@@ -17,6 +17,7 @@ use toolcrib::{CallId, Code, Ticket};
 
 use super::answer;
 use super::server::{Server, View};
+use crate::doors::form;
 
 /// The open questions that this client can answer.
 pub(super) fn questions(call: &Call, client: &ClientCapabilities) -> InputRequests {
@@ -111,7 +112,10 @@ pub(super) async fn give(
     id: &CallId,
     answers: Map<String, Value>,
 ) -> Result<(), ErrorData> {
-    match server.engine().answer(&view.caller, id, answers).await {
+    let engine = server.engine();
+    let call = engine.call(&view.caller, id).await.map_err(answer::protocol_error)?;
+    form::check(&call, &answers).map_err(answer::protocol_error)?;
+    match engine.answer(&view.caller, id, answers).await {
         Ok(_) => Ok(()),
         Err(error) if error.code() == Code::Conflict => Ok(()),
         Err(error) => Err(answer::protocol_error(error)),

@@ -108,6 +108,8 @@ async fn a_client_is_given_the_questions_and_asks_again_with_the_answers() {
     client.ask("tools/call", again(city.clone(), &other)).await.error(-32602);
     let wrong = again(json!({ "city": 7 }), &state);
     client.ask("tools/call", wrong).await.error(-32602);
+    let misfit = json!({ "city": { "action": "accept", "content": { "value": 7 } } });
+    client.ask("tools/call", again(misfit, &state)).await.error(-32602);
     // By the name that models know, it is the same tool.
     let mut named = again(city.clone(), &state);
     named["name"] = "hello__one".into();
@@ -135,6 +137,23 @@ async fn an_older_client_is_asked_while_it_waits() {
     }
     let told = soon("the answer", stream.next()).await.unwrap();
     assert_eq!(text(&told["result"]), "hello Ada in Ulm, attempt 2");
+}
+
+#[tokio::test]
+async fn an_older_client_whose_answer_does_not_fit_is_told_and_nothing_waits_for_it() {
+    let server = server().await;
+    let api = server.api();
+    let client = Mcp::legacy_with(&api, json!({ "elicitation": {} })).await;
+    let params = json!({ "name": "hello.one", "arguments": {} });
+    let mut stream = client.open("tools/call", params).await;
+    for answer in [json!({ "action": "accept", "content": { "value": 7 } }), accept("Ada")] {
+        let asked = stream.until("elicitation/create").await;
+        client.reply(&asked["id"], answer).await;
+    }
+    let told = soon("the answer", stream.next()).await.unwrap();
+    assert_eq!(told["error"]["code"], -32602, "{told}");
+    let calls = api.get("/v1/tool_calls").await.is(200);
+    assert_eq!(calls["tool_calls"][0]["status"], "CANCELED", "{calls}");
 }
 
 #[tokio::test]

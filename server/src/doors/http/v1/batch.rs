@@ -152,7 +152,7 @@ pub(super) async fn run(
     Body(body): Body<BatchBody>,
 ) -> Result<Response, Refused> {
     let mut asked = read(body)?;
-    asked.wait_ms = wait.wait_ms.or(asked.wait_ms);
+    asked.wait_ms = wait.ms(asked.wait_ms);
     asked.idempotency_key = carried.idempotency_key(asked.idempotency_key)?;
     asked.traceparent = carried.traceparent;
     let answering = door.engine.batch_written(&caller, asked, Some(result_text));

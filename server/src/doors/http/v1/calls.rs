@@ -4,10 +4,8 @@ use axum::Json;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
 use toolcrib::engine::CallQuery;
 use toolcrib::fault::{Code, Error};
-use toolcrib::schema::Schema;
 use toolcrib::{Call, CallId, Status};
 use utoipa::{IntoParams, ToSchema};
 
@@ -17,6 +15,7 @@ use super::super::paging;
 use super::super::question::{Asked, Body, CallPath, Who};
 use super::super::waiting::{Wait, poll_later};
 use super::super::wire::CallBody;
+use crate::doors::form;
 
 /// Shows a call; with `wait_ms`, once it has ended or the time is over.
 #[utoipa::path(get, path = "/v1/tool_calls/{tool_call_id}", tag = "agents",
@@ -28,7 +27,7 @@ pub(super) async fn show(
     CallPath(id): CallPath,
     wait: Wait,
 ) -> Result<Response, Refused> {
-    let call = match wait.wait_ms {
+    let call = match wait.ms(None) {
         None | Some(0) => door.engine.call(&caller, &id).await?,
         Some(wait_ms) => door.engine.wait(&caller, &id, wait_ms).await?,
     };
@@ -204,38 +203,8 @@ pub(super) async fn answer(
 ) -> Result<Response, Refused> {
     if caller.may_invoke() {
         let call = door.engine.call(&caller, &id).await?;
-        let open = call.dialogue.as_ref().map(|dialogue| &dialogue.open);
-        for (key, question) in open.into_iter().flatten() {
-            if let Some(answer) = body.answers.get(key) {
-                check_form(key, question, answer)?;
-            }
-        }
+        form::check(&call, &body.answers)?;
     }
     let call = door.engine.answer(&caller, &id, body.answers).await?;
     Ok(shown(&door, &call))
-}
-
-/// Refuses what does not fit the form that a tool has asked to be filled in. What the form has a
-/// default for may be left out.
-fn check_form(key: &str, question: &Value, answer: &Value) -> Result<(), Error> {
-    let form = question.pointer("/params/requestedSchema");
-    let Some(form) = form.filter(|_| answer["action"] == "accept") else { return Ok(()) };
-    // One that cannot be used is no reason to refuse anything.
-    let Ok(schema) = Schema::compile(form) else { return Ok(()) };
-    let mut content = answer.get("content").cloned().unwrap_or_else(|| Value::Object(Map::new()));
-    let fields = form.get("properties").and_then(Value::as_object);
-    if let Value::Object(content) = &mut content {
-        for (name, field) in fields.into_iter().flatten() {
-            if let Some(usual) = field.get("default") {
-                content.entry(name.clone()).or_insert_with(|| usual.clone());
-            }
-        }
-    }
-    match schema.problems(&content).first() {
-        None => Ok(()),
-        Some(problem) => {
-            let message = format!("the answer to {key} does not fit: {}", problem.message);
-            Err(Error::refused(Code::ValidationError, message))
-        }
-    }
 }

@@ -49,7 +49,7 @@ pub(super) async fn start(
     Body(body): Body<RunBody>,
 ) -> Result<Response, Refused> {
     let key = carried.idempotency_key(body.idempotency_key()?)?;
-    let (streams, wait_ms) = (body.stream()?, wait.wait_ms.or(body.wait_ms()?));
+    let (streams, wait_ms) = (body.stream()?, wait.ms(body.wait_ms()?));
     let mut new = body.read(door.engine.models().as_ref())?;
     (new.idempotency_key, new.traceparent, new.listens) = (key, carried.traceparent, streams);
     let started = Box::pin(door.engine.start_run(&caller, new)).await?;
@@ -93,7 +93,7 @@ pub(super) async fn show(
     NamePath(run_id): NamePath,
     wait: Wait,
 ) -> Result<Response, Refused> {
-    let run = match wait.wait_ms {
+    let run = match wait.ms(None) {
         None | Some(0) => door.engine.loop_run(&caller, &run_id).await?,
         Some(wait_ms) => door.engine.wait_run(&caller, &run_id, wait_ms).await?,
     };
@@ -197,7 +197,7 @@ pub(super) async fn say(
     wait: Wait,
     Body(body): Body<MessagesBody>,
 ) -> Result<Response, Refused> {
-    let wait_ms = wait.wait_ms.or(body.wait_ms()?);
+    let wait_ms = wait.ms(body.wait_ms()?);
     let run = door.engine.say_to_run(&caller, &run_id, body.messages()?).await?;
     waited(&door, &caller, run, wait_ms).await
 }
@@ -216,7 +216,7 @@ pub(super) async fn resume(
     wait: Wait,
 ) -> Result<Response, Refused> {
     let run = door.engine.resume_run(&caller, &run_id).await?;
-    waited(&door, &caller, run, wait.wait_ms).await
+    waited(&door, &caller, run, wait.ms(None)).await
 }
 
 async fn waited(

@@ -116,7 +116,7 @@ pub(super) async fn show(
     CallPath(id): CallPath,
     wait: Wait,
 ) -> Result<Response, Refused> {
-    let call = match wait.wait_ms {
+    let call = match wait.ms(None) {
         None | Some(0) => door.engine.call(&caller, &id).await?,
         Some(wait_ms) => door.engine.wait(&caller, &id, wait_ms).await?,
     };

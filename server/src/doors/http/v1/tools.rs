@@ -167,7 +167,7 @@ pub(super) async fn invoke(
     carried: Carried,
     Body(body): Body<InvokeBody>,
 ) -> Result<Response, Refused> {
-    let wait_ms = wait.wait_ms.or(body.wait_ms);
+    let wait_ms = wait.ms(body.wait_ms);
     let invocation = Invocation {
         tool: name,
         args: body.args,

@@ -1,0 +1,42 @@
+//! Answers to what a tool has asked must fit its form, through whichever door they come.
+
+use serde_json::{Map, Value};
+use toolcrib::call::Call;
+use toolcrib::fault::{Code, Error};
+use toolcrib::schema::Schema;
+
+/// Refuses answers that do not fit the open questions of a call.
+pub(super) fn check(call: &Call, answers: &Map<String, Value>) -> Result<(), Error> {
+    let open = call.dialogue.as_ref().map(|dialogue| &dialogue.open);
+    for (key, question) in open.into_iter().flatten() {
+        if let Some(answer) = answers.get(key) {
+            check_form(key, question, answer)?;
+        }
+    }
+    Ok(())
+}
+
+/// Refuses what does not fit the form that a tool has asked to be filled in. What the form has a
+/// default for may be left out.
+fn check_form(key: &str, question: &Value, answer: &Value) -> Result<(), Error> {
+    let form = question.pointer("/params/requestedSchema");
+    let Some(form) = form.filter(|_| answer["action"] == "accept") else { return Ok(()) };
+    // One that cannot be used is no reason to refuse anything.
+    let Ok(schema) = Schema::compile(form) else { return Ok(()) };
+    let mut content = answer.get("content").cloned().unwrap_or_else(|| Value::Object(Map::new()));
+    let fields = form.get("properties").and_then(Value::as_object);
+    if let Value::Object(content) = &mut content {
+        for (name, field) in fields.into_iter().flatten() {
+            if let Some(usual) = field.get("default") {
+                content.entry(name.clone()).or_insert_with(|| usual.clone());
+            }
+        }
+    }
+    match schema.problems(&content).first() {
+        None => Ok(()),
+        Some(problem) => {
+            let message = format!("the answer to {key} does not fit: {}", problem.message);
+            Err(Error::refused(Code::ValidationError, message))
+        }
+    }
+}
