@@ -31,6 +31,14 @@ type Beginning = (Lane, Option<Coming>);
 /// What became of an entry, and whether it had been asked before.
 type Known = (State, bool);
 
+/// The place of an entry's answer.
+#[derive(Default)]
+struct Slot {
+    answer: Option<Answered>,
+    /// It was made ready while its call was being stored: nobody may be told of it yet.
+    ahead: bool,
+}
+
 /// What an entry leaves to those behind it in its lane.
 enum Left {
     /// It has ended: time has passed.
@@ -68,8 +76,7 @@ pub(super) struct Run {
     /// Bytes of the results so far.
     bytes: AtomicUsize,
     write: Option<Write>,
-    /// The answers; some are made ready while their call is stored.
-    answers: Vec<Mutex<Option<Answered>>>,
+    answers: Vec<Mutex<Slot>>,
 }
 
 impl Run {
@@ -121,8 +128,9 @@ impl Run {
                 tracing::error!(%error, "a part of a batch");
             }
         }
-        let answer = |(index, answer): (usize, &Mutex<Option<Answered>>)| {
-            answer.lock().take().unwrap_or_else(|| self.answered(index, None))
+        let answer = |(index, slot): (usize, &Mutex<Slot>)| {
+            let Slot { answer, ahead } = std::mem::take(&mut *slot.lock());
+            answer.filter(|_| !ahead).unwrap_or_else(|| self.answered(index, None))
         };
         self.answers.iter().enumerate().map(answer).collect()
     }
@@ -182,7 +190,7 @@ impl Run {
             let Ok(entry) = &self.read[index] else { continue };
             let now = before.is_none() && (at_once || in_time());
             if !now && !self.batch.later {
-                self.answer(index, (State::Refused(not_begun()), false));
+                self.answer(index, (State::Refused(not_begun()), false), false);
                 continue;
             }
             match self.settle(index, entry, coming.take(), before.clone()).await {
@@ -194,8 +202,14 @@ impl Run {
         self.going_on.lock().extend(before);
     }
 
-    fn answer(&self, index: usize, known: Known) {
-        *self.answers[index].lock() = Some(self.answered(index, Some(known)));
+    fn answer(&self, index: usize, known: Known, ahead: bool) {
+        let answer = Some(self.answered(index, Some(known)));
+        *self.answers[index].lock() = Slot { answer, ahead };
+    }
+
+    /// The call is stored: what was made ready for it holds, if anything was.
+    fn came_true(&self, index: usize) -> bool {
+        std::mem::take(&mut self.answers[index].lock().ahead)
     }
 
     async fn settle(
@@ -207,17 +221,17 @@ impl Run {
     ) -> Left {
         let asked = self.invocation(index, entry);
         let run = self.clone();
-        let ahead = move |call: &Arc<Call>| run.answer(index, (run.ended(call.clone()), false));
+        let ahead =
+            move |call: &Arc<Call>| run.answer(index, (run.ended(call.clone()), false), true);
         let among = Among { coming, ahead: Some(Box::new(ahead)), after };
         let ticket = match self.engine.invoke_among(&self.caller, asked, among).await {
             Ok(ticket) => ticket,
             Err(error) => {
-                self.answer(index, (State::Refused(told(error)), false));
+                self.answer(index, (State::Refused(told(error)), false), false);
                 return Left::Nothing;
             }
         };
-        // Made ready while the call was stored, which has come true.
-        if self.answers[index].lock().is_some() {
+        if self.came_true(index) {
             return Left::Ended;
         }
         let mut call = ticket.call.clone();
@@ -232,7 +246,7 @@ impl Run {
             (false, false) => Left::GoesOn(call.clone()),
         };
         let state = if call.status.is_terminal() { self.ended(call) } else { State::Open(call) };
-        self.answer(index, (state, ticket.replayed));
+        self.answer(index, (state, ticket.replayed), false);
         left
     }
 

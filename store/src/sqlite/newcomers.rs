@@ -51,7 +51,7 @@ impl Desk {
         if self.newcomers.len() < SIZES[0] { Ok(()) } else { self.write_newcomers(told) }
     }
 
-    /// Writes those that were collected. On a failure the ones that were not written stay.
+    /// Writes those that were collected. On a failure those of whom nothing is told yet stay.
     pub(super) fn write_newcomers(&mut self, told: &mut Vec<Told>) -> rusqlite::Result<()> {
         // In the order of their ids each goes behind the one before it.
         self.newcomers.sort_unstable_by(|one, other| one.row.call.id.cmp(&other.row.call.id));
@@ -59,9 +59,12 @@ impl Desk {
             while self.newcomers.len() >= size {
                 let rows = self.newcomers[..size].iter().map(|new| (&*new.row, &*new.records));
                 let first = self.insert(rows, sql)?;
-                let some: Vec<Newcomer> = self.newcomers.drain(..size).collect();
-                for (place, new) in (first..).zip(some) {
-                    self.created(place, &new.row.call, &new.records)?;
+                for place in first..first + size as i64 {
+                    let new = self.newcomers.remove(0);
+                    if let Err(error) = self.created(place, &new.row.call, &new.records) {
+                        self.newcomers.push(new);
+                        return Err(error);
+                    }
                     told.push(Told::Created(new.reply, Created::New));
                 }
             }
