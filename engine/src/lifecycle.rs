@@ -360,17 +360,16 @@ fn lost(call: &Call, node: &str, now_ms: u64) -> Result<Step, Refusal> {
     if call.target.executor.parks() || goes_on {
         return Ok(committed(next, vec![recovered], vec![Action::StartAgain]));
     }
-    let fault = Fault::new(
-        Code::OutcomeUnknown,
-        format!(
-            "the server stopped while {} was under way: it may have happened, and it was not \
-             tried again",
-            call.target.tool
-        ),
-    );
+    let retryable = next.target.effect != Effect::Irreversible;
+    let (tool, attempt) = (&call.target.tool, call.attempt);
+    let then = match retryable {
+        true => format!(" in attempt {attempt}: it may have happened"),
+        false => ": it may have happened, and it was not tried again".to_owned(),
+    };
+    let message = format!("the server stopped while {tool} was under way{then}");
+    let fault = Fault::new(Code::OutcomeUnknown, message);
     // A crash is not the tool's failure, but it costs an attempt: a call that brings the process
     // down each time must come to an end.
-    let retryable = next.target.effect != Effect::Irreversible;
     Ok(failed(next, vec![recovered], &fault.retryable(retryable), now_ms))
 }
 
