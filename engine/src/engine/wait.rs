@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::invoke::Ticket;
 use super::live::Entry;
-use super::{Engine, unavailable};
+use super::{Engine, Inner, unavailable};
 use crate::bus::Topic;
 use crate::call::{Call, Status};
 use crate::caller::Caller;
@@ -170,6 +170,9 @@ impl Engine {
             enough_bytes: Some(PAGE_BYTES),
         };
         let mut listed = self.inner.store.calls(filter.clone()).await.map_err(unavailable)?;
+        for stored in &listed {
+            self.inner.until_shown(&stored.id, |call| call.version >= stored.version).await;
+        }
         let mut bytes = 0;
         let fits = listed.iter().take_while(|call| {
             let fits = !filter.is_enough(bytes);
@@ -213,6 +216,9 @@ impl Engine {
             };
             let read = inner.store.events(scope.clone(), after, limit).await;
             let events = read.map_err(unavailable)?;
+            for event in events.iter().filter(|event| event.record.kind.is_terminal()) {
+                inner.until_shown(&event.call_id, |call| call.status.is_terminal()).await;
+            }
             if !events.is_empty() || ended || inner.stopping.is_cancelled() {
                 return Ok(events);
             }
@@ -229,5 +235,16 @@ impl Engine {
         let scope = EventScope::Project(caller.project.clone());
         let newest = self.inner.store.newest_event(scope).await;
         newest.map_err(unavailable)
+    }
+}
+
+impl Inner {
+    /// Returns when a call is shown as it is stored. It is stored a moment before: who was told of
+    /// what is stored must not find the call as it was, afterwards.
+    async fn until_shown(&self, id: &CallId, is_so: impl Fn(&Call) -> bool) {
+        if let Some(entry) = self.live.get(id).filter(|entry| !is_so(&entry.call())) {
+            // Whoever decides has this from before the commit until the new state is shown.
+            drop(entry.deciding.lock().await);
+        }
     }
 }

@@ -8,7 +8,8 @@ use serde::{Deserialize, Serialize};
 use toolcrib::args::{From as Comes, Mapping};
 use toolcrib::call::Hold;
 use toolcrib::clock::ManualClock;
-use toolcrib::engine::{CallQuery, Policies};
+use toolcrib::engine::{CallQuery, EventQuery, Policies};
+use toolcrib::event::Kind;
 use toolcrib::fault::Code;
 use toolcrib::json::Json;
 use toolcrib::retry::{Backoff, PolicyPatch};
@@ -282,12 +283,12 @@ async fn cancel_reaches_the_function_and_progress_the_events() {
     let caller = Caller::local("default");
     let asked = Invocation::new("t.long", "{}").unwrap();
     let id = engine.invoke(&caller, asked).await.unwrap().call.id.clone();
-    let query = toolcrib::engine::EventQuery::Call(id.clone());
+    let query = EventQuery::Call(id.clone());
     let mut after = 0;
     'progress: loop {
         for event in engine.events(&caller, &query, after, 10).await.unwrap() {
             after = event.number;
-            if event.record.kind == toolcrib::event::Kind::Progress {
+            if event.record.kind == Kind::Progress {
                 assert_eq!(event.record.data["percent"], 50.0);
                 break 'progress;
             }
@@ -310,4 +311,48 @@ async fn one_project_does_not_see_another() {
     assert_eq!(engine.cancel(&there, &id, None).await.err().unwrap().code(), Code::NotFound);
     let page = engine.calls(&there, CallQuery { limit: 10, ..Default::default() }).await.unwrap();
     assert!(page.calls.is_empty());
+}
+
+/// A state is stored a moment before it is shown. Who hears of an end in between, and then looks,
+/// must not find the call as it was before.
+#[tokio::test]
+async fn what_is_told_of_a_call_is_also_shown_of_it() {
+    let store = FlakyStore::new(Chance::of(1));
+    let hang = FnTool::new("t.hang", "Never ends", |_: Nothing| {
+        std::future::pending::<Result<u32, Fault>>()
+    });
+    let engine = Engine::builder().store(store.clone()).tool(hang).start().await.unwrap();
+    let caller = Caller::local("default");
+    let asked = Invocation::new("t.hang", "{}").unwrap();
+    let id = engine.invoke(&caller, asked).await.unwrap().call.id.clone();
+    let held = store.answering.write().await;
+    let canceling = engine.cancel(&caller, &id, None);
+    let by_event = async {
+        let query = EventQuery::Call(id.clone());
+        let mut after = 0;
+        loop {
+            let told = engine.events(&caller, &query, after, 10).await.unwrap();
+            after = told.last().unwrap().number;
+            if told.last().unwrap().record.kind == Kind::Canceled {
+                return engine.call(&caller, &id).await.unwrap().status;
+            }
+        }
+    };
+    let by_list = async {
+        let canceled =
+            CallQuery { limit: 10, status: Some(Status::Canceled), ..Default::default() };
+        while engine.calls(&caller, canceled.clone()).await.unwrap().calls.is_empty() {
+            tokio::task::yield_now().await;
+        }
+        engine.call(&caller, &id).await.unwrap().status
+    };
+    let answered = async {
+        for _ in 0..100 {
+            tokio::task::yield_now().await;
+        }
+        drop(held);
+    };
+    let (canceled, event, list, ()) = tokio::join!(canceling, by_event, by_list, answered);
+    assert_eq!(canceled.unwrap().status, Status::Canceled);
+    assert_eq!((event, list), (Status::Canceled, Status::Canceled));
 }
