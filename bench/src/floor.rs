@@ -9,6 +9,7 @@
 //! to flatter the product: whatever storage trick the product uses, the floor uses too.
 
 use std::path::Path;
+use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::Duration;
 
@@ -34,6 +35,9 @@ pub const TOOL: &str = "bench.noop";
 /// Name of the database file within the directory given to [`serve`].
 pub const DATABASE: &str = "floor.sqlite";
 
+/// What is done for a call.
+pub type Tool = Arc<dyn Fn() -> Pin<Box<dyn Future<Output = ()> + Send>> + Send + Sync>;
+
 const RESULT: &str = "{}";
 const SOURCE: &str = "builtin";
 
@@ -43,13 +47,19 @@ const SOURCE: &str = "builtin";
 /// made ready first (a fraction of a second, mostly growing the write-ahead log); connections
 /// made meanwhile wait in the listener's queue.
 ///
+/// With a `tool`, that is what a call does between its two flushes.
+///
 /// Routes: `POST /v1/tools/bench.noop/invoke[?wait_ms=N]`, `GET /v1/tool_calls/{id}[?wait_ms=N]`,
 /// `GET /healthz`.
 ///
 /// # Errors
 ///
 /// When the database cannot be opened or the writer thread cannot be started.
-pub async fn serve(listener: tokio::net::TcpListener, dir: &Path) -> anyhow::Result<()> {
+pub async fn serve(
+    listener: tokio::net::TcpListener,
+    dir: &Path,
+    tool: Option<Tool>,
+) -> anyhow::Result<()> {
     let path = dir.join(DATABASE);
     let opened = tokio::task::spawn_blocking(move || {
         let writer = storage::open_writer(&path)?;
@@ -63,7 +73,7 @@ pub async fn serve(listener: tokio::net::TcpListener, dir: &Path) -> anyhow::Res
         .name("floor-writer".to_owned())
         .spawn(move || storage::write_loop(&writer, &queue, &commits))
         .context("cannot start the floor's writer")?;
-    let floor = Arc::new(Floor { ops, reader: Mutex::new(reader), committed });
+    let floor = Arc::new(Floor { ops, reader: Mutex::new(reader), committed, tool });
     let router = Router::new()
         .route("/v1/tools/{name}/invoke", post(invoke))
         .route("/v1/tool_calls/{id}", get(read_call))
@@ -79,6 +89,7 @@ struct Floor {
     reader: Mutex<Connection>,
     /// Changes with every commit; who waits for a call looks at it again then.
     committed: watch::Receiver<()>,
+    tool: Option<Tool>,
 }
 
 impl Floor {
@@ -161,7 +172,10 @@ async fn invoke(
     });
     floor.change(storage::Change::Insert(Arc::clone(&call))).await.map_err(Failure::lost)?;
 
-    // The tool is executed here, between the two flushes. It does nothing.
+    // The tool is executed here, between the two flushes. It does nothing, unless there is one.
+    if let Some(tool) = &floor.tool {
+        tool().await;
+    }
     let completed_at = now();
     let id = call.tool_call_id.clone();
     let finish = storage::Change::Finish(id, completed_at.clone());

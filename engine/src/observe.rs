@@ -1,14 +1,14 @@
 //! The observer port: whoever makes traces and metrics of calls out of what the engine does.
 //!
-//! An observer is told when an attempt is over and when a call has ended, after the commit, with
-//! the times that are stored. It must be quick and must not wait: it runs on the path of the call.
-//! Without an observer none of this costs anything.
+//! An observer is told when a call has ended, and of a call that it records also when an attempt is
+//! over; after the commit, with the times that are stored. It must be quick and must not wait: it
+//! runs on the path of the call. Without an observer none of this costs anything.
 
 use crate::call::Call;
 use crate::fault::Code;
 use crate::trace::Ids;
 
-/// An attempt that is over.
+/// An attempt that is over, of a call that is recorded.
 pub struct Attempted<'a> {
     /// Of the call's spans.
     pub ids: Ids,
@@ -36,7 +36,7 @@ pub trait Observer: Send + Sync + 'static {
     /// same ids: it is also handed on to whoever executes.
     fn samples(&self, ids: &Ids) -> bool;
 
-    /// An attempt is over.
+    /// An attempt of a call that is recorded is over.
     fn attempted(&self, attempted: &Attempted<'_>);
 
     /// A call has ended.

@@ -16,7 +16,7 @@ async fn start(dir: &Path) -> String {
     let addr = format!("127.0.0.1:{}", process::free_port().unwrap());
     let listener = tokio::net::TcpListener::bind(&addr).await.unwrap();
     let dir = dir.to_owned();
-    tokio::spawn(async move { floor::serve(listener, &dir).await });
+    tokio::spawn(async move { floor::serve(listener, &dir, None).await });
     addr
 }
 

@@ -69,7 +69,7 @@ impl Inner {
                 self.ended(&after).await;
             }
             measure::moved(&before, &after, || self.may_name(&after));
-            self.tell_observer(&before, &after, attempt, now_ms);
+            self.tell_observer(Some(&before), &after, attempt, now_ms);
             self.announce(&after);
             return Ok(Advanced::Done(after));
         }

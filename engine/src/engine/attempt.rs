@@ -23,7 +23,7 @@ impl Inner {
             let Some(source) = inner.sources.get(&executor).cloned() else {
                 let message = format!("this server has no source \"{}\"", executor.as_str());
                 let fault = Fault::new(Code::UpstreamUnavailable, message).not_happened();
-                return inner.report_attempt(&call, Err(fault.retryable(false))).await;
+                return Box::pin(inner.report_attempt(&call, Err(fault.retryable(false)))).await;
             };
             if matches!(executor, Executor::Utp | Executor::Http) {
                 let command = match inner.command(&call).await {
@@ -32,12 +32,15 @@ impl Inner {
                 };
                 attempt.command = match command {
                     Ok(command) => Some(Box::new(command)),
-                    Err(fault) => return inner.report_attempt(&call, Err(fault)).await,
+                    Err(fault) => return Box::pin(inner.report_attempt(&call, Err(fault))).await,
                 };
             }
             let sink = inner.progress_sink(&call);
-            let started = source.start(attempt, sink).await;
-            inner.take_back(&call, started).await;
+            // Boxed, so that what is given away and comes back on another way stays small.
+            match source.start(attempt, sink).await {
+                Started::Parked => measure::parked(executor),
+                started => Box::pin(inner.take_back(&call, started)).await,
+            }
         });
     }
 

@@ -328,8 +328,8 @@ impl Inner {
             return answer;
         }
         measure::accepted(&call);
-        if let Follows::AfterTheEnd { before: Some(before), over, .. } = &mut follows {
-            self.tell_observer(before, &call, over.take(), self.clock.now_ms());
+        if let Follows::AfterTheEnd { before, over, .. } = &mut follows {
+            self.tell_observer(before.as_deref(), &call, over.take(), self.clock.now_ms());
         }
         if call.status.is_terminal() {
             // It never was among the live ones: its room is free again, and nobody can know of it.
@@ -362,8 +362,8 @@ impl Inner {
         action: Option<Action>,
         records: &mut Vec<Record>,
     ) -> (Arc<Call>, Follows) {
-        // Who is told of attempts looks at the call as it was.
-        let before = self.observer.as_ref().map(|_| call.clone());
+        // Who is told of the attempt looks at the call as it was, which takes a copy.
+        let before = self.is_recorded(&call).then(|| call.clone());
         match self.over(Arc::unwrap_or_clone(call), done) {
             Ok(Step { call, records: more, actions }) => {
                 let over = before.as_ref();

@@ -31,6 +31,11 @@ impl Inner {
         Some(ids.attempt(call.attempt, observer.samples(&ids)))
     }
 
+    /// Whether an observer records the call's spans.
+    pub(super) fn is_recorded(&self, call: &Call) -> bool {
+        self.observer.as_ref().is_some_and(|observer| observer.samples(&Ids::of(call)))
+    }
+
     /// Whether `/metrics`, which needs no key, may name the call's tool. What comes with the server
     /// is everybody's; a project's own tools are not others' to know.
     pub(super) fn may_name(&self, call: &Call) -> bool {
@@ -59,9 +64,10 @@ impl Inner {
         Some(Over { failed: Some(code.unwrap_or(Code::RuntimeError)) })
     }
 
+    /// What it was before is needed only for an attempt.
     pub(super) fn tell_observer(
         &self,
-        before: &Call,
+        before: Option<&Call>,
         after: &Call,
         attempt: Option<Over>,
         now_ms: u64,
@@ -72,7 +78,8 @@ impl Inner {
             return;
         }
         let ids = Ids::of(after);
-        if let Some(over) = attempt {
+        let attempt = attempt.filter(|_| observer.samples(&ids));
+        if let (Some(over), Some(before)) = (attempt, before) {
             let taken_by = before.taken_by.as_deref().or(after.taken_by.as_deref());
             let failed = over.failed;
             let (call, ended_ms) = (before, now_ms);

@@ -4,6 +4,7 @@
 //! Their rounds alternate and medians are taken, so that what else happens on the machine hits
 //! both. Every figure is printed beside its limit.
 
+mod bare;
 mod child;
 mod digest;
 mod measure;
@@ -81,6 +82,9 @@ pub struct FloorArgs {
     listen: String,
     #[arg(long)]
     dir: PathBuf,
+    /// The broker over which the tool is called
+    #[arg(long, env = "TOOLCRIB_BENCH_NATS")]
+    nats: Option<String>,
 }
 
 #[derive(Debug, Args)]
@@ -95,11 +99,17 @@ pub struct FillArgs {
 pub struct HostArgs {
     #[arg(long)]
     nats: String,
+    /// Serve the floor's commands
+    #[arg(long)]
+    bare: bool,
 }
 
 /// The tool service of the benchmark, until it is killed.
 pub async fn host(args: HostArgs) -> Result<(), Failure> {
-    Ok(utp::host(&args.nats).await?)
+    match args.bare {
+        true => Ok(bare::service(&args.nats).await?),
+        false => Ok(utp::host(&args.nats).await?),
+    }
 }
 
 #[derive(Debug, Args)]
@@ -116,7 +126,11 @@ pub async fn upstream(args: UpstreamArgs) -> Result<(), Failure> {
 /// The comparison server, until it is killed.
 pub async fn floor(args: FloorArgs) -> Result<(), Failure> {
     let listener = tokio::net::TcpListener::bind(&args.listen).await?;
-    Ok(toolcrib_bench::floor::serve(listener, &args.dir).await?)
+    let tool = match &args.nats {
+        Some(url) => Some(bare::tool(url).await?),
+        None => None,
+    };
+    Ok(toolcrib_bench::floor::serve(listener, &args.dir, tool).await?)
 }
 
 /// Fills a store with finished calls.

@@ -46,9 +46,7 @@ impl Observer for Otlp {
     }
 
     fn attempted(&self, attempted: &Attempted<'_>) {
-        if self.samples(&attempted.ids) {
-            self.send(attempt_span(attempted));
-        }
+        self.send(attempt_span(attempted));
     }
 
     fn ended(&self, ended: &Ended<'_>) {

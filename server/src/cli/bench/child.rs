@@ -176,11 +176,23 @@ impl Drop for Filling {
 pub async fn start_utp(dir: &Path, url: &str) -> anyhow::Result<(Server, Filling)> {
     let (server, _) =
         Server::start_with(Kind::Product, dir, &[("TOOLCRIB_NATS__URL", url)]).await?;
+    Ok((server, service(dir, url, &[])?))
+}
+
+/// The floor over NATS, and its service as another process.
+pub async fn start_bare(dir: &Path, url: &str) -> anyhow::Result<(Server, Filling)> {
+    // It answers the first call that the server is tried with.
+    let service = service(dir, url, &["--bare"])?;
+    let (server, _) = Server::start_with(Kind::Floor, dir, &[("TOOLCRIB_BENCH_NATS", url)]).await?;
+    Ok((server, service))
+}
+
+fn service(dir: &Path, url: &str, more: &[&str]) -> anyhow::Result<Filling> {
     let mut command = this_program()?;
-    command.args(["bench-utp", "--nats", url]).current_dir(dir);
+    command.args(["bench-utp", "--nats", url]).args(more).current_dir(dir);
     command.stdin(Stdio::null()).stdout(Stdio::null());
     let child = command.spawn().context("cannot start this program a second time")?;
-    Ok((server, Filling { child }))
+    Ok(Filling { child })
 }
 
 /// This binary, without settings of ours and of OpenTelemetry from the environment.

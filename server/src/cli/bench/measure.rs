@@ -24,8 +24,12 @@ pub(super) const CALLERS: usize = 64;
 const BURST: usize = 100;
 /// Pages fetched for each filter.
 const PAGES: usize = 200;
-/// Turns with tracing and without, for each round of the others.
-const TURNS: usize = 8;
+/// Turns with tracing and without, for each round of the others; how much shorter than a round one
+/// is, and how long at least. What else the machine does makes two turns differ by a tenth and
+/// more, so it takes many of them to see a few parts of a hundred.
+const TURNS: usize = 40;
+const TURNS_OF_A_ROUND: u32 = 20;
+const TURN: Duration = Duration::from_millis(100);
 /// How long the first export may take.
 const EXPORT_LIMIT: Duration = Duration::from_secs(15);
 /// How long a server is left alone before its memory counts as idle.
@@ -64,7 +68,7 @@ impl Plan {
     /// Steps on the progress bar.
     fn steps(&self) -> u64 {
         let filled = if self.stored.is_some() { 3 } else { 0 };
-        (8 + self.starts + (14 + TURNS) * self.rounds + filled) as u64
+        (8 + self.starts + (15 + TURNS) * self.rounds + filled) as u64
     }
 }
 
@@ -270,7 +274,7 @@ impl<'a> Bench<'a> {
         let (traced, _) = Server::start_with(Kind::Product, &dirs.0, &settings).await?;
         let (plain, _) = Server::start(Kind::Product, &dirs.1).await?;
         let (mut ratios, mut without) = (Vec::new(), Vec::new());
-        let turn = self.plan.round / 4;
+        let turn = (self.plan.round / TURNS_OF_A_ROUND).max(TURN);
         for n in 0..TURNS * self.plan.rounds {
             let (mut with, mut plainly) = (0.0, 0.0);
             let mut pair = [(&traced, &mut with), (&plain, &mut plainly)];

@@ -84,6 +84,8 @@ impl Bench<'_> {
         let Some(broker) = Broker::start(&self.scratch.dir("nats")?).await? else { return Ok(()) };
         self.step("tools over NATS: start");
         let (product, _service) = child::start_utp(&self.scratch.dir("utp")?, &broker.url).await?;
+        let (bare, _bare_service) =
+            child::start_bare(&self.scratch.dir("bare")?, &broker.url).await?;
         let address = Address {
             url: broker.url.clone(),
             credentials: None,
@@ -93,29 +95,44 @@ impl Bench<'_> {
         define(&product).await?;
         let warm = Duration::from_secs(1);
         load::closed_loop(&product.addr, 8, warm, &call_path(), CALL_BODY, None).await?;
-        let (mut ours, mut raw, mut waiting) = (Vec::new(), Vec::new(), Vec::new());
+        let shared = vec![link.clone(); CALLERS];
+        let own = (0..CALLERS).map(|_| Link::connect(&address, "bench"));
+        let own = futures::future::try_join_all(own).await?;
+        let mut rates: [Vec<f64>; 4] = Default::default();
         let (mut one, mut trip) = (Vec::new(), Vec::new());
         for _ in 0..self.plan.rounds {
-            raw.push(publish_rate(&link, self.plan.round, CALLERS).await?);
-            waiting.push(publish_rate(&link, self.plan.round, 1).await?);
-            ours.push(
+            rates[0].push(
                 self.sample("tools over NATS", &product, CALLERS, &call_path()).await?.calls_per_s,
             );
+            let sample = self.sample("the bare way", &bare, CALLERS, &child::call_path()).await?;
+            rates[1].push(sample.calls_per_s);
+            rates[2].push(publish_rate(&shared, self.plan.round).await?);
+            rates[3].push(publish_rate(&own, self.plan.round).await?);
             trip.push(round_trip_us(&link, self.plan.round).await?);
             let alone = self.sample("tools over NATS", &product, 1, &call_path()).await?;
             one.push(alone.p50_us as f64);
         }
-        let name = format!("tools over NATS, {CALLERS} at once, against JetStream's publish");
-        let (rate, floor) = (median(ours), median(raw));
-        self.push(Measure::against_floor(name, "calls/s", rate, floor, Limit::AtLeast(0.25)));
-        // For scale: what a program gets that waits for each acknowledgement.
-        let name = format!("tools over NATS, {CALLERS} at once, against one publisher");
-        let floor = median(waiting);
-        self.push(Measure::against_floor(name, "calls/s", rate, floor, Limit::None));
+        self.rates(rates.map(median));
         let name = "tools over NATS, one at a time, p50, against a publish and a request";
         let (p50, floor) = (median(one), median(trip));
         self.push(Measure::against_floor(name, "µs", p50, floor, Limit::AtMost(4.0)));
         Ok(())
+    }
+
+    /// What is had at once: of the product, of the least that could be in its place, and of
+    /// publishing alone, over one connection and with one for each as callers have one.
+    fn rates(&mut self, [product, bare, publishing, apart]: [f64; 4]) {
+        let limit = Limit::AtLeast(0.25);
+        let all = [
+            ("tools over NATS", "JetStream's publish", product, publishing, limit),
+            ("tools over NATS", "a connection for each", product, apart, Limit::None),
+            ("tools over NATS", "the bare way", product, bare, Limit::None),
+            ("the bare way", "JetStream's publish", bare, publishing, Limit::None),
+        ];
+        for (what, against, rate, floor, limit) in all {
+            let name = format!("{what}, {CALLERS} at once, against {against}");
+            self.push(Measure::against_floor(name, "calls/s", rate, floor, limit));
+        }
     }
 }
 
@@ -133,11 +150,13 @@ async fn define(product: &Server) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// How many messages a second the broker takes and acknowledges, so many at a time.
-async fn publish_rate(link: &Link, time: Duration, at_once: usize) -> anyhow::Result<f64> {
+/// How many messages a second the broker takes and acknowledges, from one publisher for each of
+/// these, which may be the same connection.
+async fn publish_rate(publishers: &[Link], time: Duration) -> anyhow::Result<f64> {
+    let link = publishers.first().context("no publisher")?;
     raw_stream(link).await?;
     let (count, begun) = (Arc::new(AtomicU64::new(0)), Instant::now());
-    let workers = (0..at_once).map(|worker| {
+    let workers = publishers.iter().enumerate().map(|(worker, link)| {
         let (link, count) = (link.clone(), count.clone());
         tokio::spawn(async move {
             let mut n = 0u64;

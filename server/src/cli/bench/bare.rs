@@ -1,0 +1,102 @@
+//! The least that a durable way over NATS can be: the floor's two flushes, and between them one
+//! command on JetStream to another process, which answers with a message and acknowledges. There
+//! are no cards, no identity, no fences and no inbox: what is slower than this is ours, and what is
+//! not is the broker's and the disk's.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use anyhow::Context;
+use async_nats::jetstream::consumer::pull;
+use futures::{FutureExt, StreamExt};
+use parking_lot::Mutex;
+use tokio::sync::oneshot;
+use toolcrib_bench::floor::Tool;
+
+use crate::utp::link::{Address, DAY, stream};
+use crate::utp::{DEFAULT_VERSION, Link, wire};
+
+const STREAM: &str = "bench_bare";
+const SUBJECT: &str = "bench_bare.default.public.cmd.bench.run";
+/// The header that says where the answer goes.
+const ANSWER: &str = "CG-Answer";
+
+async fn connect(url: &str) -> anyhow::Result<Link> {
+    let version = DEFAULT_VERSION.to_owned();
+    let address = Address { url: url.to_owned(), credentials: None, version };
+    Link::connect(&address, "bench").await
+}
+
+async fn ready(link: &Link) -> anyhow::Result<async_nats::jetstream::stream::Stream> {
+    link.up().await;
+    let config = stream(STREAM.to_owned(), format!("{STREAM}.>"), DAY);
+    Ok(link.jetstream().get_or_create_stream(config).await?)
+}
+
+/// Those who wait for a message, by its number.
+type Waiting = Arc<Mutex<HashMap<u64, oneshot::Sender<()>>>>;
+
+/// Wakes whoever waits for what comes under a subject.
+async fn listen(link: &Link, subject: &str) -> anyhow::Result<Waiting> {
+    let waiting = Waiting::default();
+    let mut came = link.client().subscribe(format!("{subject}.*")).await?;
+    let woken = waiting.clone();
+    tokio::spawn(async move {
+        while let Some(message) = came.next().await {
+            let number = message.subject.rsplit('.').next().and_then(|text| text.parse().ok());
+            let waits = number.and_then(|number: u64| woken.lock().remove(&number));
+            if let Some(waits) = waits {
+                let _ = waits.send(());
+            }
+        }
+    });
+    Ok(waiting)
+}
+
+/// A tool that is executed by the other process.
+pub async fn tool(url: &str) -> anyhow::Result<Tool> {
+    let link = connect(url).await?;
+    ready(&link).await?;
+    let inbox = link.client().new_inbox();
+    let (acks, answers) = (format!("{inbox}.ack"), format!("{inbox}.answer"));
+    let (acked, answered) = (listen(&link, &acks).await?, listen(&link, &answers).await?);
+    let numbers = Arc::new(AtomicU64::new(0));
+    Ok(Arc::new(move || {
+        let number = numbers.fetch_add(1, Ordering::Relaxed);
+        let (ack, answer) = (oneshot::channel(), oneshot::channel());
+        acked.lock().insert(number, ack.0);
+        answered.lock().insert(number, answer.0);
+        let mut headers = wire::headers(DEFAULT_VERSION, "dict", "");
+        headers.insert(ANSWER, format!("{answers}.{number}"));
+        headers.insert(async_nats::header::NATS_MESSAGE_ID, format!("{inbox}-{number}"));
+        let reply = format!("{acks}.{number}");
+        let (client, payload) = (link.client().clone(), vec![b'x'; 300].into());
+        async move {
+            let sent = client.publish_with_reply_and_headers(SUBJECT, reply, headers, payload);
+            let _ = sent.await;
+            let _ = tokio::join!(ack.1, answer.1);
+        }
+        .boxed()
+    }))
+}
+
+/// The other process, until it is killed.
+pub async fn service(url: &str) -> anyhow::Result<()> {
+    let link = connect(url).await?;
+    let config = pull::Config {
+        durable_name: Some("bare".to_owned()),
+        max_ack_pending: 10_000,
+        ..pull::Config::default()
+    };
+    let consumer = ready(&link).await?.get_or_create_consumer("bare", config).await?;
+    let mut commands = consumer.stream().max_messages_per_batch(256).messages().await?;
+    while let Some(command) = commands.next().await {
+        let command = command?;
+        let headers = command.headers.as_ref().context("a command without headers")?;
+        let answer = headers.get(ANSWER).context("a command without an answer")?;
+        link.client().publish(answer.as_str().to_owned(), "{}".into()).await?;
+        command.ack().await.map_err(anyhow::Error::from_boxed)?;
+    }
+    Ok(())
+}
