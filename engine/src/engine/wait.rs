@@ -241,7 +241,7 @@ impl Engine {
 impl Inner {
     /// Returns when a call is shown as it is stored. It is stored a moment before: who was told of
     /// what is stored must not find the call as it was, afterwards.
-    async fn until_shown(&self, id: &CallId, is_so: impl Fn(&Call) -> bool) {
+    pub(crate) async fn until_shown(&self, id: &CallId, is_so: impl Fn(&Call) -> bool) {
         if let Some(entry) = self.live.get(id).filter(|entry| !is_so(&entry.call())) {
             // Whoever decides has this from before the commit until the new state is shown.
             drop(entry.deciding.lock().await);

@@ -117,6 +117,8 @@ async fn tell(inner: Arc<Inner>, notifier: Arc<dyn Notifier>, delivery: Delivery
             return pause(&inner).await;
         }
     };
+    // The receiver may look at the call as soon as it is told.
+    inner.until_shown(id, |call| call.status.is_terminal()).await;
     let began_ms = inner.clock.now_ms();
     let notice = Notice { delivery: stored, call };
     let answer = tokio::select! {

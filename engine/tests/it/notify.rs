@@ -14,9 +14,11 @@ use toolcrib::engine::{DeliveryQuery, EventQuery};
 use toolcrib::event::Kind;
 use toolcrib::fault::Code;
 use toolcrib::notify::{Notice, Notifier, Notifying};
-use toolcrib::store::MemoryStore;
+use toolcrib::store::{MemoryStore, Store};
 use toolcrib::task::{notify, purge};
-use toolcrib::{CallId, Caller, Engine, Fault, FnTool, Invocation, Role};
+use toolcrib::{CallId, Caller, Engine, Fault, FnTool, Invocation, Role, Status};
+
+use crate::support::{Chance, FlakyStore};
 
 const NOW: u64 = 1_790_000_000_000;
 
@@ -84,7 +86,7 @@ impl World {
         Self::on(store, clock, receiver).await
     }
 
-    async fn on(store: Arc<MemoryStore>, clock: ManualClock, receiver: Arc<Receiver>) -> Self {
+    async fn on(store: Arc<dyn Store>, clock: ManualClock, receiver: Arc<Receiver>) -> Self {
         let schedule = Schedule { retry_ms: vec![5_000, 300_000], jitter: 0.0 };
         let notifying = Notifying { schedule, max_parallel: 4, max_parallel_per_receiver: 2 };
         let engine = Engine::builder()
@@ -357,4 +359,31 @@ async fn the_events_of_a_task_name_it() {
         assert_eq!(event.record.data["task_id"], id.as_str());
         assert_eq!(event.record.data["call_id"], "mine-7");
     }
+}
+
+#[tokio::test]
+async fn who_is_told_of_an_end_finds_it_so() {
+    let store = FlakyStore::new(Chance::of(1));
+    let receiver = Receiver::answering(&[]);
+    let world = World::on(store.clone(), ManualClock::at(NOW), receiver).await;
+    let mut asked = Invocation::new("t.long", "{}").unwrap();
+    asked.callback_url = Some("https://a.example/x".to_owned());
+    let id = world.engine.invoke(&world.caller, asked).await.unwrap().call.id.clone();
+    // The end is stored and not yet shown.
+    let held = store.answering.write().await;
+    let canceling = world.engine.cancel(&world.caller, &id, None);
+    let telling = async {
+        while world.run().await == 0 {
+            tokio::task::yield_now().await;
+        }
+        world.engine.call(&world.caller, &id).await.unwrap().status
+    };
+    let answered = async {
+        for _ in 0..100 {
+            tokio::task::yield_now().await;
+        }
+        drop(held);
+    };
+    let (canceled, found, ()) = tokio::join!(canceling, telling, answered);
+    assert_eq!((canceled.unwrap().status, found), (Status::Canceled, Status::Canceled));
 }
