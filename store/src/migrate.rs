@@ -5,7 +5,7 @@ use rusqlite::{Connection, TransactionBehavior};
 
 use crate::sqlite::OpenError;
 
-const MIGRATIONS: [&str; 8] = [
+const MIGRATIONS: [&str; 9] = [
     include_str!("../migrations/sqlite/0001_init.sql"),
     include_str!("../migrations/sqlite/0002_callbacks.sql"),
     include_str!("../migrations/sqlite/0003_runs.sql"),
@@ -14,6 +14,7 @@ const MIGRATIONS: [&str; 8] = [
     include_str!("../migrations/sqlite/0006_upstreams.sql"),
     include_str!("../migrations/sqlite/0007_tool_versions.sql"),
     include_str!("../migrations/sqlite/0008_upstream_grants.sql"),
+    include_str!("../migrations/sqlite/0009_not_ok_by_run.sql"),
 ];
 
 /// The version this program writes.

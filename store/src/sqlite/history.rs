@@ -6,7 +6,7 @@ use toolcrib::event::{Event, Kind, Record};
 use toolcrib::id::CallId;
 use toolcrib::store::{EventScope, StoreError};
 
-use super::reader::{collect, failed};
+use super::reader::{MANY, collect, counted, failed};
 use crate::row::{Facts, Implied, read_record};
 
 /// The columns that a history is read from, in this order.
@@ -102,13 +102,22 @@ pub(super) fn events(
             let bound = params![project, id.as_str()];
             of_calls(connection, &collect(connection, &sql, bound, History::read)?, after, limit)
         }
+        EventScope::Run { project, run_id } if !is_small(connection, project, run_id)? => {
+            in_order(connection, (project, Some(run_id)), after, limit)
+        }
         EventScope::Run { project, run_id } => {
             let sql = format!("SELECT {COLUMNS} FROM calls WHERE project = ?1 AND run_id = ?2");
             let bound = params![project, run_id];
             of_calls(connection, &collect(connection, &sql, bound, History::read)?, after, limit)
         }
-        EventScope::Project(project) => of_project(connection, project, after, limit),
+        EventScope::Project(project) => in_order(connection, (project, None), after, limit),
     }
+}
+
+/// Whether a run's events are looked for call by call. Those of a larger one are found by their
+/// numbers: it may be the only run that there ever was.
+fn is_small(connection: &Connection, project: &str, run_id: &str) -> Result<bool, StoreError> {
+    Ok(counted(connection, "calls_by_run", "run_id", project, run_id)? < MANY)
 }
 
 /// The first `limit` events of these calls after a number.
@@ -165,11 +174,14 @@ pub(super) fn newest_record(
     Ok(None)
 }
 
+/// A project, and a run in it unless all of them are meant.
+type Within<'a> = (&'a str, Option<&'a str>);
+
 /// Two sorted halves: the events that have rows, and those that new calls imply. Calls come in the
 /// order of their first numbers, so the place to begin at is found by halving.
-fn of_project(
+fn in_order(
     connection: &Connection,
-    project: &str,
+    within: Within<'_>,
     after: u64,
     limit: usize,
 ) -> Result<Vec<Event>, StoreError> {
@@ -178,8 +190,9 @@ fn of_project(
     let sql = "SELECT e.kind, e.at_ms, e.attempt, e.data, e.number, c.id, c.run_id, \
                c.envelope ->> 'call_id' \
                FROM events e CROSS JOIN calls c ON c.place = e.place \
-               WHERE e.number > ?2 AND c.project = ?1 ORDER BY e.number LIMIT ?3";
-    let bound = params![project, sql_after, sql_limit];
+               WHERE e.number > ?2 AND c.project = ?1 AND (?4 IS NULL OR c.run_id = ?4) \
+               ORDER BY e.number LIMIT ?3";
+    let bound = params![within.0, sql_after, sql_limit, within.1];
     let mut all = collect(connection, sql, bound, |row| {
         let unreadable = |error: rusqlite::Error| StoreError::Corrupt(error.to_string());
         let id: String = row.get(5).map_err(unreadable)?;
@@ -193,16 +206,16 @@ fn of_project(
     })?;
     // Beyond the last of a full page there is nothing to look for.
     let until = all.last().filter(|_| all.len() >= limit).map_or(u64::MAX, |last| last.number);
-    all.extend(implied_in(connection, project, (after, until), limit)?);
+    all.extend(implied_in(connection, within, (after, until), limit)?);
     all.sort_by_key(|event| event.number);
     all.truncate(limit);
     Ok(all)
 }
 
-/// What the calls of a project imply between two numbers: the first `limit` and maybe a few more.
+/// What calls imply between two numbers: the first `limit` and maybe a few more.
 fn implied_in(
     connection: &Connection,
-    project: &str,
+    (project, run_id): Within<'_>,
     (after, until): (u64, u64),
     limit: usize,
 ) -> Result<Vec<Event>, StoreError> {
@@ -213,14 +226,15 @@ fn implied_in(
     let mut rows = select.query([first]).map_err(broken)?;
     let mut found = Vec::new();
     while let Some(row) = rows.next().map_err(broken)? {
-        let call = History::read(row)?;
-        let beyond = marks(&call.list).next().is_some_and(|mark| mark.number > until);
-        if beyond || found.len() >= limit {
+        let text = |column: usize| Ok(row.get_ref(column).map_err(broken)?.as_str().ok());
+        let begins = text(1)?.and_then(|list| marks(list).next());
+        if begins.is_some_and(|mark| mark.number > until) || found.len() >= limit {
             break;
         }
-        if row.get_ref(6).map_err(broken)?.as_str().ok() != Some(project) {
+        if text(6)? != Some(project) || run_id.is_some() && text(7)? != run_id {
             continue;
         }
+        let call = History::read(row)?;
         for mark in marks(&call.list).filter(|mark| mark.number > after) {
             found.extend(call.implied(mark).map(|record| call.event(mark, record)));
         }

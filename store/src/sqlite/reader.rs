@@ -14,6 +14,9 @@ use crate::row::{CALL_COLUMNS, read_call};
 /// Connections that are kept for the next reader.
 const KEPT: usize = 4;
 
+/// More calls than this are many.
+pub(super) const MANY: i64 = 5_000;
+
 /// The reading connections that nobody uses now.
 pub(super) struct Readers {
     path: PathBuf,
@@ -109,7 +112,13 @@ pub(super) fn calls(
     }
     let not_ok = filter.status.is_some_and(|status| status != Status::Succeeded);
     let index = match (&filter.run_id, &filter.tool_name) {
-        (Some(_), _) => "calls_by_run",
+        (Some(_), _) if not_ok => "calls_not_ok_by_run",
+        (Some(run_id), Some(tool)) => {
+            let run = counted(connection, "calls_by_run", "run_id", &filter.project, run_id)?;
+            let tool = counted(connection, "calls_by_tool", "tool_name", &filter.project, tool)?;
+            if run <= tool { "calls_by_run" } else { "calls_by_tool" }
+        }
+        (Some(_), None) => "calls_by_run",
         (None, Some(_)) if not_ok => "calls_not_ok_by_tool",
         (None, None) if not_ok => "calls_not_ok",
         (None, Some(_)) => "calls_by_tool",
@@ -147,6 +156,23 @@ pub(super) fn calls(
     sql.push_str(&format!(" ORDER BY id DESC LIMIT {limit}"));
     let bound: Vec<&dyn ToSql> = bound.iter().map(AsRef::as_ref).collect();
     page(connection, &sql, &bound, filter)
+}
+
+/// How many calls an index has for a value, counted up to [`MANY`].
+pub(super) fn counted(
+    connection: &Connection,
+    index: &str,
+    column: &str,
+    project: &str,
+    value: &str,
+) -> Result<i64, StoreError> {
+    let sql = format!(
+        "SELECT count(*) FROM (SELECT 1 FROM calls INDEXED BY {index} \
+         WHERE project = ?1 AND {column} = ?2 LIMIT {MANY})"
+    );
+    let broken = |error: rusqlite::Error| failed(&error);
+    let mut select = connection.prepare_cached(&sql).map_err(broken)?;
+    select.query_row(params![project, value], |row| row.get(0)).map_err(broken)
 }
 
 /// As many calls as are wanted.

@@ -53,6 +53,7 @@ macro_rules! conformance {
                     a_run_has_the_events_of_its_calls_in_its_project
                     a_project_has_the_events_of_its_calls
                     pages_give_every_event_once
+                    a_run_of_very_many_calls_is_read_page_by_page
                     a_page_ends_at_its_limit_and_begins_after_a_number
                     appending_to_an_unknown_call_is_harmless
                     the_newest_event_of_a_call_is_its_last

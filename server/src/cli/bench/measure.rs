@@ -346,6 +346,7 @@ impl<'a> Bench<'a> {
             ("run_id", format!("run_id=run_{middle_run}")),
             ("tool_name", "tool_name=bench.tool_7".into()),
             ("status", "status=FAILED".into()),
+            ("run_id and status", format!("run_id=run_{middle_run}&status=FAILED")),
             ("since", format!("since={since}")),
             ("cursor", format!("cursor={cursor}")),
             (

@@ -129,6 +129,37 @@ pub async fn pages_give_every_event_once(store: &dyn Store) {
     }
 }
 
+/// Programs that know only one run put everything into it.
+pub async fn a_run_of_very_many_calls_is_read_page_by_page(store: &dyn Store) {
+    let calls: Vec<_> =
+        (0..5_300).map(|n| call_of("p", if n % 53 == 7 { "other" } else { "big" }, "a")).collect();
+    let all = calls.iter().enumerate().map(|(n, call)| {
+        // Most are as the engine writes them, which has no row of its own.
+        let plain = Record::new(Kind::Requested, call.created_ms, 0);
+        let plain = plain.with("tool", "a").with("args_bytes", call.target.args.text().len());
+        creating(store, call, vec![if n % 9 == 0 { requested() } else { plain }], None)
+    });
+    futures::future::try_join_all(all).await.unwrap();
+    for call in calls.iter().step_by(100) {
+        append(store, call, record(Kind::Progress)).await;
+    }
+    let told = store.events(of_project("p"), 0, usize::MAX).await.unwrap();
+    let (big, other): (Vec<Event>, Vec<Event>) =
+        told.into_iter().partition(|event| event.run_id == "big");
+    assert!(big.len() > 5_200 && other.len() >= 100);
+    for (run_id, expected) in [("big", big), ("other", other)] {
+        let (mut seen, mut after) = (vec![], 0);
+        loop {
+            let page = store.events(of_run("p", run_id), after, 700).await.unwrap();
+            assert!(page.len() <= 700);
+            let Some(last) = page.last() else { break };
+            after = last.number;
+            seen.extend(page);
+        }
+        assert_eq!(seen, expected, "{run_id}");
+    }
+}
+
 pub async fn a_page_ends_at_its_limit_and_begins_after_a_number(store: &dyn Store) {
     let asked = call();
     put(store, &asked).await;
