@@ -1,13 +1,17 @@
 //! The arguments of a call, before it is stored: what its tool's definition says about them, and
 //! whether they fit.
 
-use serde_json::Value;
+use std::sync::Arc;
 
-use super::catalog::Entry as Compiled;
-use super::envelope::misfit;
+use serde_json::{Value, json};
+
+use super::catalog::{Catalog, Entry as Compiled, not_found};
+use super::envelope::{check_envelope, misfit};
+use super::{Inner, Invocation};
 use crate::args::{Rules, Vars};
 use crate::call::Call;
-use crate::fault::Error;
+use crate::caller::Caller;
+use crate::fault::{Code, Error, Fault};
 use crate::json::Json;
 
 /// What the definition says about arguments: what is executed, which must fit in their place. Of
@@ -45,4 +49,42 @@ fn fits(tool: &Compiled, args: &Value) -> Result<(), Error> {
     }
     let what = format!("the arguments of {} do not fit its schema", tool.definition.name);
     Err(misfit(&what, &problems).not_happened().into())
+}
+
+impl Inner {
+    /// The tool, if it is there and what is asked fits it.
+    pub(super) fn fitting(
+        &self,
+        catalog: &Catalog,
+        caller: &Caller,
+        found: Option<Arc<Compiled>>,
+        asked: &mut Invocation,
+        args: &Value,
+    ) -> Result<Arc<Compiled>, Error> {
+        let tool = found.ok_or_else(|| not_found(catalog, caller, &asked.tool))?;
+        check_envelope(asked, self.limits.max_args_bytes)?;
+        check_args(&tool, args)?;
+        check_client(catalog, caller, &tool, asked.client_id.as_deref())?;
+        if let Some(url) = &asked.callback_url {
+            asked.callback_url = Some(self.check_callback(caller, url)?);
+        }
+        Ok(tool)
+    }
+}
+
+/// A call can be pinned to a client only where that client offers the tool.
+fn check_client(
+    catalog: &Catalog,
+    caller: &Caller,
+    tool: &Compiled,
+    client_id: Option<&str>,
+) -> Result<(), Error> {
+    let Some(client_id) = client_id else { return Ok(()) };
+    let name = &tool.definition.name;
+    if catalog.offered_by(&caller.project, name).iter().any(|id| id == client_id) {
+        return Ok(());
+    }
+    let message = format!("client \"{client_id}\" does not offer \"{name}\"");
+    let fault = Fault::new(Code::ValidationError, message).not_happened();
+    Err(fault.with_detail(json!({ "pointer": "/client_id" })).into())
 }

@@ -9,10 +9,10 @@ use futures::poll;
 use serde_json::{Map, Value, json};
 
 use super::ahead::{Ahead, Done, UnderWay};
-use super::arguments::{check_args, ruled};
+use super::arguments::ruled;
 use super::behind::put_behind;
-use super::catalog::{Catalog, Entry as Compiled, not_found};
-use super::envelope::{check_envelope, idempotency_key};
+use super::catalog::{Catalog, Entry as Compiled};
+use super::envelope::idempotency_key;
 use super::gate::{Caps, Line, Place, Slot};
 use super::live::{Entry, Full};
 use super::observing::Over;
@@ -131,16 +131,14 @@ impl Engine {
             asked.tool.clone_from(&tool.definition.name);
         }
         inner.check_permission(&catalog, caller, &asked.tool).await?;
-        let tool = found.ok_or_else(|| not_found(&catalog, caller, &asked.tool))?;
-        check_envelope(&asked, inner.limits.max_args_bytes)?;
         let args = asked.args.value();
-        check_args(&tool, &args)?;
-        check_client(&catalog, caller, &tool, asked.client_id.as_deref())?;
-        if let Some(url) = &asked.callback_url {
-            asked.callback_url = Some(inner.check_callback(caller, url)?);
-        }
+        let fitting = inner.fitting(&catalog, caller, found, &mut asked, &args);
         let key = idempotency_key(caller, &asked);
-        let mut call = inner.draft(&catalog, caller, &tool, asked, &args)?;
+        let drafted = fitting.and_then(|tool| inner.draft(&catalog, caller, &tool, asked, &args));
+        let mut call = match drafted {
+            Ok(call) => call,
+            Err(why) => return Box::pin(inner.known_or(&caller.project, key, why)).await,
+        };
         if let Some(before) = &among.after {
             put_behind(&mut call, before);
         }
@@ -283,7 +281,7 @@ impl Inner {
         let (place, caps) = self.place(&call);
         let room = match self.live.room(&place.line, all, each) {
             Ok(room) => room,
-            Err(why) => return Box::pin(self.known_or_full(&call.project, key, why)).await,
+            Err(why) => return Box::pin(self.known_or(&call.project, key, full(why))).await,
         };
         let requested = Record::new(Kind::Requested, call.created_ms, 0)
             .with("tool", call.tool_name.as_str())
@@ -375,16 +373,17 @@ impl Inner {
         }
     }
 
-    /// What was asked before under this key is answered also when nothing new is taken.
-    async fn known_or_full(
+    /// What was asked before under this key is answered also when it would not be taken now: there
+    /// is no room, or the tool has changed since. Who asks again wants to know what became of it.
+    async fn known_or(
         &self,
         project: &str,
         key: Option<IdempotencyKey>,
-        why: Full,
+        why: Error,
     ) -> Result<Ticket, Error> {
-        let Some(key) = key else { return Err(full(why)) };
+        let Some(key) = key else { return Err(why) };
         let used = self.store.used(project, &key).await.map_err(unavailable)?;
-        used.and_then(|used| self.known_before(used)).unwrap_or_else(|| Err(full(why)))
+        used.and_then(|used| self.known_before(used)).unwrap_or(Err(why))
     }
 
     fn known_before(&self, created: Created) -> Option<Result<Ticket, Error>> {
@@ -478,21 +477,4 @@ fn full(full: Full) -> Error {
             Error::later(Code::RateLimited, message, 1_000)
         }
     }
-}
-
-/// A call can be pinned to a client only where that client offers the tool.
-fn check_client(
-    catalog: &Catalog,
-    caller: &Caller,
-    tool: &Compiled,
-    client_id: Option<&str>,
-) -> Result<(), Error> {
-    let Some(client_id) = client_id else { return Ok(()) };
-    let name = &tool.definition.name;
-    if catalog.offered_by(&caller.project, name).iter().any(|id| id == client_id) {
-        return Ok(());
-    }
-    let message = format!("client \"{client_id}\" does not offer \"{name}\"");
-    let fault = Fault::new(Code::ValidationError, message).not_happened();
-    Err(fault.with_detail(json!({ "pointer": "/client_id" })).into())
 }

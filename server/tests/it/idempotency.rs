@@ -4,7 +4,7 @@ use std::collections::HashSet;
 
 use serde_json::{Value, json};
 
-use crate::support::api::{Reply, message, offer};
+use crate::support::api::{Reply, message, offer, offer_with};
 use crate::support::{Api, Server};
 
 async fn invoke(api: &Api, key: &str, body: Value) -> Reply {
@@ -147,4 +147,23 @@ async fn a_key_outlives_a_restart() {
     assert_eq!(again.header("idempotent-replayed"), Some("true"));
     assert_eq!(again.is(202), first);
     invoke(&api, "key-1", body(2)).await.refused(422, "IDEMPOTENCY_MISMATCH");
+}
+
+#[tokio::test]
+async fn what_was_asked_is_answered_also_when_it_would_not_be_taken_any_more() {
+    let (_server, api) = started().await;
+    let first = invoke(&api, "key-1", body(1)).await.is(202);
+    // The tool wants something else now, and then it is gone.
+    let strict = json!({ "schema": { "type": "object", "required": ["b"] } });
+    let changes = [json!([offer_with("a.tool", strict)]), json!([])];
+    let refusals = [(422, "VALIDATION_ERROR"), (404, "TOOL_NOT_FOUND")];
+    for (tools, (status, code)) in changes.into_iter().zip(refusals) {
+        let register = json!({ "client_id": "c1", "tools": tools, "replace": true });
+        api.post("/internal/tools/register", register).await.is(200);
+        let again = invoke(&api, "key-1", body(1)).await;
+        assert_eq!(again.header("idempotent-replayed"), Some("true"));
+        assert_eq!(again.is(202), first);
+        invoke(&api, "key-2", body(1)).await.refused(status, code);
+        invoke(&api, "key-1", body(2)).await.refused(422, "IDEMPOTENCY_MISMATCH");
+    }
 }
