@@ -17,8 +17,6 @@ use super::{Context, calls};
 
 /// How long is waited when nobody says.
 const DEFAULT_WAIT: Duration = Duration::from_secs(60);
-/// The first answer comes soon even if the outcome does not, so that the ticket is known.
-const FIRST_WAIT: Duration = Duration::from_secs(1);
 /// How long one request waits; shorter than what proxies cut off.
 const EACH_WAIT: Duration = Duration::from_secs(20);
 const PAUSE: Duration = Duration::from_millis(300);
@@ -106,13 +104,15 @@ impl CallArgs {
     }
 
     fn envelope(&self) -> Result<Value, Failure> {
+        let key = self.idempotency_key.clone();
+        let key = key.unwrap_or_else(|| format!("cli-{}", ulid::Ulid::generate()));
         let mut body = Map::new();
         body.insert("run_id".into(), self.run.as_str().into());
         body.insert("args".into(), arguments(self.args.as_deref(), &self.pairs)?);
         let more = [
             ("timeout_ms", self.timeout.map(|time| json!(time.as_millis() as u64))),
             ("retry", self.retry.map(Value::from)),
-            ("idempotency_key", self.idempotency_key.clone().map(Value::from)),
+            ("idempotency_key", Some(key.into())),
             ("client_id", self.client.clone().map(Value::from)),
         ];
         for (name, value) in more {
@@ -131,19 +131,43 @@ pub async fn run(context: &Context, mut args: CallArgs) -> Result<(), Failure> {
     let until = Instant::now() + wait;
     let spinner = context.output.spinner(&args.name);
     let path = ["v1", "tools", args.name.as_str(), "invoke"];
-    let ask = Ask::post(&path, body).calls_tool();
-    let ask = if wait.is_zero() { ask } else { ask.wait(wait.min(FIRST_WAIT)) };
-    let first = client.ask(ask).await;
-    let call = match first {
+    let call = match hand_over(&client, &path, body, until).await {
         Ok(call) if wait.is_zero() => {
             spinner.finish_and_clear();
             return ticket(context, &call);
         }
-        Ok(call) => await_outcome(&client, &spinner, call, until).await,
+        Ok(mut call) => {
+            call["tool_name"] = args.name.as_str().into();
+            await_outcome(&client, &spinner, call, until).await
+        }
         Err(failure) => Err(args.explained(failure)),
     };
     spinner.finish_and_clear();
     conclude(context, &call?, wait)
+}
+
+/// Hands the call over, and has its ticket at once: with it the call is found again, whatever
+/// happens to the server or to us. Where it is not known whether it arrived it is sent again; it has
+/// a key, so it is one call.
+async fn hand_over(
+    client: &Client,
+    path: &[&str],
+    body: Value,
+    until: Instant,
+) -> Result<Value, Failure> {
+    let mut sent = false;
+    loop {
+        match client.ask(Ask::post(path, body.clone()).calls_tool()).await {
+            Err(failure) if (sent || failure.sent) && failure.exit == exit::UNREACHABLE => {
+                sent = true;
+                if Instant::now() >= until {
+                    return Err(failure);
+                }
+                tokio::time::sleep(PAUSE).await;
+            }
+            other => return other,
+        }
+    }
 }
 
 fn ticket(context: &Context, call: &Value) -> Result<(), Failure> {

@@ -219,10 +219,11 @@ impl Client {
         let server = self.server();
         if error.is_timeout() && !error.is_connect() {
             let message = format!("{server} did not answer in time");
-            return Failure::unreachable(message).hint("is it overloaded? toolcrib doctor looks");
+            let failure = Failure { sent: true, ..Failure::unreachable(message) };
+            return failure.hint("is it overloaded? toolcrib doctor looks");
         }
         let message = format!("cannot reach {server}: {}", chain(error));
-        Failure::unreachable(message)
+        Failure { sent: !error.is_connect(), ..Failure::unreachable(message) }
             .hint("start one with: toolcrib serve   or name another with --server URL")
     }
 

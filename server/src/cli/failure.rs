@@ -32,6 +32,8 @@ pub struct Failure {
     pub hint: Option<String>,
     pub detail: Option<Value>,
     pub retryable: bool,
+    /// What was asked may have arrived: it is not known what became of it.
+    pub sent: bool,
     /// Everything was said already, or nobody is listening any more.
     pub silent: bool,
 }
@@ -45,6 +47,7 @@ impl Failure {
             hint: None,
             detail: None,
             retryable: false,
+            sent: false,
             silent: false,
         }
     }

@@ -13,6 +13,7 @@ mod provider;
 mod repeated;
 mod startup;
 mod stopping;
+mod waiting;
 
 /// Numbers that look random and come again with the same seed (SplitMix64).
 pub struct Dice(u64);
