@@ -34,6 +34,7 @@ pub struct Parser {
     after_return: bool,
     message: Message,
     has_data: bool,
+    last_id: Option<String>,
     /// The first line has been read; a mark of the byte order may stand before it.
     begun: bool,
 }
@@ -56,12 +57,20 @@ impl Parser {
         Ok(done)
     }
 
+    /// The id to go on after: of the last event, or of a block that had nothing else.
+    pub fn last_id(&self) -> Option<&str> {
+        self.last_id.as_deref()
+    }
+
     fn end_of_line(&mut self) -> Option<Message> {
         let line = std::mem::take(&mut self.line);
         let marked = if std::mem::replace(&mut self.begun, true) { &[][..] } else { BYTE_ORDER };
         let line = line.strip_prefix(marked).unwrap_or(&line);
         if line.is_empty() {
             let message = std::mem::take(&mut self.message);
+            if message.id.is_some() {
+                self.last_id.clone_from(&message.id);
+            }
             return std::mem::take(&mut self.has_data).then_some(message);
         }
         let line = String::from_utf8_lossy(line);
@@ -108,6 +117,9 @@ mod tests {
             let wanted =
                 [(Some("7"), "{\"a\":1}"), (None, "one\ntwo"), (Some("8"), "x"), (None, "")];
             assert_eq!(seen, wanted, "in pieces of {size}");
+            assert_eq!(parser.last_id(), Some("8"));
+            assert_eq!(parser.push(b"\n\nid: 9\n\n").unwrap().len(), 1, "what was cut");
+            assert_eq!(parser.last_id(), Some("9"), "also without an event");
         }
     }
 

@@ -127,10 +127,8 @@ impl Watching<'_> {
             for message in messages {
                 ended |= self.until_end && is_end(&message);
                 self.show(&message)?;
-                if message.id.is_some() {
-                    self.last = message.id;
-                }
             }
+            self.last = parser.last_id().map(str::to_owned).or(self.last.take());
         }
     }
 

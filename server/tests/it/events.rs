@@ -262,3 +262,20 @@ async fn every_event_says_whose_it_is_how_long_it_took_and_how_large_it_was() {
     let all: Vec<&str> = BESIDES.iter().map(|(name, _)| *name).chain(["timeout"]).collect();
     assert!(all.iter().all(|name| seen.contains(*name)), "{seen:?}");
 }
+
+/// Who follows from now on may lose the stream before anything has happened.
+#[tokio::test]
+async fn a_stream_says_where_it_begins() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("b.tool")])).await;
+    api.invoke_with("b.tool", json!({ "run_id": "r", "args": {} })).await;
+    let mut stream = api.request(reqwest::Method::GET, "/v1/events").send().await.unwrap();
+    let first = crate::support::soon("the beginning", stream.chunk()).await.unwrap().unwrap();
+    let first = String::from_utf8(first.to_vec()).unwrap();
+    let begins = first.strip_prefix("id: ").and_then(|rest| rest.strip_suffix("\n\n")).unwrap();
+    drop(stream);
+    let missed = api.invoke_with("b.tool", json!({ "run_id": "r", "args": {} })).await;
+    let mut events = api.follow("/v1/events", begins.parse().ok()).await;
+    assert_eq!(events.event().await.data["tool_call_id"], json!(missed));
+}

@@ -8,7 +8,7 @@ use std::time::Duration;
 use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::response::sse::{Event as Message, KeepAlive, Sse};
-use futures::stream::{self, Stream};
+use futures::stream::{self, Stream, StreamExt};
 use serde::Deserialize;
 use toolcrib::engine::EventQuery;
 use toolcrib::event::Event;
@@ -86,11 +86,14 @@ pub(super) async fn of_project(
     Asked(from): Asked<From>,
     headers: HeaderMap,
 ) -> Result<Messages, Refused> {
-    let after = match after(&headers, &from)? {
-        Some(after) => after,
-        None => door.engine.newest_event(&caller).await?,
-    };
-    Ok(follow(door.engine, caller, &headers, EventQuery::Project, after))
+    if let Some(after) = after(&headers, &from)? {
+        return Ok(follow(door.engine, caller, &headers, EventQuery::Project, after));
+    }
+    let after = door.engine.newest_event(&caller).await?;
+    // Where it begins, so that who loses the stream before the first event misses none.
+    let begins = Message::default().id(after.to_string());
+    let rest = following(door.engine, caller, &headers, EventQuery::Project, after);
+    Ok(sent(stream::once(async { Ok(begins) }).chain(rest)))
 }
 
 pub(super) fn after(headers: &HeaderMap, from: &From) -> Result<Option<u64>, Refused> {
@@ -116,13 +119,23 @@ fn follow(
     query: EventQuery,
     after: u64,
 ) -> Messages {
+    sent(following(engine, caller, headers, query, after))
+}
+
+fn following(
+    engine: Engine,
+    caller: Caller,
+    headers: &HeaderMap,
+    query: EventQuery,
+    after: u64,
+) -> impl Stream<Item = Result<Message, Infallible>> + Send + 'static {
     let standing = Standing::new(&caller, headers);
     let following = Following { engine, caller, standing, query, after, page: VecDeque::new() };
-    sent(stream::unfold(following, async |mut following| {
+    stream::unfold(following, async |mut following| {
         let event = following.next().await?;
         let message = message(&event, event.record.kind.as_str(), event_text(&event));
         Some((Ok(message), following))
-    }))
+    })
 }
 
 /// The same for one call as a task: fewer events, by the names that tasks have.
