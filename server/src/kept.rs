@@ -71,6 +71,12 @@ async fn lock(store: &Path) -> anyhow::Result<File> {
     )
 }
 
+/// Whether a server has this database now.
+pub fn is_served(store: &Path) -> bool {
+    let lock = File::open(store.with_extension("lock"));
+    lock.is_ok_and(|file| matches!(file.try_lock(), Err(std::fs::TryLockError::WouldBlock)))
+}
+
 /// How often, and with which pause, a lock that is held is looked at again.
 const LOCK_LOOKS: u32 = 40;
 const LOCK_LOOK: std::time::Duration = std::time::Duration::from_millis(25);

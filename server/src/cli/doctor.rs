@@ -75,9 +75,11 @@ pub async fn run(context: &Context, args: DoctorArgs) -> Result<(), Failure> {
     if let Ok(config) = &loaded {
         findings.extend(checks::data_directory(config));
         findings.push(checks::open_files(config));
-        findings.push(port::check(context, config).await);
+        let (port, runs) = port::check(context, config).await;
+        findings.push(port);
         let (store, has_keys) = checks::store(config).await;
         findings.push(store);
+        findings.extend(checks::owner(config, runs));
         findings.push(checks::keys(config, has_keys));
         findings.push(nats::check(config).await);
         if args.network {

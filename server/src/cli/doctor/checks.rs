@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use toolcrib_store::{SCHEMA_VERSION, SqliteStore};
+use toolcrib_store::{OpenError, SCHEMA_VERSION, SqliteStore};
 
 use super::{Finding, disk};
 use crate::auth::is_loopback_name;
@@ -123,8 +123,11 @@ pub async fn store(config: &Config) -> (Finding, bool) {
     {
         Ok(Ok(store)) => store.integrity().await.map_err(|error| error.to_string()),
         Ok(Err(error)) => {
-            let hint = "the message says which program can open it; nothing was changed";
-            let message = format!("{shown} cannot be opened: {error}");
+            let hint = match &error {
+                OpenError::Newer { .. } | OpenError::NotOurs => "nothing was changed",
+                OpenError::Sqlite(_) | OpenError::Io(_) => hint,
+            };
+            let message = format!("{shown}: {:#}", anyhow::Error::from(error));
             return (Finding::bad(WHAT, message, hint), false);
         }
         Err(error) => Err(error.to_string()),
@@ -145,6 +148,23 @@ pub async fn store(config: &Config) -> (Finding, bool) {
         }
         Err(error) => (Finding::bad(WHAT, format!("{error:#}"), hint), false),
     }
+}
+
+/// A server that has the data directory and is not the one on the port: then another does not
+/// start.
+pub fn owner(config: &Config, runs: bool) -> Option<Finding> {
+    let path = match config.kept() {
+        Ok(Kept::File(path)) if !runs => path,
+        _ => return None,
+    };
+    crate::kept::is_served(&path).then(|| {
+        let message = format!(
+            "another toolcrib serves {}, and not on {}: a second one will not start",
+            path.display(),
+            config.listen
+        );
+        Finding::bad("server", message, "stop it, or choose another directory with --data-dir")
+    })
 }
 
 /// A store in PostgreSQL.
@@ -169,6 +189,9 @@ pub fn keys(config: &Config, has_keys: bool) -> Finding {
     const WHAT: &str = "keys";
     let listen = &config.listen;
     match (has_keys, is_loopback_name(listen)) {
+        _ if config.auth.oauth.is_some() => {
+            Finding::good(WHAT, "every request needs a key, or a token of the issuer")
+        }
         (true, _) => Finding::good(WHAT, "every request needs a key (toolcrib keys ls)"),
         (false, true) => {
             Finding::good(WHAT, format!("none; {listen} is loopback, so nobody else gets in"))
@@ -235,6 +258,7 @@ pub async fn weather(config: &Config) -> Finding {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::super::State;
     use super::*;
@@ -245,6 +269,32 @@ mod tests {
         assert_eq!(keys(&config("0.0.0.0:8080"), false).state, State::Bad);
         assert_eq!(keys(&config("0.0.0.0:8080"), true).state, State::Good);
         assert_eq!(keys(&config("[::1]:8080"), false).state, State::Good);
+        // Where tokens are taken, nobody comes in without one.
+        let mut issued = config("0.0.0.0:8080");
+        issued.auth.oauth = Some(crate::config::OauthSettings::default());
+        assert_eq!(keys(&issued, false).state, State::Good);
+    }
+
+    #[tokio::test]
+    async fn what_is_wrong_with_a_file_is_said() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = Config { data_dir: dir.path().into(), ..Config::default() };
+        std::fs::write(dir.path().join("toolcrib.db"), "no database".repeat(1_000)).unwrap();
+        let (finding, _) = store(&config).await;
+        assert!(finding.message.contains("not a database"), "{finding:?}");
+        assert!(finding.hint.unwrap().contains("restore the last good one"));
+    }
+
+    #[test]
+    fn a_data_directory_that_is_in_use_is_bad_unless_by_the_server_on_the_port() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = Config { data_dir: dir.path().into(), ..Config::default() };
+        assert!(owner(&config, false).is_none(), "there is nothing yet");
+        let lock = std::fs::File::create(dir.path().join("toolcrib.lock")).unwrap();
+        assert!(owner(&config, false).is_none(), "nobody has it");
+        lock.try_lock().unwrap();
+        assert_eq!(owner(&config, false).unwrap().state, State::Bad);
+        assert!(owner(&config, true).is_none());
     }
 
     #[test]

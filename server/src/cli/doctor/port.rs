@@ -12,19 +12,23 @@ use crate::config::Config;
 const WHAT: &str = "port";
 const ANSWER_LIMIT: Duration = Duration::from_secs(3);
 
-pub async fn check(context: &Context, config: &Config) -> Finding {
+/// The port, and whether a toolcrib answers there.
+pub async fn check(context: &Context, config: &Config) -> (Finding, bool) {
+    let unanswered = |finding| (finding, false);
     let listen = config.listen.as_str();
     let resolved = listen.to_socket_addrs().ok().and_then(|mut addresses| addresses.next());
     let Some(address) = resolved else {
         let hint = "give an address of this machine, such as 127.0.0.1:8080";
-        return Finding::bad(WHAT, format!("{listen} cannot be resolved"), hint);
+        return unanswered(Finding::bad(WHAT, format!("{listen} cannot be resolved"), hint));
     };
     if address.port() == 0 {
-        return Finding::good(WHAT, format!("{listen}: any free port"));
+        return unanswered(Finding::good(WHAT, format!("{listen}: any free port")));
     }
-    match TcpListener::bind(address) {
+    unanswered(match TcpListener::bind(address) {
         Ok(_) => Finding::good(WHAT, format!("{listen} is free")),
-        Err(error) if error.kind() == ErrorKind::AddrInUse => taken(context, listen, address).await,
+        Err(error) if error.kind() == ErrorKind::AddrInUse => {
+            return taken(context, listen, address).await;
+        }
         Err(error) if error.kind() == ErrorKind::PermissionDenied => Finding::bad(
             WHAT,
             format!("{listen}: {error}"),
@@ -35,21 +39,22 @@ pub async fn check(context: &Context, config: &Config) -> Finding {
             format!("{listen}: {error}"),
             "give an address of this machine, such as 127.0.0.1:8080",
         ),
-    }
+    })
 }
 
-async fn taken(context: &Context, listen: &str, address: SocketAddr) -> Finding {
+async fn taken(context: &Context, listen: &str, address: SocketAddr) -> (Finding, bool) {
     let owner = owner(address.port());
     let by = owner.map_or_else(String::new, |(pid, name)| format!(" (pid {pid}, {name})"));
     if is_toolcrib(context, address).await {
-        return Finding::good(WHAT, format!("a toolcrib is running on {listen}{by}"));
+        return (Finding::good(WHAT, format!("a toolcrib is running on {listen}{by}")), true);
     }
     let next = SocketAddr::new(address.ip(), address.port().checked_add(1).unwrap_or(8_080));
-    Finding::bad(
+    let finding = Finding::bad(
         WHAT,
         format!("{listen} is taken by another program{by}"),
         format!("stop it, or choose another port: toolcrib serve --listen {next}"),
-    )
+    );
+    (finding, false)
 }
 
 /// Whether whoever listens there is alive and answers in our forms.
@@ -149,11 +154,11 @@ mod tests {
                 let _ = stream.unwrap().write_all(b"HTTP/1.1 404 Not Found\r\n\r\n");
             }
         });
-        let finding = check(&context, &config).await;
+        let (finding, _) = check(&context, &config).await;
         assert_eq!(finding.state, State::Bad);
         assert!(finding.message.contains("another program"), "{}", finding.message);
         stranger.join().unwrap();
-        let finding = check(&context, &config).await;
+        let (finding, _) = check(&context, &config).await;
         assert_eq!(finding.state, State::Good, "{}", finding.message);
     }
 }
