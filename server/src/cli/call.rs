@@ -147,8 +147,8 @@ pub async fn run(context: &Context, mut args: CallArgs) -> Result<(), Failure> {
 }
 
 /// Hands the call over, and has its ticket at once: with it the call is found again, whatever
-/// happens to the server or to us. Where it is not known whether it arrived it is sent again; it has
-/// a key, so it is one call.
+/// happens to the server or to us. Where it is not known whether it arrived it is sent again; it
+/// has a key, so it is one call.
 async fn hand_over(
     client: &Client,
     path: &[&str],

@@ -101,10 +101,14 @@ async fn a_dead_connection_is_noticed_and_its_work_goes_to_another() {
     }
     api.register("alive", json!([offer("a.tool")])).await;
     let mut alive = api.follow("/internal/ingress/sse?client_id=alive", None).await;
+    let mut again = Vec::new();
     for id in ids {
         let request = alive.named("tool_request").await.data;
-        assert_eq!((&request["tool_call_id"], &request["redelivered"]), (&json!(id), &json!(true)));
+        assert_eq!(request["tool_call_id"], json!(id));
+        again.push(request["redelivered"].as_bool().unwrap());
     }
+    // On a slow machine it is noticed before it was given the last of them.
+    assert!(again[0] && again.is_sorted_by(|one, next| one >= next), "{again:?}");
     assert_eq!(server.engine.client_connections(), 1);
     drop(dead);
 }

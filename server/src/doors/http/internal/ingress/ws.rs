@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tokio::sync::{AcquireError, mpsc};
 use tokio::task::JoinHandle;
-use tokio::time::Instant;
+use tokio::time::MissedTickBehavior;
 use tokio_tungstenite::WebSocketStream;
 use tokio_tungstenite::tungstenite::handshake::server::create_response_with_body;
 use tokio_tungstenite::tungstenite::protocol::frame::coding::CloseCode;
@@ -208,7 +208,12 @@ impl Conversation {
         let places = Places::new(AT_ONCE, self.max_message_bytes);
         let mut last_on_call: HashMap<CallId, JoinHandle<()>> = HashMap::new();
         let mut heartbeat = tokio::time::interval(self.heartbeat);
-        let mut heard = Instant::now();
+        // After a pause of our own there is one ping, and time for its answer.
+        heartbeat.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        // Pings in a row without a sign of life. Not the time: a client must not be hung up on
+        // because this process or its machine stood still.
+        let mut unanswered = 0;
+        let bearable = (self.patience.as_millis() / self.heartbeat.as_millis().max(1)).max(1);
         let this = Arc::new(self);
         loop {
             tokio::select! {
@@ -225,8 +230,9 @@ impl Conversation {
                     if !this.send(&mut socket, frame(&answer)).await { break }
                 }
                 _ = heartbeat.tick() => {
-                    let silent = heard.elapsed() > this.patience;
+                    let silent = unanswered >= bearable;
                     if silent || !this.is_welcome(&mut socket).await { break }
+                    unanswered += 1;
                     if !this.send(&mut socket, Frame::Ping(Vec::new().into())).await { break }
                     last_on_call.retain(|_, task| !task.is_finished());
                 }
@@ -240,7 +246,7 @@ impl Conversation {
                         }
                     };
                     let place = places.filled(place, frame.len());
-                    heard = Instant::now();
+                    unanswered = 0;
                     let (header, said) = match frame {
                         Frame::Text(said) => heard_as(said),
                         Frame::Binary(_) => (Err(not_text()), Bytes::new()),
