@@ -120,6 +120,24 @@ async fn what_makes_no_sense_becomes_a_message_that_the_model_can_act_on() {
 }
 
 #[tokio::test]
+async fn an_unknown_name_is_compared_with_others_only_as_far_as_a_name_can_be_mistyped() {
+    let bench = bench().await;
+    let long = format!("calc__add{}", "d".repeat(100_000));
+    let ids: Vec<String> = (0..66).map(|n| format!("c{n}")).collect();
+    let mut calls: Vec<_> = ids.iter().map(|id| (id.as_str(), "calc__ad", SUM)).collect();
+    calls[1].1 = &long;
+    let script = Script::default().calls(&calls).says("done");
+    let (next, talk) = run(&bench, &script, &terms()).await;
+    assert_eq!(answer(next).0, "done");
+    let has_hint = |id: &str| told(&talk, id).contains("did you mean \\\"calc__add\\\"");
+    assert!(has_hint("c0") && has_hint("c63"), "{}", told(&talk, "c63"));
+    for id in ["c1", "c64"] {
+        let told = told(&talk, id);
+        assert!(told.contains("use only the tools you were given") && told.len() < 500, "{told}");
+    }
+}
+
+#[tokio::test]
 async fn two_hundred_calls_at_once_meet_a_clear_limit() {
     let bench = bench().await;
     let arguments: Vec<String> = (0..200).map(|n| format!("{{\"a\":{n},\"b\":0}}")).collect();
