@@ -11,7 +11,7 @@ use crate::bus::Topic;
 use crate::caller::Caller;
 use crate::engine::{Engine, measure};
 use crate::fault::{Code, Error};
-use crate::model::{Model, Prompt, Usage, Wanted};
+use crate::model::{Model, Prompt, Wanted};
 
 /// How long the last request has after the time is over.
 const GRACE_MS: u64 = 60_000;
@@ -291,22 +291,15 @@ impl<'a> Loop<'a> {
     /// Puts late results that have come into the conversation. Answers with how many.
     pub async fn take_late(&self, talk: &mut Talk) -> Result<usize, Error> {
         let budget = self.terms.acting.result_tokens.unwrap_or(RESULT_TOKENS);
-        let mut came = 0;
-        for call in talk.progress.awaited.clone() {
-            let (content, cost) = match self.engine.late_content(self.caller, &call, budget).await {
-                Ok(None) => continue,
-                Ok(Some(content)) => content,
-                Err(error) if error.code() == Code::NotFound => {
-                    ("it was purged before it could be told".to_owned(), Usage::default())
-                }
-                Err(error) => return Err(error),
-            };
-            talk.progress.usage += cost;
+        let awaited = &talk.progress.awaited;
+        let (ended, cost) = self.engine.late_contents(self.caller, awaited, budget).await?;
+        talk.progress.usage += cost;
+        let came = ended.len();
+        for (call, content) in ended {
             let message = rules::late_message(&call, &content);
             (self.watch)(Happening::Late { call: &call, message: &message });
             talk.messages.push(message);
             talk.progress.awaited.retain(|other| other.tool_call_id != call.tool_call_id);
-            came += 1;
         }
         Ok(came)
     }

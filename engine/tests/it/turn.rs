@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use serde_json::{Value, json};
 use toolcrib::model::{Listener, Model, Piece, Prompt, Reply, Silence, Stopped, Usage, Wanted};
 use toolcrib::retry::Backoff;
-use toolcrib::turn::{Asking, Closing, Happening, Loop, Next, Talk, Terms};
+use toolcrib::turn::{Asking, Closing, Happening, Loop, Next, Talk, Terms, unwatched};
 use toolcrib::{Caller, Code, Effect, Engine, Fault, FnTool};
 
 use crate::script::{Script, wanted};
@@ -374,6 +374,37 @@ async fn a_late_result_wakes_who_waits_only_for_it() {
     assert!(told(&talk, "c1").contains("pending"));
     let late = script.asked(2).messages.last().unwrap()["content"].clone();
     assert!(late.as_str().unwrap().contains("called as c1, has come:\nthe report"), "{late}");
+}
+
+#[tokio::test]
+async fn results_that_come_late_together_share_the_tokens_of_one_answer() {
+    let long = FnTool::new("job.start", "Tells much", |args: Add| async move {
+        let lines: Vec<String> = (0..args.a).map(|n| format!("line {n} of text")).collect();
+        Ok::<String, String>(lines.join("\n"))
+    });
+    let engine = Engine::builder().tool(long.background()).start().await.unwrap();
+    let (much, little) = (r#"{"a":20000,"b":0}"#, r#"{"a":3,"b":0}"#);
+    let calls = [("c1", much), ("c2", much), ("c3", little), ("c4", much)];
+    let calls = calls.map(|(id, arguments)| (id, "job__start", arguments));
+    let script = Script::default().calls(&calls).says("done");
+    let (caller, mut terms) = (Caller::local("default"), terms());
+    terms.acting.result_tokens = Some(1_000);
+    let mut talk = Talk::question("Tell me");
+    let mut turns = Loop::new(&engine, &caller, &script, &terms, &unwatched).unwrap();
+    assert_eq!(turns.turn(&mut talk).await.unwrap(), Next::GoesOn);
+    for call in talk.progress.awaited.clone() {
+        engine.wait(&caller, &call.tool_call_id, 30_000).await.unwrap();
+    }
+    turns.ask(&mut talk).await.unwrap();
+    let asked = script.asked(1).messages;
+    let come =
+        asked.iter().filter_map(|message| message["content"].as_str()?.split_once("come:\n"));
+    let come: Vec<&str> = come.map(|(_, content)| content).collect();
+    assert_eq!(come.len(), 4);
+    assert_eq!(come[2], "line 0 of text\nline 1 of text\nline 2 of text", "what is short is whole");
+    let tokens: Vec<usize> = come.iter().map(|content| toolcrib::tokens::count(content)).collect();
+    assert!(tokens.iter().sum::<usize>() <= 1_000, "{tokens:?}");
+    assert!(tokens.iter().enumerate().all(|(n, tokens)| n == 2 || *tokens > 200), "{tokens:?}");
 }
 
 #[tokio::test]
