@@ -245,11 +245,12 @@ impl<'a> Loop<'a> {
         Ok(if own.is_empty() { Next::GoesOn } else { Next::HandedBack(own) })
     }
 
-    /// The same without executing anything: each call is answered with what `told` says.
+    /// The same without executing anything: each call is answered with what `told` says, and
+    /// counted where it says that it was made.
     pub(crate) fn act_with(
         &self,
         talk: &mut Talk,
-        mut told: impl FnMut(&Wanted) -> String,
+        mut told: impl FnMut(&Wanted) -> (String, bool),
     ) -> Next {
         let Some(reply) = talk.progress.reply.take() else { return Next::GoesOn };
         if let Some(closing) = talk.progress.closing {
@@ -260,9 +261,11 @@ impl<'a> Loop<'a> {
             let (text, stopped, closing) = (reply.text, reply.stopped, None);
             return Next::Answered(FinalAnswer { text, stopped, closing });
         }
-        talk.progress.calls += reply.calls.len() as u32;
-        let answers = reply.calls.iter().map(|call| rules::tool_message(&call.id, &told(call)));
-        talk.messages.extend(answers);
+        for call in &reply.calls {
+            let (content, made) = told(call);
+            talk.progress.calls += u32::from(made);
+            talk.messages.push(rules::tool_message(&call.id, &content));
+        }
         Next::GoesOn
     }
 
