@@ -130,6 +130,18 @@ async fn what_was_said_before_the_cribs_calls_is_told_to_the_model_once() {
 }
 
 #[tokio::test]
+async fn every_answer_says_which_run_it_came_from() {
+    let (server, _) = serving([say("One."), say("Two.")]).await;
+    let api = server.api();
+    for stream in [false, true] {
+        let mut body = asking(json!("x"));
+        (body["stream"], body["toolcrib"]["run_id"]) = (stream.into(), "mine".into());
+        let answer = api.post("/v1/responses", body).await;
+        assert_eq!(answer.header("toolcrib-run-id"), Some("mine"), "{stream}: {}", answer.text);
+    }
+}
+
+#[tokio::test]
 async fn what_is_not_to_be_kept_is_not() {
     let (server, _) = serving([say("One."), say("Two.")]).await;
     let api = server.api();

@@ -422,11 +422,16 @@ impl IntoResponse for Broken {
             answer.headers_mut().insert("x-should-retry", never);
             answer.headers_mut().remove(header::RETRY_AFTER);
         }
-        if let Ok(run_id) = HeaderValue::from_str(&self.run_id) {
-            answer.headers_mut().insert("toolcrib-run-id", run_id);
-        }
-        answer
+        marked(answer, &self.run_id)
     }
+}
+
+/// An answer with the run that it came from.
+pub(super) fn marked(mut answer: Response, run_id: &str) -> Response {
+    if let Ok(run_id) = HeaderValue::from_str(run_id) {
+        answer.headers_mut().insert("toolcrib-run-id", run_id);
+    }
+    answer
 }
 
 /// Ends a conversation whose client has gone.
