@@ -27,6 +27,7 @@ use crate::fault::{Code, Error, Fault};
 use crate::json::Json;
 use run::Run;
 
+pub(crate) use answer::within;
 pub use answer::{BatchAnswer, Settled, State, pending};
 pub use run::Write;
 pub(crate) use shares::divided;

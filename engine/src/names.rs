@@ -47,6 +47,23 @@ pub fn for_models<'a>(names: impl Iterator<Item = &'a str>) -> Vec<String> {
     pairs.map(|((name, told), alone)| if alone { told } else { told_apart(name) }).collect()
 }
 
+/// The longest name that others like it are looked for: as long as a tool's name can be. Comparing
+/// costs the product of both lengths, and a model may write a name as long as it likes.
+const MAX_COMPARED: usize = 128;
+
+/// The names most like this one, at most three, the likest first.
+pub(crate) fn nearest<'n>(name: &str, others: impl Iterator<Item = &'n str>) -> Vec<&'n str> {
+    if name.len() > MAX_COMPARED {
+        return Vec::new();
+    }
+    let mut near: Vec<(f64, &str)> = others
+        .map(|other| (strsim::jaro_winkler(name, other), other))
+        .filter(|(likeness, _)| *likeness > 0.7)
+        .collect();
+    near.sort_by(|a, b| b.0.total_cmp(&a.0));
+    near.into_iter().take(3).map(|(_, name)| name).collect()
+}
+
 fn mapped(name: &str) -> String {
     name.replace('.', "__").replace('/', "--")
 }
@@ -64,6 +81,14 @@ mod tests {
     fn is_plain(name: &str) -> bool {
         let plain = |b: u8| b.is_ascii_alphanumeric() || b == b'_' || b == b'-';
         (1..=MAX_LENGTH).contains(&name.len()) && name.bytes().all(plain)
+    }
+
+    #[test]
+    fn a_name_is_compared_with_others_only_where_it_can_be_one() {
+        let others = ["calc.add", "calc.sub", "weather.query"];
+        assert_eq!(nearest("calc.ad", others.into_iter()), ["calc.add", "calc.sub"]);
+        let long = format!("calc.add{}", "d".repeat(MAX_COMPARED));
+        assert_eq!(nearest(&long, others.into_iter()), [""; 0]);
     }
 
     #[test]

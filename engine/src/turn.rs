@@ -304,6 +304,15 @@ impl Progress {
         let tokens = self.usage.prompt_tokens.saturating_add(self.usage.completion_tokens);
         Spent { steps: self.steps, calls: self.calls, tokens, spent_ms: self.spent_ms }
     }
+
+    /// It is taken up again: what was counted for the limits begins anew.
+    pub(crate) fn count_anew(&mut self) {
+        self.since = self.spent();
+        (self.stubborn, self.failures) = (0, 0);
+        if self.reply.is_none() {
+            self.closing = None;
+        }
+    }
 }
 
 /// A conversation that goes on.

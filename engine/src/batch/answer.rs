@@ -241,17 +241,7 @@ impl BatchAnswer {
             texts.extend(text);
         }
         let Some(budget) = budget else { return Ok(Self { results, messages, texts }) };
-        let mut contents: Vec<String> = results.iter().map(Settled::content).collect();
-        let bytes: usize = contents.iter().map(String::len).sum();
-        // Every token has at least one byte.
-        if bytes > budget {
-            // Counting tokens of large results is work, and others want this thread.
-            let kept = tokio::task::spawn_blocking(move || {
-                keep_to(budget, &mut results, &mut contents);
-                (results, contents)
-            });
-            (results, contents) = kept.await.map_err(|error| Error::Internal(Box::new(error)))?;
-        }
+        let (results, contents) = within(budget, results).await?;
         let told = results.iter().zip(&contents);
         let messages = told.map(|(settled, content)| settled.message(content)).collect();
         let texts = write.map_or_else(Vec::new, |write| results.iter().map(write).collect());
@@ -268,6 +258,25 @@ impl BatchAnswer {
         let mut calls = self.results.iter().filter(|settled| settled.call().is_some()).peekable();
         calls.peek().is_some() && calls.all(|settled| settled.replayed)
     }
+}
+
+/// What a model is told of each, together in at most so many tokens.
+pub(crate) async fn within(
+    budget: usize,
+    mut results: Vec<Settled>,
+) -> Result<(Vec<Settled>, Vec<String>), Error> {
+    let mut contents: Vec<String> = results.iter().map(Settled::content).collect();
+    let bytes: usize = contents.iter().map(String::len).sum();
+    // Every token has at least one byte.
+    if bytes <= budget {
+        return Ok((results, contents));
+    }
+    // Counting tokens of large results is work, and others want this thread.
+    let kept = tokio::task::spawn_blocking(move || {
+        keep_to(budget, &mut results, &mut contents);
+        (results, contents)
+    });
+    kept.await.map_err(|error| Error::Internal(Box::new(error)))
 }
 
 /// Shortens what is over its share of the budget.

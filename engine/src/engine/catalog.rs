@@ -241,18 +241,10 @@ impl Catalog {
 
     /// Names like this one, among those the caller may call.
     pub fn nearest(&self, caller: &Caller, name: &str) -> Vec<String> {
-        let mut near: Vec<(f64, String)> = self
-            .tools(&caller.project)
-            .into_iter()
-            .filter(|entry| self.decide(caller, &entry.definition.name) == Decision::Allowed)
-            .map(|entry| {
-                let other = &entry.definition.name;
-                (strsim::jaro_winkler(name, other), other.clone())
-            })
-            .filter(|(likeness, _)| *likeness > 0.7)
-            .collect();
-        near.sort_by(|a, b| b.0.total_cmp(&a.0));
-        near.into_iter().take(3).map(|(_, name)| name).collect()
+        let tools = self.tools(&caller.project);
+        let names = tools.iter().map(|entry| entry.definition.name.as_str());
+        let allowed = names.filter(|name| self.decide(caller, name) == Decision::Allowed);
+        names::nearest(name, allowed).into_iter().map(str::to_owned).collect()
     }
 }
 
@@ -398,7 +390,7 @@ impl Inner {
 
 pub(super) fn not_found(catalog: &Catalog, caller: &Caller, name: &str) -> Error {
     let shown: String = name.chars().take(128).collect();
-    let nearest = catalog.nearest(caller, &shown);
+    let nearest = catalog.nearest(caller, name);
     let hint = match nearest.first() {
         Some(first) => format!("; did you mean \"{first}\"?"),
         None => "; GET /v1/tools lists what you may call".to_owned(),

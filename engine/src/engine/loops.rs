@@ -366,12 +366,7 @@ impl Engine {
 fn go_on(run: &mut Run) {
     (run.status, run.ended_ms) = (RunStatus::Running, None);
     (run.answer, run.error) = (None, None);
-    let progress = &mut run.progress;
-    progress.since = progress.spent();
-    (progress.stubborn, progress.failures) = (0, 0);
-    if progress.reply.is_none() {
-        progress.closing = None;
-    }
+    run.progress.count_anew();
 }
 
 fn run_key(caller: &Caller, new: &NewRun) -> Option<IdempotencyKey> {

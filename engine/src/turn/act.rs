@@ -1,19 +1,20 @@
 //! Executing what an answer calls, and telling the model what came of it.
 
+use std::sync::Arc;
+
 use serde_json::{Value, json};
 
 use super::before::Before;
 use super::offer::Offer;
 use super::{Awaited, Happening, Progress, RESULT_TOKENS, Terms, Watch, rules, summary};
-use crate::batch::{Batch, Settled, State};
+use crate::batch::{self, Batch, Settled, State};
+use crate::call::Call;
 use crate::caller::Caller;
-use crate::dialect::{data_content, fault_content};
-use crate::digest::{self, Source};
+use crate::dialect::Form;
 use crate::engine::Engine;
-use crate::fault::Error;
+use crate::fault::{Code, Error};
 use crate::json::Json;
 use crate::model::{Reply, Usage, Wanted};
-use crate::tokens;
 
 /// What becomes of one call.
 enum Fate {
@@ -74,7 +75,9 @@ impl<'a> Plan<'a> {
                     false => told(rules::too_many(limits, left)),
                 }
             } else {
-                told(rules::unknown(&call.name, &offer.names()))
+                // Looking for names like it is work, which an answer may not ask for without end.
+                let compared = if place < limits.calls_per_step as usize { usize::MAX } else { 0 };
+                told(rules::unknown(&call.name, offer.names().take(compared)))
             };
             fates.push(fate);
         }
@@ -198,42 +201,47 @@ fn take_in(
     rules::note(progress, fingerprint, told);
 }
 
+/// A call that ended late, as one of a batch.
+fn ended_late(awaited: &Awaited, call: Arc<Call>) -> Settled {
+    Settled {
+        form: Form::OpenAi,
+        call_id: Some(awaited.call_id.clone()),
+        name: Some(awaited.name.clone()),
+        state: State::Ended { call, left_out_bytes: None },
+        replayed: false,
+        digested: false,
+    }
+}
+
 impl Engine {
-    /// What the model is told of a call that ended late, and what a summary of it cost; none while
-    /// it goes on.
-    pub(super) async fn late_content(
+    /// Those of these calls that have ended, with what the model is told of each, together in at
+    /// most so many tokens; and what summaries of them cost.
+    pub(super) async fn late_contents(
         &self,
         caller: &Caller,
-        awaited: &Awaited,
+        awaited: &[Awaited],
         budget: usize,
-    ) -> Result<Option<(String, Usage)>, Error> {
-        let call = self.call(caller, &awaited.tool_call_id).await?;
-        let Some(outcome) = &call.outcome else { return Ok(None) };
-        let content = match (&outcome.error, &outcome.data) {
-            (Some(fault), _) => fault_content(fault),
-            (None, Some(data)) => data_content(data),
-            (None, None) => "null".to_owned(),
-        };
-        if content.len() <= budget {
-            return Ok(Some((content, Usage::default())));
-        }
-        let ended = call.clone();
-        // Counting tokens of large results is work, and others want this thread.
-        let shortened = tokio::task::spawn_blocking(move || {
-            if !tokens::exceeds(&content, budget) {
-                return (content, false);
+    ) -> Result<(Vec<(Awaited, String)>, Usage), Error> {
+        let (mut ended, mut results, mut purged) = (Vec::new(), Vec::new(), Vec::new());
+        for call in awaited {
+            match self.call(caller, &call.tool_call_id).await {
+                Ok(found) if found.outcome.is_none() => {}
+                Ok(found) => {
+                    results.push(ended_late(call, found));
+                    ended.push(call.clone());
+                }
+                Err(error) if error.code() == Code::NotFound => {
+                    let told = "it was purged before it could be told";
+                    purged.push((call.clone(), told.to_owned()));
+                }
+                Err(error) => return Err(error),
             }
-            let hint = Some(call.args.text());
-            let source = Source { call_id: &call.id, tool: &call.tool_name, hint };
-            let data = call.outcome.as_ref().and_then(|outcome| outcome.data.as_ref());
-            let digest = data.and_then(|data| digest::digest(data, budget, &source));
-            let first = || tokens::first(&content, budget).to_owned();
-            (digest.map_or_else(first, |made| made.text), true)
-        });
-        let (text, digested) = shortened.await.map_err(|error| Error::Internal(Box::new(error)))?;
-        if digested && let Some(summary) = summary::of_call(self, &ended, budget).await {
-            return Ok(Some(summary));
         }
-        Ok(Some((text, Usage::default())))
+        let (results, mut contents) = batch::within(budget, results).await?;
+        let (summaries, cost) = summary::of_digests(self, &results, &contents).await;
+        for (place, summary) in summaries {
+            contents[place] = summary;
+        }
+        Ok((ended.into_iter().zip(contents).chain(purged).collect(), cost))
     }
 }

@@ -35,8 +35,9 @@ pub(super) struct Request<'a> {
 /// Why there is no answer.
 pub(super) struct NoAnswer {
     pub(super) silence: Silence,
-    /// It would be asked for again, if there were time. Not so where the model itself says when
-    /// to come, and that is too late: asking before would be against its word.
+    /// The time was over before there was one, or before it could be asked for again. Not so where
+    /// the model itself says when to come, and that is too late: asking before would be against
+    /// its word.
     pub(super) out_of_time: bool,
 }
 
@@ -54,11 +55,13 @@ impl Request<'_> {
             };
             retry += 1;
             let wait_ms = self.wait_ms(retry, silence.retry_after);
-            let in_time = self.clock.now_ms().saturating_add(wait_ms) < self.until_ms;
+            let now_ms = self.clock.now_ms();
+            let in_time = now_ms.saturating_add(wait_ms) < self.until_ms;
             let again = silence.passing && retry <= self.asking.retries;
             if !again || !in_time {
                 measure::asked("failed");
-                let out_of_time = again && silence.retry_after.is_none();
+                let over = now_ms >= self.until_ms && silence.passing;
+                let out_of_time = (again || over) && silence.retry_after.is_none();
                 return Err(NoAnswer { silence: after(silence, retry), out_of_time });
             }
             measure::asked("again");

@@ -7,7 +7,7 @@ use super::act::key;
 use super::{Awaited, Progress, RESULT_TOKENS, Terms};
 use crate::caller::Caller;
 use crate::engine::{Engine, unavailable};
-use crate::fault::{Code, Error};
+use crate::fault::Error;
 use crate::store::{Created, IdempotencyKey};
 
 /// What is known of an answer's calls.
@@ -24,7 +24,7 @@ impl Before {
         terms: &Terms,
         progress: &Progress,
     ) -> Result<Self, Error> {
-        let mut made = HashMap::new();
+        let (mut awaited, mut places) = (Vec::new(), HashMap::new());
         let budget = terms.acting.result_tokens.unwrap_or(RESULT_TOKENS);
         let calls = progress.reply.iter().flat_map(|reply| &reply.calls);
         for (place, call) in calls.enumerate() {
@@ -38,15 +38,16 @@ impl Before {
                 Some(Created::Replayed(known)) => known.id,
                 Some(Created::New) | None => continue,
             };
-            let awaited =
-                Awaited { tool_call_id, call_id: call.id.clone(), name: call.name.clone() };
-            let came_to = match engine.late_content(caller, &awaited, budget).await {
-                Ok(Some((content, _))) => content,
-                Ok(None) => "it was begun, goes on, and its tool has been withdrawn".to_owned(),
-                Err(error) if error.code() == Code::NotFound => "it was made".to_owned(),
-                Err(error) => return Err(error),
-            };
-            made.insert(place, came_to);
+            places.insert(tool_call_id.clone(), place);
+            let (call_id, name) = (call.id.clone(), call.name.clone());
+            awaited.push(Awaited { tool_call_id, call_id, name });
+        }
+        let (ended, _) = engine.late_contents(caller, &awaited, budget).await?;
+        let goes_on = "it was begun, goes on, and its tool has been withdrawn";
+        let mut made: HashMap<usize, String> =
+            places.values().map(|place| (*place, goes_on.to_owned())).collect();
+        for (call, content) in ended {
+            made.extend(places.get(&call.tool_call_id).map(|place| (*place, content)));
         }
         Ok(Self { made })
     }

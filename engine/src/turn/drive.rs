@@ -11,7 +11,7 @@ use crate::bus::Topic;
 use crate::caller::Caller;
 use crate::engine::{Engine, measure};
 use crate::fault::{Code, Error};
-use crate::model::{Model, Prompt, Usage, Wanted};
+use crate::model::{Model, Prompt, Wanted};
 
 /// How long the last request has after the time is over.
 const GRACE_MS: u64 = 60_000;
@@ -245,11 +245,12 @@ impl<'a> Loop<'a> {
         Ok(if own.is_empty() { Next::GoesOn } else { Next::HandedBack(own) })
     }
 
-    /// The same without executing anything: each call is answered with what `told` says.
+    /// The same without executing anything: each call is answered with what `told` says, and
+    /// counted where it says that it was made.
     pub(crate) fn act_with(
         &self,
         talk: &mut Talk,
-        mut told: impl FnMut(&Wanted) -> String,
+        mut told: impl FnMut(&Wanted) -> (String, bool),
     ) -> Next {
         let Some(reply) = talk.progress.reply.take() else { return Next::GoesOn };
         if let Some(closing) = talk.progress.closing {
@@ -260,9 +261,11 @@ impl<'a> Loop<'a> {
             let (text, stopped, closing) = (reply.text, reply.stopped, None);
             return Next::Answered(FinalAnswer { text, stopped, closing });
         }
-        talk.progress.calls += reply.calls.len() as u32;
-        let answers = reply.calls.iter().map(|call| rules::tool_message(&call.id, &told(call)));
-        talk.messages.extend(answers);
+        for call in &reply.calls {
+            let (content, made) = told(call);
+            talk.progress.calls += u32::from(made);
+            talk.messages.push(rules::tool_message(&call.id, &content));
+        }
         Next::GoesOn
     }
 
@@ -291,22 +294,15 @@ impl<'a> Loop<'a> {
     /// Puts late results that have come into the conversation. Answers with how many.
     pub async fn take_late(&self, talk: &mut Talk) -> Result<usize, Error> {
         let budget = self.terms.acting.result_tokens.unwrap_or(RESULT_TOKENS);
-        let mut came = 0;
-        for call in talk.progress.awaited.clone() {
-            let (content, cost) = match self.engine.late_content(self.caller, &call, budget).await {
-                Ok(None) => continue,
-                Ok(Some(content)) => content,
-                Err(error) if error.code() == Code::NotFound => {
-                    ("it was purged before it could be told".to_owned(), Usage::default())
-                }
-                Err(error) => return Err(error),
-            };
-            talk.progress.usage += cost;
+        let awaited = &talk.progress.awaited;
+        let (ended, cost) = self.engine.late_contents(self.caller, awaited, budget).await?;
+        talk.progress.usage += cost;
+        let came = ended.len();
+        for (call, content) in ended {
             let message = rules::late_message(&call, &content);
             (self.watch)(Happening::Late { call: &call, message: &message });
             talk.messages.push(message);
             talk.progress.awaited.retain(|other| other.tool_call_id != call.tool_call_id);
-            came += 1;
         }
         Ok(came)
     }

@@ -68,8 +68,8 @@ impl Offer {
     }
 
     /// Every name the model was told.
-    pub(super) fn names(&self) -> Vec<&str> {
-        self.crib.keys().chain(&self.own).map(String::as_str).collect()
+    pub(super) fn names(&self) -> impl Iterator<Item = &str> {
+        self.crib.keys().chain(&self.own).map(String::as_str)
     }
 }
 

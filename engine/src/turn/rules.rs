@@ -10,6 +10,7 @@ use crate::dialect::fault_content;
 use crate::fault::{Code, Fault};
 use crate::json::Json;
 use crate::model::{Reply, Stopped, Usage, Wanted};
+use crate::names;
 
 /// How many steps of nothing but repeated calls are enough.
 const STUBBORN: u32 = 2;
@@ -200,15 +201,9 @@ pub(super) fn too_many(limits: &Limits, left: u32) -> String {
 }
 
 /// What the model is told of a tool it was not offered.
-pub(super) fn unknown(name: &str, offered: &[&str]) -> String {
+pub(super) fn unknown<'n>(name: &str, offered: impl Iterator<Item = &'n str>) -> String {
     let shown: String = name.chars().take(100).collect();
-    let mut near: Vec<(f64, &str)> = offered
-        .iter()
-        .map(|other| (strsim::jaro_winkler(name, other), *other))
-        .filter(|(likeness, _)| *likeness > 0.7)
-        .collect();
-    near.sort_by(|a, b| b.0.total_cmp(&a.0));
-    let near: Vec<&str> = near.into_iter().take(3).map(|(_, name)| name).collect();
+    let near = names::nearest(name, offered);
     let message = match near.first() {
         Some(best) => format!("there is no tool \"{shown}\"; did you mean \"{best}\"?"),
         None => format!("there is no tool \"{shown}\"; use only the tools you were given"),

@@ -37,25 +37,43 @@ pub(super) async fn of_messages(
     results: &[Settled],
     messages: &[Json],
 ) -> (HashMap<usize, Value>, Usage) {
+    if engine.inner.summaries.is_none() {
+        return (HashMap::new(), Usage::default());
+    }
+    let messages: Vec<Value> = messages.iter().map(Json::value).collect();
+    let digest = |message: &Value| message["content"].as_str().unwrap_or_default().to_owned();
+    let digests: Vec<String> = messages.iter().map(digest).collect();
+    let (summaries, usage) = of_digests(engine, results, &digests).await;
+    let summarised = summaries.into_iter().map(|(place, summary)| {
+        let mut message = messages[place].clone();
+        message["content"] = summary.into();
+        (place, message)
+    });
+    (summarised.collect(), usage)
+}
+
+/// Summaries of the results of which there are only digests, by their place; and what they cost.
+pub(super) async fn of_digests(
+    engine: &Engine,
+    results: &[Settled],
+    digests: &[String],
+) -> (HashMap<usize, String>, Usage) {
     let (mut summaries, mut usage) = (HashMap::new(), Usage::default());
     if engine.inner.summaries.is_none() {
         return (summaries, usage);
     }
-    let asked = results.iter().zip(messages).enumerate().filter(|(_, (settled, _))| {
+    let asked = results.iter().zip(digests).enumerate().filter(|(_, (settled, _))| {
         settled.digested && settled.data().is_some() && settled.error().is_none()
     });
-    let asked = asked.filter_map(|(place, (settled, message))| {
-        let (call, message) = (settled.call()?, message.value());
+    let asked = asked.filter_map(|(place, (settled, digest))| {
+        let call = settled.call()?;
         Some(async move {
-            let digest = message["content"].as_str()?;
             let (text, cost) = of_call(engine, call, tokens::count(digest)).await?;
-            let mut message = message.clone();
-            message["content"] = text.into();
-            Some((place, message, cost))
+            Some((place, text, cost))
         })
     });
-    for (place, message, cost) in join_all(asked).await.into_iter().flatten() {
-        summaries.insert(place, message);
+    for (place, summary, cost) in join_all(asked).await.into_iter().flatten() {
+        summaries.insert(place, summary);
         usage += cost;
     }
     (summaries, usage)
@@ -63,11 +81,7 @@ pub(super) async fn of_messages(
 
 /// The summary of a call's result in at most so many tokens, and what it cost; none where there is
 /// no model for it, or none that answers.
-pub(super) async fn of_call(
-    engine: &Engine,
-    call: &Call,
-    budget: usize,
-) -> Option<(String, Usage)> {
+async fn of_call(engine: &Engine, call: &Call, budget: usize) -> Option<(String, Usage)> {
     let name = engine.inner.summaries.as_ref()?;
     // What is read part by part is wanted word for word.
     if call.tool_name == RESULT_READ || budget < MIN_TOKENS {

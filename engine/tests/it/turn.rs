@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use serde_json::{Value, json};
 use toolcrib::model::{Listener, Model, Piece, Prompt, Reply, Silence, Stopped, Usage, Wanted};
 use toolcrib::retry::Backoff;
-use toolcrib::turn::{Asking, Closing, Happening, Loop, Next, Talk, Terms};
+use toolcrib::turn::{Asking, Closing, Happening, Loop, Next, Talk, Terms, unwatched};
 use toolcrib::{Caller, Code, Effect, Engine, Fault, FnTool};
 
 use crate::script::{Script, wanted};
@@ -117,6 +117,24 @@ async fn what_makes_no_sense_becomes_a_message_that_the_model_can_act_on() {
     assert_eq!(told(&talk, "call_1_4"), "3", "the second of one id has another");
     assert_eq!(told(&talk, "call_1_5"), "4");
     assert_eq!(bench.made.load(Ordering::SeqCst), 3);
+}
+
+#[tokio::test]
+async fn an_unknown_name_is_compared_with_others_only_as_far_as_a_name_can_be_mistyped() {
+    let bench = bench().await;
+    let long = format!("calc__add{}", "d".repeat(100_000));
+    let ids: Vec<String> = (0..66).map(|n| format!("c{n}")).collect();
+    let mut calls: Vec<_> = ids.iter().map(|id| (id.as_str(), "calc__ad", SUM)).collect();
+    calls[1].1 = &long;
+    let script = Script::default().calls(&calls).says("done");
+    let (next, talk) = run(&bench, &script, &terms()).await;
+    assert_eq!(answer(next).0, "done");
+    let has_hint = |id: &str| told(&talk, id).contains("did you mean \\\"calc__add\\\"");
+    assert!(has_hint("c0") && has_hint("c63"), "{}", told(&talk, "c63"));
+    for id in ["c1", "c64"] {
+        let told = told(&talk, id);
+        assert!(told.contains("use only the tools you were given") && told.len() < 500, "{told}");
+    }
 }
 
 #[tokio::test]
@@ -356,6 +374,37 @@ async fn a_late_result_wakes_who_waits_only_for_it() {
     assert!(told(&talk, "c1").contains("pending"));
     let late = script.asked(2).messages.last().unwrap()["content"].clone();
     assert!(late.as_str().unwrap().contains("called as c1, has come:\nthe report"), "{late}");
+}
+
+#[tokio::test]
+async fn results_that_come_late_together_share_the_tokens_of_one_answer() {
+    let long = FnTool::new("job.start", "Tells much", |args: Add| async move {
+        let lines: Vec<String> = (0..args.a).map(|n| format!("line {n} of text")).collect();
+        Ok::<String, String>(lines.join("\n"))
+    });
+    let engine = Engine::builder().tool(long.background()).start().await.unwrap();
+    let (much, little) = (r#"{"a":20000,"b":0}"#, r#"{"a":3,"b":0}"#);
+    let calls = [("c1", much), ("c2", much), ("c3", little), ("c4", much)];
+    let calls = calls.map(|(id, arguments)| (id, "job__start", arguments));
+    let script = Script::default().calls(&calls).says("done");
+    let (caller, mut terms) = (Caller::local("default"), terms());
+    terms.acting.result_tokens = Some(1_000);
+    let mut talk = Talk::question("Tell me");
+    let mut turns = Loop::new(&engine, &caller, &script, &terms, &unwatched).unwrap();
+    assert_eq!(turns.turn(&mut talk).await.unwrap(), Next::GoesOn);
+    for call in talk.progress.awaited.clone() {
+        engine.wait(&caller, &call.tool_call_id, 30_000).await.unwrap();
+    }
+    turns.ask(&mut talk).await.unwrap();
+    let asked = script.asked(1).messages;
+    let come =
+        asked.iter().filter_map(|message| message["content"].as_str()?.split_once("come:\n"));
+    let come: Vec<&str> = come.map(|(_, content)| content).collect();
+    assert_eq!(come.len(), 4);
+    assert_eq!(come[2], "line 0 of text\nline 1 of text\nline 2 of text", "what is short is whole");
+    let tokens: Vec<usize> = come.iter().map(|content| toolcrib::tokens::count(content)).collect();
+    assert!(tokens.iter().sum::<usize>() <= 1_000, "{tokens:?}");
+    assert!(tokens.iter().enumerate().all(|(n, tokens)| n == 2 || *tokens > 200), "{tokens:?}");
 }
 
 #[tokio::test]

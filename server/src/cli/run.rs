@@ -19,7 +19,7 @@ use tokio_util::sync::CancellationToken;
 use self::view::View;
 use super::client::{Ask, Client};
 use super::failure::{Failure, exit};
-use super::output::text;
+use super::output::{number, text};
 use super::{Context, Place};
 use crate::assemble::{self, Served};
 use crate::sse::Parser;
@@ -47,17 +47,17 @@ Examples:
 pub struct RunArgs {
     /// What to ask; - reads it from standard input
     question: Option<String>,
-    /// The model; unless said, the server's first
-    #[arg(long, value_name = "NAME")]
+    /// The model; unless said, the server's first, and of a replay, the recorded one
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["more", "resume", "follow"])]
     model: Option<String>,
     /// Only these tools: names and patterns
-    #[arg(long, value_name = "PATTERN", value_delimiter = ',')]
+    #[arg(long, value_name = "PATTERN", value_delimiter = ',', conflicts_with = "which")]
     tools: Option<Vec<String>>,
     /// What the model is told before the question
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", conflicts_with = "which")]
     system: Option<String>,
     /// At most so many answers of the model
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", conflicts_with = "which")]
     steps: Option<u32>,
     /// Say more to this run
     #[arg(long = "continue", value_name = "RUN", group = "which")]
@@ -158,38 +158,22 @@ async fn act(
     let watched = if let Some(run) = &args.follow {
         // A name that only groups calls has events too, and they never end.
         client.ask(Ask::get(&["v1", "runs", run])).await?;
-        Watched { run: run.clone(), last: None, stream: None }
+        Watched::of(run)
     } else if let Some(run) = &args.resume {
-        let last = newest(client, run).await?;
-        client.ask(Ask::post(&["v1", "runs", run, "resume"], json!({}))).await?;
-        Watched { run: run.clone(), last, stream: None }
+        let resumed = client.ask(Ask::post(&["v1", "runs", run, "resume"], json!({}))).await?;
+        Watched { since_ms: number(&resumed, "updated_at_ms"), ..Watched::of(run) }
     } else if let Some(run) = &args.more {
-        let last = newest(client, run).await?;
         let body = json!({ "messages": [{ "role": "user", "content": question }] });
-        client.ask(Ask::post(&["v1", "runs", run, "messages"], body)).await?;
-        Watched { run: run.clone(), last, stream: None }
+        let heard = client.ask(Ask::post(&["v1", "runs", run, "messages"], body)).await?;
+        Watched { since_ms: number(&heard, "updated_at_ms"), ..Watched::of(run) }
     } else {
         let stream = client.stream_of(&["v1", "runs"], body(args, question)).await?;
         let id = stream.headers().get("toolcrib-run-id").and_then(|id| id.to_str().ok());
-        Watched { run: id.unwrap_or_default().to_owned(), last: None, stream: Some(stream) }
+        let watched = Watched::of(id.unwrap_or_default());
+        Watched { stream: Some(stream), ..watched }
     };
     known.lock().clone_from(&watched.run);
     watched.until_the_end(client, &mut view).await
-}
-
-/// The newest event of a run that is over: what comes after it is new.
-async fn newest(client: &Client, run: &str) -> Result<Option<String>, Failure> {
-    let stream = client.stream(&["v1", "runs", run, "events"], None).await?;
-    let mut last = None;
-    let mut messages = Messages::new(stream);
-    // What goes on is followed from its beginning: its stream does not end.
-    let read = async {
-        while let Ok(Some(batch)) = messages.next().await {
-            last = batch.into_iter().filter_map(|message| message.id).next_back().or(last.take());
-        }
-    };
-    let _ = tokio::time::timeout(PAUSE, read).await;
-    Ok(last)
 }
 
 fn body(args: &RunArgs, question: Option<String>) -> Value {
@@ -241,10 +225,17 @@ struct Watched {
     run: String,
     /// The last kept event that was seen.
     last: Option<String>,
+    /// What happened before is not shown: the first event that is, has this time, or a later one.
+    since_ms: Option<u64>,
     stream: Option<Response>,
 }
 
 impl Watched {
+    /// One that is watched from its beginning.
+    fn of(run: &str) -> Self {
+        Self { run: run.to_owned(), last: None, since_ms: None, stream: None }
+    }
+
     async fn until_the_end(mut self, client: &Client, view: &mut View) -> Result<(), Failure> {
         let mut away_since: Option<tokio::time::Instant> = None;
         loop {
@@ -268,21 +259,43 @@ impl Watched {
             };
             away_since = None;
             let mut messages = Messages::new(stream);
-            while let Ok(Some(batch)) = messages.next().await {
+            let over = loop {
+                let batch = match messages.next().await {
+                    Ok(Some(batch)) => batch,
+                    Ok(None) => break true,
+                    Err(_) => break false,
+                };
                 for message in batch {
                     let event = message.value();
                     if self.run.is_empty() {
                         self.run = text(&event, "run_id").to_owned();
                     }
-                    view.show(&event)?;
+                    if self.is_new(&event) {
+                        view.show(&event)?;
+                    }
                     self.last = message.id.or(self.last.take());
                 }
-            }
+            };
             if let Some(end) = view.end() {
                 return end;
             }
             view.broken();
+            // Where the server's clock was set back meanwhile, too much is better than nothing.
+            if over && self.since_ms.take().is_some() {
+                self.last = None;
+            }
         }
+    }
+
+    /// Whether an event belongs to what is watched. What it begins with is in the run's story
+    /// before the stream is opened, so it is found there however long the story is.
+    fn is_new(&mut self, event: &Value) -> bool {
+        let Some(since_ms) = self.since_ms else { return true };
+        let is_new = number(event, "at_ms").is_some_and(|at_ms| at_ms >= since_ms);
+        if is_new {
+            self.since_ms = None;
+        }
+        is_new
     }
 
     async fn reopened(&self, client: &Client) -> Result<Response, Failure> {

@@ -376,8 +376,33 @@ async fn a_refusal_names_each_wrong_place_of_the_request() {
     let body = json!({ "run_id": "r", "args": { "expression": "1" }, "callback_url": "ftp://x" });
     let refusal = api.post(path, body).await.body;
     assert_eq!(refusal["errors"][0]["pointer"], "#/callback_url", "{refusal}");
-    let refusal = api.get("/v1/tool_calls?limit=many").await.body;
-    assert_eq!(refusal["errors"][0]["parameter"], "limit", "{refusal}");
+    let queries = [
+        ("/v1/tool_calls?limit=many", "limit"),
+        ("/v1/tool_calls?limit=0", "limit"),
+        ("/v1/tool_calls?status=foo", "status"),
+        ("/v1/tool_calls?cursor=zz", "cursor"),
+        ("/v1/tool_calls?since=x", "since"),
+        ("/v1/tasks?status=foo", "status"),
+        ("/v1/tasks?cursor=zz", "cursor"),
+        ("/v1/runs?status=foo", "status"),
+        ("/v1/runs?cursor=zz", "cursor"),
+        ("/v1/runs?limit=201", "limit"),
+        ("/v1/runs?since=x", "since"),
+        ("/v1/deliveries?status=foo", "status"),
+        ("/v1/dead_letters?limit=0", "limit"),
+        ("/v1/tools?format=x", "format"),
+        ("/v1/tools?format=openai&query=x", "format"),
+        ("/v1/tools?query=x&limit=0", "limit"),
+        ("/internal/ingress/poll?client_id=c&ack=maybe", "ack"),
+        ("/internal/ingress/poll?client_id=c&max=0", "max"),
+    ];
+    for (query, name) in queries {
+        let answer = api.get(query).await;
+        let named = &answer.body["errors"][0]["parameter"];
+        assert_eq!(named, name, "{query}: {}", answer.body);
+        let error = answer.refused(422, "VALIDATION_ERROR");
+        assert_eq!(error["detail"]["field"], name, "{query}: {error}");
+    }
     let refusal = api.get("/v1/nothing?key=secret").await.body;
     assert_eq!((&refusal["instance"], &refusal["errors"]), (&json!("/v1/nothing"), &json!(null)));
 }

@@ -1,7 +1,7 @@
 //! A recorded run once more: the model is asked again, its calls are answered with what was
 //! recorded, and the world is not touched. What is told at the end is where it went another way.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use serde_json::{Value, json};
@@ -99,6 +99,9 @@ impl Engine {
                 differences.push(Difference { step, recorded, now: Some(reply.clone()) });
             }
             let ended = recorded.is_none_or(|recorded| recorded.answers);
+            if recorded.is_some_and(|recorded| recorded.anew) {
+                talk.progress.count_anew();
+            }
             let next = turns.act_with(&mut talk, |call| tape.result(call));
             place += usize::from(!beyond);
             let Next::Answered(answer) = next else {
@@ -163,11 +166,21 @@ fn not_recorded(call: &Wanted) -> String {
 struct Tape {
     beginning: Vec<Value>,
     steps: Vec<Step>,
-    /// What the model was told, by what it called, with the ids that it used then.
-    results: HashMap<String, VecDeque<(String, String)>>,
+    /// What the model was told, by what it called.
+    results: HashMap<String, VecDeque<Told>>,
     /// Which ids stand for these now.
     ids: HashMap<String, String>,
     unrecorded: u32,
+}
+
+/// What the model was told of a call.
+#[derive(Clone)]
+struct Told {
+    /// The id that it used then.
+    id: String,
+    content: String,
+    /// The call was made, and counted; others were only answered.
+    made: bool,
 }
 
 /// One answer of the model, and what it was told since the one before, beside its results.
@@ -176,6 +189,8 @@ struct Step {
     reply: Reply,
     /// It was the end of a turn: an answer, or a pause until late results came.
     answers: bool,
+    /// The run was taken up again before it was acted on.
+    anew: bool,
 }
 
 enum Given {
@@ -185,6 +200,8 @@ enum Given {
     Closing(Closing, Value),
     /// That a result has come.
     Told(Value),
+    /// Nothing: the run was taken up again.
+    Anew,
 }
 
 impl Tape {
@@ -192,6 +209,7 @@ impl Tape {
         let mut tape = Self::default();
         let mut given = Vec::new();
         let mut said: VecDeque<Value> = VecDeque::new();
+        let mut acted = true;
         for Noted { entry, .. } in journal {
             match entry.kind {
                 EntryKind::Created => {
@@ -201,7 +219,14 @@ impl Tape {
                 EntryKind::Said => {
                     said.extend(entry.data["messages"].as_array().cloned().unwrap_or_default())
                 }
-                EntryKind::Results => tape.take_results(&entry.messages),
+                EntryKind::Results => {
+                    tape.take_results(&entry.messages, &entry.data["calls"]);
+                    acted = true;
+                }
+                EntryKind::Resumed => match tape.steps.last_mut().filter(|_| !acted) {
+                    Some(step) => step.anew = true,
+                    None => given.push(Given::Anew),
+                },
                 _ => {}
             }
             for message in entry.messages.iter().filter(|message| is_given(message)) {
@@ -219,19 +244,31 @@ impl Tape {
             {
                 let closes = given.iter().any(|given| matches!(given, Given::Closing(..)));
                 let answers = closes || reply.calls.is_empty();
-                tape.steps.push(Step { given: std::mem::take(&mut given), reply, answers });
+                acted = answers;
+                let given = std::mem::take(&mut given);
+                tape.steps.push(Step { given, reply, answers, anew: false });
             }
         }
         tape
     }
 
-    fn take_results(&mut self, messages: &[Value]) {
+    fn take_results(&mut self, messages: &[Value], made: &Value) {
         let Some(step) = self.steps.last() else { return };
+        let made: HashSet<&str> = made
+            .as_array()
+            .into_iter()
+            .flatten()
+            .filter_map(|call| call["call_id"].as_str())
+            .collect();
         for call in &step.reply.calls {
             let told = messages.iter().find(|message| message["tool_call_id"] == call.id.as_str());
             let content = told.and_then(|message| message["content"].as_str());
             let place = self.results.entry(turn::same_call(call)).or_default();
-            place.extend(content.map(|content| (call.id.clone(), content.to_owned())));
+            place.extend(content.map(|content| Told {
+                id: call.id.clone(),
+                content: content.to_owned(),
+                made: made.contains(call.id.as_str()),
+            }));
         }
     }
 
@@ -245,24 +282,25 @@ impl Tape {
                     talk.messages.push(message.clone());
                 }
                 Given::Told(message) => talk.messages.push(turn::readdressed(message, &self.ids)),
+                Given::Anew => talk.progress.count_anew(),
             }
         }
     }
 
-    /// The result of this call in the order they were recorded; the last one stands for all that
-    /// come after.
-    fn result(&mut self, call: &Wanted) -> String {
+    /// The result of this call in the order they were recorded, and whether it was made; the last
+    /// one stands for all that come after.
+    fn result(&mut self, call: &Wanted) -> (String, bool) {
         let told = self.results.get_mut(&turn::same_call(call));
         let next = told.and_then(|told| match told.len() {
             0 | 1 => told.front().cloned(),
             _ => told.pop_front(),
         });
-        let Some((id, content)) = next else {
+        let Some(Told { id, content, made }) = next else {
             self.unrecorded += 1;
-            return not_recorded(call);
+            return (not_recorded(call), true);
         };
         self.ids.insert(id, call.id.clone());
-        content
+        (content, made)
     }
 }
 

@@ -91,12 +91,19 @@ async fn what_a_cancel_prevented_is_not_made_when_the_user_speaks_again() {
     assert_eq!(asked.last().unwrap()["content"], "do not pay anything");
 }
 
-/// Thinks for ever as long as there are tools to think about.
-struct Ponders;
+/// Thinks for ever as long as there are tools to think about, when it has failed so often.
+struct Ponders {
+    failures: AtomicUsize,
+}
 
 #[async_trait]
 impl Model for Ponders {
     async fn reply(&self, prompt: &Prompt, _: Listener<'_>) -> Result<Reply, Silence> {
+        if self.failures.load(Ordering::SeqCst) > 0 {
+            self.failures.fetch_sub(1, Ordering::SeqCst);
+            let fault = toolcrib::Fault::new(Code::UpstreamUnavailable, "the endpoint said 503");
+            return Err(Silence { fault, passing: true, retry_after: None });
+        }
         if !prompt.tools.is_empty() {
             std::future::pending::<()>().await;
         }
@@ -106,14 +113,20 @@ impl Model for Ponders {
 
 #[tokio::test]
 async fn time_that_is_over_in_the_middle_of_a_request_is_a_limit_and_no_failure() {
-    let engine = Site::new().engine(Arc::new(Ponders)).await;
-    let mut new = new_run("Think!");
-    new.limits.time_ms = 50;
-    let id = engine.start_run(&me(), new).await.unwrap().run.id;
-    let run = ended(&engine, &id).await;
-    assert_eq!(run.status, RunStatus::Succeeded, "{:?}", run.error);
-    let answer = run.answer.unwrap();
-    assert_eq!((answer.text.as_str(), answer.closing), ("There was no time.", Some(Closing::Time)));
+    // A try is left; none is; and the last one it is.
+    for (retries, failures) in [(1, 0), (0, 0), (1, 1)] {
+        let failures = AtomicUsize::new(failures);
+        let engine = Site::new().engine(Arc::new(Ponders { failures })).await;
+        let mut new = new_run("Think!");
+        new.limits.time_ms = 50;
+        new.asking = new.asking.map(|asking| Asking { retries, ..asking });
+        let id = engine.start_run(&me(), new).await.unwrap().run.id;
+        let run = ended(&engine, &id).await;
+        assert_eq!(run.status, RunStatus::Succeeded, "{retries}: {:?}", run.error);
+        let answer = run.answer.unwrap();
+        let told = (answer.text.as_str(), answer.closing);
+        assert_eq!(told, ("There was no time.", Some(Closing::Time)), "{retries}");
+    }
 }
 
 #[tokio::test]

@@ -131,3 +131,57 @@ async fn what_was_closed_is_closed_again() {
     assert_eq!(script.asked(3).messages[3], script.asked(1).messages[3]);
     assert!(script.asked(3).tools.is_empty(), "it is asked for its last word");
 }
+
+/// Says these twice: once when the run is recorded, and once when it is played again.
+fn twice(lines: impl Fn(Script) -> Script) -> Arc<Script> {
+    Arc::new(lines(lines(Script::default())))
+}
+
+#[tokio::test]
+async fn calls_that_were_not_made_count_for_no_limit_when_they_are_played_again() {
+    let site = Site::new();
+    let unknown = [("c1", "calc__one", SUM), ("c2", "calc__two", SUM)];
+    let script =
+        twice(|script| script.calls(&unknown).calls(&[("c3", "calc__add", SUM)]).says("It is 42."));
+    let engine = site.engine(script).await;
+    let mut new = new_run("How much?");
+    new.limits.calls = 2;
+    let id = engine.start_run(&me(), new).await.unwrap().run.id;
+    assert_eq!(ended(&engine, &id).await.answer.unwrap().closing, None);
+    assert_eq!(played(&engine, &id).await.differences, []);
+
+    let arguments: Vec<String> = (0..6).map(|n| format!("{{\"a\":{n},\"b\":0}}")).collect();
+    let ids = ["c0", "c1", "c2", "c3", "c4", "c5"];
+    let call = |(id, arguments)| (id, "calc__add", arguments);
+    let many: Vec<(&str, &str, &str)> =
+        ids.into_iter().zip(arguments.iter().map(String::as_str)).map(call).collect();
+    let script = twice(|script| script.calls(&many).calls(&many[4..]).says("All of them."));
+    let engine = Site::new().engine(script).await;
+    let mut new = new_run("How much?");
+    (new.limits.calls_per_step, new.limits.calls) = (2, 5);
+    let id = engine.start_run(&me(), new).await.unwrap().run.id;
+    let run = ended(&engine, &id).await;
+    assert_eq!((run.progress.calls, run.answer.unwrap().closing), (4, None));
+    let same = played(&engine, &id).await;
+    assert_eq!((same.differences.as_slice(), same.answer.as_str()), (&[][..], "All of them."));
+}
+
+#[tokio::test]
+async fn what_was_counted_anew_when_a_run_was_resumed_is_counted_anew_again() {
+    let one = |n: usize| format!("{{\"a\":{n},\"b\":0}}");
+    let steps = |script: Script, from: usize, to: usize| {
+        (from..to).fold(script, |script, n| script.calls(&[("c", "calc__add", &one(n))]))
+    };
+    let script = steps(Script::default(), 0, 2).fails(false, None);
+    let script = steps(steps(script, 2, 4).says("Four."), 0, 4).says("Four.");
+    let engine = Site::new().engine(Arc::new(script)).await;
+    let mut new = new_run("How much?");
+    new.limits.steps = 3;
+    let id = engine.start_run(&me(), new).await.unwrap().run.id;
+    assert_eq!(ended(&engine, &id).await.status, RunStatus::Failed);
+    engine.resume_run(&me(), &id).await.unwrap();
+    let run = ended(&engine, &id).await;
+    assert_eq!((run.progress.steps, run.answer.unwrap().closing), (5, None));
+    let same = played(&engine, &id).await;
+    assert_eq!((same.differences.as_slice(), same.answer.as_str()), (&[][..], "Four."));
+}

@@ -245,9 +245,14 @@ impl<T: DeserializeOwned + 'static> FromRequestParts<Door> for Asked<T> {
         let given = all.find(|(name, _)| *name == field).map(|(_, given)| given);
         let given: String = given.unwrap_or_default().chars().take(40).collect();
         let message = format!("{field} cannot be \"{given}\": {why}");
-        let fault = Fault::new(Code::ValidationError, message).not_happened();
-        Err(Error::from(fault.with_detail(json!({ "field": field }))).into())
+        Err(wrong_parameter(&field, message).into())
     }
+}
+
+/// A query parameter has a value that it cannot have; the refusal names it.
+pub(super) fn wrong_parameter(name: &str, message: impl Into<String>) -> Error {
+    let fault = Fault::new(Code::ValidationError, message).not_happened();
+    fault.with_detail(json!({ "field": name })).into()
 }
 
 /// Which field has a value that it cannot have, and why; none where it is not about a value.

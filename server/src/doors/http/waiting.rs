@@ -5,13 +5,11 @@ use axum::http::request::Parts;
 use axum::http::{HeaderMap, HeaderValue, header};
 use axum::response::Response;
 use serde::Deserialize;
-use serde_json::json;
-use toolcrib::fault::{Code, Error, Fault};
 use utoipa::IntoParams;
 
 use super::Door;
 use super::answer::Refused;
-use super::question::Asked;
+use super::question::{Asked, wrong_parameter};
 use crate::time;
 
 const PREFER: &str = "prefer";
@@ -43,10 +41,8 @@ impl FromRequestParts<Door> for Wait {
     async fn from_request_parts(parts: &mut Parts, door: &Door) -> Result<Self, Refused> {
         let Asked(mut asked) = Asked::<Self>::from_request_parts(parts, door).await?;
         if let (None, Some(text)) = (asked.wait_ms, &asked.wait) {
-            let time = time::duration(text).map_err(|why| {
-                let fault = Fault::new(Code::ValidationError, format!("wait: {why}"));
-                Error::from(fault.not_happened().with_detail(json!({ "field": "wait" })))
-            })?;
+            let time = time::duration(text)
+                .map_err(|why| wrong_parameter("wait", format!("wait: {why}")))?;
             asked.wait_ms = u64::try_from(time.as_millis()).ok();
         }
         asked.preferred_ms = preferred_ms(&parts.headers);

@@ -70,7 +70,13 @@ async fn chats_that_make_no_sense_name_the_field() {
 async fn responses_that_make_no_sense_name_the_field() {
     let requests = [
         (json!({}), "input"),
+        (json!({ "input": [] }), "input"),
         (json!({ "input": [{ "type": "computer_call" }] }), "input.0.type"),
+        (json!({ "input": [{ "role": "alien", "content": "x" }] }), "input.0.role"),
+        (
+            json!({ "input": [{ "type": "reasoning" }, { "role": "tool", "content": "x" }] }),
+            "input.1.role",
+        ),
         (json!({ "input": [{ "role": "user", "content": 7 }] }), "input.0.content"),
         (
             json!({ "input": [{ "type": "function_call_output", "output": "x" }] }),

@@ -99,6 +99,49 @@ async fn outputs_of_the_clients_functions_go_on_in_both_ways() {
 }
 
 #[tokio::test]
+async fn what_was_said_before_the_cribs_calls_is_told_to_the_model_once() {
+    for last in ["And now the door.", ""] {
+        let eval = |id: &str, text: &str| {
+            Turn::Say(Answer::text(text).call(id, "calculation__eval", eval("6 * 7").to_string()))
+        };
+        let door = Answer::text(last).call("own", "open_door", "{}");
+        let turns = [eval("c1", "Hm."), eval("c2", "Well."), Turn::Say(door), say("Open.")];
+        let (server, scripted) = serving(turns).await;
+        let api = server.api();
+        let user = json!({ "role": "user", "content": "Open it" });
+        // The same words from another time stay.
+        let before = json!({ "role": "assistant", "content": "Hm." });
+        let mut body = asking(json!([user, before, user]));
+        body["tools"] = json!([flat_tool("open_door")]);
+        let first = api.post("/v1/responses", body.clone()).await.is(200);
+        let items = first["output"].as_array().unwrap().clone();
+        let output = json!({ "type": "function_call_output", "output": "opened",
+            "call_id": items.last().unwrap()["call_id"] });
+        let input = body["input"].as_array_mut().unwrap();
+        input.extend(items);
+        input.push(output);
+        api.post("/v1/responses", body).await.is(200);
+        let asked = scripted.asked();
+        let messages = asked[3].messages();
+        let said = messages.iter().filter(|message| message["role"] == "assistant");
+        let said: Vec<&str> = said.map(|m| m["content"].as_str().unwrap_or_default()).collect();
+        assert_eq!(said, ["Hm.", "Hm.", "Well.", last], "{messages:?}");
+    }
+}
+
+#[tokio::test]
+async fn every_answer_says_which_run_it_came_from() {
+    let (server, _) = serving([say("One."), say("Two.")]).await;
+    let api = server.api();
+    for stream in [false, true] {
+        let mut body = asking(json!("x"));
+        (body["stream"], body["toolcrib"]["run_id"]) = (stream.into(), "mine".into());
+        let answer = api.post("/v1/responses", body).await;
+        assert_eq!(answer.header("toolcrib-run-id"), Some("mine"), "{stream}: {}", answer.text);
+    }
+}
+
+#[tokio::test]
 async fn what_is_not_to_be_kept_is_not() {
     let (server, _) = serving([say("One."), say("Two.")]).await;
     let api = server.api();

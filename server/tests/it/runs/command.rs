@@ -1,8 +1,13 @@
 //! `toolcrib run`, on the real binary: without a server and with one, for people and for programs.
 
 use std::process::Output;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
 use toolcrib_bench::model::{Scripted, Turn, say};
 
 use super::eval;
@@ -131,4 +136,85 @@ async fn programs_are_told_why_a_run_failed_as_the_run_tells_it() {
     for field in ["code", "message", "detail", "retryable"] {
         assert_eq!(failure["error"][field], own[field], "{field}");
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn options_that_a_run_has_from_its_beginning_are_refused_for_one_that_is_there() {
+    let place = Server::new();
+    let own = [("--tools", "weather.*"), ("--steps", "1"), ("--system", "Be brief.")];
+    for which in ["--continue", "--resume", "--follow", "--replay"] {
+        let model = (which != "--replay").then_some(("--model", "demo"));
+        for (option, value) in own.into_iter().chain(model) {
+            let (code, said, shown) = ended(&place, &["run", which, "run_1", option, value]).await;
+            assert_eq!((code, said.as_str()), (2, ""), "{which} {option}: {shown}");
+            let both = shown.contains(which) && shown.contains(option);
+            assert!(both && shown.contains("cannot be used with"), "{which} {option}: {shown}");
+        }
+    }
+}
+
+/// The server at this port, by a way on which the story of a run takes its time.
+async fn slow_way_to(port: u16) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        while let Ok((client, _)) = listener.accept().await {
+            let (mut asks, mut hears) = client.into_split();
+            let server = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
+            let (mut answers, mut is_asked) = server.into_split();
+            let story = Arc::new(AtomicBool::new(false));
+            let asked_for = story.clone();
+            tokio::spawn(async move {
+                let mut bytes = vec![0; 16_384];
+                while let Ok(length @ 1..) = asks.read(&mut bytes).await {
+                    let text = String::from_utf8_lossy(&bytes[..length]).into_owned();
+                    asked_for.fetch_or(text.contains("/events "), Ordering::SeqCst);
+                    is_asked.write_all(&bytes[..length]).await.unwrap();
+                }
+            });
+            tokio::spawn(async move {
+                let mut bytes = vec![0; 16_384];
+                while let Ok(length @ 1..) = answers.read(&mut bytes).await {
+                    let mut heard = &bytes[..length];
+                    if story.swap(false, Ordering::SeqCst) {
+                        // Its head comes at once.
+                        let head = heard.windows(4).position(|end| end == b"\r\n\r\n").unwrap();
+                        let _ = hears.write_all(&heard[..head + 4]).await;
+                        heard = &heard[head + 4..];
+                        tokio::time::sleep(Duration::from_millis(1_500)).await;
+                    }
+                    if hears.write_all(heard).await.is_err() {
+                        return;
+                    }
+                }
+            });
+        }
+    });
+    format!("http://{address}")
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_run_that_goes_on_shows_nothing_of_its_story_however_long_that_takes() {
+    let away = Turn::Refuse(503, None, json!({ "error": { "message": "busy" } }));
+    let turns =
+        [eval("c1", "6*7"), say("The old answer."), say("The new one."), away, say("Last.")];
+    let model = Scripted::saying(turns).await.unwrap();
+    let mut server = Server::new()
+        .with("LLM__BASE_URL", &model.url)
+        .with("LLM__MODEL", "large-1")
+        .with("LLM__MAX_RETRIES", 0);
+    server.start().await;
+    let way = slow_way_to(server.port).await;
+    let (code, said, shown) = ended(&server, &["run", "Well?", "--server", &way]).await;
+    assert_eq!((code, said.trim()), (0, "The old answer."), "{shown}");
+    let id = shown.split_whitespace().find(|word| word.starts_with("run_")).unwrap();
+    let more = ["run", "--continue", id, "And now?", "--server", &way];
+    let (code, said, shown) = ended(&server, &more).await;
+    assert_eq!((code, said.trim()), (0, "The new one."), "{shown}");
+    assert!(!shown.contains("calculation.eval"), "{shown}");
+    let (code, said, shown) = ended(&server, &more).await;
+    assert_eq!((code, said.trim()), (1, ""), "{shown}");
+    let again = ["run", "--resume", id, "--server", &way];
+    let (code, said, shown) = ended(&server, &again).await;
+    assert_eq!((code, said.trim()), (0, "Last."), "{shown}");
 }

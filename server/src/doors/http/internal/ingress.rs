@@ -6,10 +6,11 @@ pub(super) mod sse;
 pub(super) mod ws;
 
 use serde::Serialize;
-use serde_json::json;
 use toolcrib::desk::{Message, Request};
-use toolcrib::fault::{Code, Error, Fault};
+use toolcrib::fault::Error;
 use toolcrib::{CallId, Engine, Json};
+
+use super::super::question::wrong_parameter;
 
 /// The most requests that one client can have in hand.
 const MAX_WINDOW: usize = 1_024;
@@ -96,8 +97,7 @@ fn window(field: &str, asked: Option<usize>, usual: usize) -> Result<usize, Erro
     match asked.unwrap_or(usual) {
         0 => {
             let message = format!("{field} must be at least 1");
-            let fault = Fault::new(Code::ValidationError, message).not_happened();
-            Err(fault.with_detail(json!({ "field": field })).into())
+            Err(wrong_parameter(field, message))
         }
         asked => Ok(asked.min(MAX_WINDOW)),
     }

@@ -256,6 +256,7 @@ async fn whole(
     messages: Vec<Value>,
 ) -> Result<Thread, Refusal> {
     let mut all = before;
+    let known = all.messages.len();
     let mut newest: Vec<String> = Vec::new();
     for id in messages.iter().rev().filter_map(thread_of) {
         if newest.len() < MAX_THREADS && !newest.contains(&id) {
@@ -277,6 +278,7 @@ async fn whole(
         };
         match (kept, id) {
             (Some(thread), Some(id)) => {
+                drop_said(&mut all.messages, known, &thread.messages);
                 all.messages.extend(thread.messages);
                 // What came late was told, and answered, when the client went on from there.
                 if goes_on_from.as_ref() == Some(&id) {
@@ -288,6 +290,21 @@ async fn whole(
         }
     }
     Ok(all)
+}
+
+/// Takes from the end what a thread has, too: what the model said before the crib's calls is a
+/// message of its own in a response, and a client sends it back as one.
+fn drop_said(messages: &mut Vec<Value>, known: usize, thread: &[Value]) {
+    let said = thread.iter().rev().filter(|message| message["role"] == "assistant");
+    let mut said = said.map(|message| &message["content"]);
+    while messages.len() > known
+        && let Some(last) = messages.last()
+        && last["role"] == "assistant"
+        && last.get("tool_calls").is_none_or(Value::is_null)
+        && said.any(|content| *content == last["content"])
+    {
+        messages.pop();
+    }
 }
 
 /// The thread that the calls of a message lead to.
@@ -405,11 +422,16 @@ impl IntoResponse for Broken {
             answer.headers_mut().insert("x-should-retry", never);
             answer.headers_mut().remove(header::RETRY_AFTER);
         }
-        if let Ok(run_id) = HeaderValue::from_str(&self.run_id) {
-            answer.headers_mut().insert("toolcrib-run-id", run_id);
-        }
-        answer
+        marked(answer, &self.run_id)
     }
+}
+
+/// An answer with the run that it came from.
+pub(super) fn marked(mut answer: Response, run_id: &str) -> Response {
+    if let Ok(run_id) = HeaderValue::from_str(run_id) {
+        answer.headers_mut().insert("toolcrib-run-id", run_id);
+    }
+    answer
 }
 
 /// Ends a conversation whose client has gone.

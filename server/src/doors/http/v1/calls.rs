@@ -5,14 +5,14 @@ use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use toolcrib::engine::CallQuery;
-use toolcrib::fault::{Code, Error};
+use toolcrib::fault::Error;
 use toolcrib::{Call, CallId, Status};
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::Door;
 use super::super::answer::{Problem, Refused};
 use super::super::paging;
-use super::super::question::{Asked, Body, CallPath, Who};
+use super::super::question::{Asked, Body, CallPath, Who, wrong_parameter};
 use super::super::waiting::{Wait, poll_later};
 use super::super::wire::CallBody;
 use crate::doors::form;
@@ -86,12 +86,11 @@ pub(super) async fn list(
 }
 
 fn query(listing: Listing) -> Result<CallQuery, Error> {
-    let invalid = |message: String| Error::refused(Code::ValidationError, message);
     let status = match listing.status.as_deref() {
         None | Some("") => None,
         Some(text) => Some(text.to_uppercase().parse::<Status>().map_err(|()| {
             let known: Vec<&str> = Status::ALL.iter().map(|status| status.as_str()).collect();
-            invalid(format!("status must be one of {}", known.join(", ")))
+            wrong_parameter("status", format!("status must be one of {}", known.join(", ")))
         })?),
     };
     let since_ms = since(listing.since.as_deref())?;
@@ -111,14 +110,21 @@ fn query(listing: Listing) -> Result<CallQuery, Error> {
 pub(super) fn since(text: Option<&str>) -> Result<Option<u64>, Error> {
     let Some(text) = text.filter(|text| !text.is_empty()) else { return Ok(None) };
     let message = "since must be Unix seconds or milliseconds, or an RFC 3339 time";
-    time(text).map(Some).ok_or_else(|| Error::refused(Code::ValidationError, message))
+    time(text).map(Some).ok_or_else(|| wrong_parameter("since", message))
+}
+
+/// How long a page is where nobody says.
+pub(super) const PAGE: u64 = 50;
+
+pub(super) fn unknown_cursor() -> Error {
+    wrong_parameter("cursor", "cursor is not one that was given out")
 }
 
 /// How long a page is.
-pub(super) fn page_limit(limit: Option<u64>) -> Result<usize, Error> {
-    let limit = limit.unwrap_or(50);
+pub(super) fn page_limit(limit: Option<u64>, usual: u64) -> Result<usize, Error> {
+    let limit = limit.unwrap_or(usual);
     if !(1..=200).contains(&limit) {
-        return Err(Error::refused(Code::ValidationError, "limit must be from 1 to 200"));
+        return Err(wrong_parameter("limit", "limit must be from 1 to 200"));
     }
     Ok(limit as usize)
 }
@@ -128,15 +134,11 @@ pub(super) fn page_of(
     cursor: Option<&str>,
     limit: Option<u64>,
 ) -> Result<(Option<CallId>, usize), Error> {
-    let invalid = |message: &str| Error::refused(Code::ValidationError, message);
     let before = match cursor {
         None | Some("") => None,
-        Some(text) => {
-            let unknown = |_| invalid("cursor is not one that was given out");
-            Some(text.parse().map_err(unknown)?)
-        }
+        Some(text) => Some(text.parse().map_err(|_| unknown_cursor())?),
     };
-    Ok((before, page_limit(limit)?))
+    Ok((before, page_limit(limit, PAGE)?))
 }
 
 /// Unix milliseconds of a time as people and programs write it.

@@ -14,6 +14,7 @@ use utoipa::{IntoParams, ToSchema};
 use super::super::Door;
 use super::super::answer::{Problem, Refused};
 use super::super::question::{self, Asked, CallPath, NamePath, ResultBody, Who};
+use super::calls::{PAGE, page_limit};
 use crate::utp::report::{self, Incoming};
 use crate::utp::wire;
 
@@ -182,11 +183,7 @@ pub(super) async fn dead_letters(
     Who(caller): Who,
     Asked(page): Asked<Page>,
 ) -> Result<Json<Value>, Refused> {
-    let limit = page.limit.unwrap_or(50);
-    if !(1..=200).contains(&limit) {
-        let message = "limit must be from 1 to 200";
-        return Err(Error::refused(Code::ValidationError, message).into());
-    }
+    let limit = page_limit(page.limit.map(|limit| limit as u64), PAGE)?;
     let letters = door.engine.dead_letters(&caller, page.before.as_deref(), limit).await?;
     let next = letters.last().filter(|_| letters.len() == limit).map(|letter| letter.id.clone());
     let letters: Vec<Value> = letters.iter().map(shown).collect();

@@ -10,13 +10,15 @@ use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use toolcrib::context::{DEFAULT_BUDGET_TOKENS, ToolCall, ToolCallContext, ToolResult};
 use toolcrib::engine::{CONTEXT_CALLS, Style};
-use toolcrib::fault::{Code, Error, Fault};
+use toolcrib::fault::Error;
 use utoipa::{IntoParams, ToSchema};
 
 use self::posted::{CallsBody, DefinitionsBody, ResultsBody};
 use super::super::Door;
 use super::super::answer::{Problem, Refused};
-use super::super::question::{Asked, Body, NamePath, ResultBody, Who, traceparent};
+use super::super::question::{
+    Asked, Body, NamePath, ResultBody, Who, traceparent, wrong_parameter,
+};
 use super::super::wire::{CallBody, FaultBody, ToolBody};
 
 /// The most tokens anybody may ask for.
@@ -69,8 +71,7 @@ impl Showing {
 }
 
 fn invalid(field: &str, what: &str) -> Error {
-    let fault = Fault::new(Code::ValidationError, format!("{field} {what}")).not_happened();
-    fault.with_detail(serde_json::json!({ "field": field })).into()
+    wrong_parameter(field, format!("{field} {what}"))
 }
 
 fn number(field: &str, text: Option<&str>, most: usize) -> Result<Option<usize>, Error> {

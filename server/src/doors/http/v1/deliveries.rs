@@ -7,13 +7,12 @@ use axum::response::Response;
 use serde::{Deserialize, Serialize};
 use toolcrib::delivery::{Delivery, DeliveryStatus, Try};
 use toolcrib::engine::DeliveryQuery;
-use toolcrib::fault::{Code, Error};
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::Door;
 use super::super::answer::{Problem, Refused};
 use super::super::paging;
-use super::super::question::{Asked, CallPath, Who};
+use super::super::question::{Asked, CallPath, Who, wrong_parameter};
 use super::calls::page_of;
 
 /// What is to be delivered to the `callback_url` of one call.
@@ -107,7 +106,7 @@ pub(super) async fn list(
         None | Some("") => None,
         Some(word) => Some(word.to_lowercase().parse().map_err(|()| {
             let known = DeliveryStatus::ALL.map(DeliveryStatus::as_str).join(", ");
-            Error::refused(Code::ValidationError, format!("status must be one of {known}"))
+            wrong_parameter("status", format!("status must be one of {known}"))
         })?),
     };
     let (before, limit) = page_of(listing.cursor.as_deref(), listing.limit)?;

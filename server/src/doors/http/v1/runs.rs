@@ -12,7 +12,7 @@ use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use toolcrib::engine::RunQuery;
-use toolcrib::fault::{Code, Error};
+use toolcrib::fault::Error;
 use toolcrib::run::{Run, RunStatus};
 use utoipa::{IntoParams, ToSchema};
 
@@ -21,9 +21,9 @@ use self::shown::{RunAnswer, RunSummary, summary, whole};
 use super::super::Door;
 use super::super::answer::{Problem, Refused};
 use super::super::paging;
-use super::super::question::{Asked, Body, Carried, NamePath, Who};
+use super::super::question::{Asked, Body, Carried, NamePath, Who, wrong_parameter};
 use super::super::waiting::Wait;
-use super::calls::{page_limit, since};
+use super::calls::{PAGE, page_limit, since, unknown_cursor};
 
 pub(super) use stream::follow;
 
@@ -139,24 +139,23 @@ pub(super) async fn list(
 }
 
 fn query(listing: Listing) -> Result<RunQuery, Error> {
-    let invalid = |message: String| Error::refused(Code::ValidationError, message);
     let status = match listing.status.as_deref() {
         None | Some("") => None,
         Some(text) => Some(text.to_uppercase().parse::<RunStatus>().map_err(|()| {
             let known: Vec<&str> = RunStatus::ALL.iter().map(|status| status.as_str()).collect();
-            invalid(format!("status must be one of {}", known.join(", ")))
+            wrong_parameter("status", format!("status must be one of {}", known.join(", ")))
         })?),
     };
     let before = listing.cursor.filter(|cursor| !cursor.is_empty());
     if before.as_ref().is_some_and(|cursor| !cursor.starts_with(Run::PREFIX)) {
-        return Err(invalid("cursor is not one that was given out".into()));
+        return Err(unknown_cursor());
     }
     Ok(RunQuery {
         status,
         model: listing.model.filter(|model| !model.is_empty()),
         since_ms: since(listing.since.as_deref())?,
         before,
-        limit: page_limit(listing.limit)?,
+        limit: page_limit(listing.limit, PAGE)?,
     })
 }
 

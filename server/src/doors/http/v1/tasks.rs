@@ -9,13 +9,12 @@ use serde_json::Value;
 use toolcrib::Call;
 use toolcrib::engine::CallQuery;
 use toolcrib::event::Record;
-use toolcrib::fault::{Code, Error};
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::Door;
 use super::super::answer::{Problem, Refused};
 use super::super::paging;
-use super::super::question::{Asked, Body, CallPath, Who};
+use super::super::question::{Asked, Body, CallPath, Who, wrong_parameter};
 use super::super::waiting::{Wait, poll_later};
 use super::super::wire::{FaultBody, MetricsBody};
 use super::calls::{CancelBody, page_of};
@@ -164,7 +163,7 @@ pub(super) async fn list(
         None | Some("") => None,
         Some(word) => Some(parse_status(&word.to_lowercase()).ok_or_else(|| {
             let known = toolcrib::Status::ALL.map(status_word).join(", ");
-            Error::refused(Code::ValidationError, format!("status must be one of {known}"))
+            wrong_parameter("status", format!("status must be one of {known}"))
         })?),
     };
     let (before, limit) = page_of(listing.cursor.as_deref(), listing.limit)?;

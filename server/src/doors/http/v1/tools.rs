@@ -9,15 +9,16 @@ use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use toolcrib::dialect::Format;
 use toolcrib::engine::CatalogEntry;
-use toolcrib::fault::{Code, Error};
+use toolcrib::fault::Error;
 use toolcrib::{Caller, Invocation};
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::Door;
 use super::super::answer::{Problem, Refused};
-use super::super::question::{Asked, Body, Carried, NamePath, TRACEPARENT, Who};
+use super::super::question::{Asked, Body, Carried, NamePath, TRACEPARENT, Who, wrong_parameter};
 use super::super::waiting::{Wait, poll_later};
 use super::super::wire::{CallBody, ToolBody, timeout_ms};
+use super::calls::page_limit;
 
 /// The tools the caller may call.
 #[derive(Serialize, ToSchema)]
@@ -54,8 +55,7 @@ pub(super) async fn list(
     Asked(listing): Asked<Listing>,
 ) -> Result<Response, Refused> {
     if listing.format.is_some() && listing.query.is_some() {
-        let message = "give format or query, not both";
-        return Err(Error::refused(Code::ValidationError, message).into());
+        return Err(wrong_parameter("format", "give format or query, not both").into());
     }
     let Some(format) = listing.format else {
         let tools = match &listing.query {
@@ -67,8 +67,7 @@ pub(super) async fn list(
     };
     let format = format.parse::<Format>().map_err(|()| {
         let known: Vec<&str> = Format::ALL.iter().map(|format| format.as_str()).collect();
-        let message = format!("format must be one of {}", known.join(", "));
-        Error::refused(Code::ValidationError, message)
+        wrong_parameter("format", format!("format must be one of {}", known.join(", ")))
     })?;
     Ok(Json(Definitions { tools: door.engine.definitions(&caller, format) }).into_response())
 }
@@ -79,10 +78,7 @@ async fn found(
     query: &str,
     limit: Option<usize>,
 ) -> Result<Vec<Arc<CatalogEntry>>, Error> {
-    let limit = limit.unwrap_or(20);
-    if !(1..=200).contains(&limit) {
-        return Err(Error::refused(Code::ValidationError, "limit must be from 1 to 200"));
-    }
+    let limit = page_limit(limit.map(|limit| limit as u64), 20)?;
     let found = door.engine.search(caller, query, limit).await?;
     Ok(found.into_iter().map(|found| found.entry).collect())
 }

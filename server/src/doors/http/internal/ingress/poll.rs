@@ -7,12 +7,12 @@ use axum::http::HeaderMap;
 use serde::{Deserialize, Serialize};
 use toolcrib::desk::{Line, Memory, Message};
 use toolcrib::engine::Connecting;
-use toolcrib::fault::{Code, Error};
+use toolcrib::fault::Code;
 use utoipa::{IntoParams, ToSchema};
 
 use super::super::super::Door;
 use super::super::super::answer::{Problem, Refused};
-use super::super::super::question::{Asked, Who};
+use super::super::super::question::{Asked, Who, wrong_parameter};
 use super::{RequestBody, window};
 use crate::auth::Standing;
 
@@ -63,8 +63,7 @@ pub(in super::super) async fn poll(
         None | Some("auto") => false,
         Some("explicit") => true,
         Some(_) => {
-            let message = "ack must be auto or explicit";
-            return Err(Error::refused(Code::ValidationError, message).into());
+            return Err(wrong_parameter("ack", "ack must be auto or explicit").into());
         }
     };
     let engine = &door.engine;

@@ -4,7 +4,6 @@ use std::convert::Infallible;
 use std::time::Duration;
 
 use axum::Json;
-use axum::http::HeaderValue;
 use axum::response::sse::{Event, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures::stream;
@@ -12,7 +11,7 @@ use jiff::Timestamp;
 use serde_json::{Value, json};
 use toolcrib::model::{Stopped, Usage, Wanted};
 
-use super::super::conversation::{Conversation, Ending, News, Told, begun};
+use super::super::conversation::{Conversation, Ending, News, Told, begun, marked};
 use super::super::refusal::Refusal;
 
 /// How the answer is written.
@@ -20,16 +19,6 @@ pub(super) struct Form {
     /// The model, as it was asked for.
     pub(super) model: String,
     pub(super) with_usage: bool,
-}
-
-/// The header with the run that an answer came from.
-const RUN: &str = "toolcrib-run-id";
-
-fn marked(mut response: Response, run_id: &str) -> Response {
-    if let Ok(run_id) = HeaderValue::from_str(run_id) {
-        response.headers_mut().insert(RUN, run_id);
-    }
-    response
 }
 
 /// The whole answer at once.

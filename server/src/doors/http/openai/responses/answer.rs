@@ -14,7 +14,7 @@ use toolcrib::fault::Error;
 use toolcrib::model::{Stopped, Usage, Wanted};
 use toolcrib::{Caller, Engine};
 
-use super::super::conversation::{Conversation, Ending, Leash, News, Told, begun};
+use super::super::conversation::{Conversation, Ending, Leash, News, Told, begun, marked};
 use super::super::refusal::Refusal;
 
 /// How the response is written, and whether it is kept.
@@ -126,6 +126,7 @@ fn fresh(kind: &str) -> String {
 /// The whole response at once.
 pub(super) async fn whole(conversation: Conversation, form: Form) -> Result<Response, Refusal> {
     let (engine, caller) = (conversation.engine.clone(), conversation.caller.clone());
+    let run_id = conversation.terms.run_id.clone();
     let ending = match Box::pin(conversation.held(&|_| {})).await {
         Ok(ending) => ending,
         Err(broken) => return Ok(broken.into_response()),
@@ -135,7 +136,7 @@ pub(super) async fn whole(conversation: Conversation, form: Form) -> Result<Resp
     let calls = ending.calls.iter();
     let calls = calls.map(|call| function_call(&fresh("fc"), "completed", call, &call.arguments));
     let output = said.chain(calls).collect();
-    Ok(Json(form.ended(&ending, output)).into_response())
+    Ok(marked(Json(form.ended(&ending, output)).into_response(), &run_id))
 }
 
 /// Writes events.
@@ -299,6 +300,7 @@ impl Going {
 /// The response as it comes. A model that cannot be asked at all is a refusal with its status.
 pub(super) async fn streamed(conversation: Conversation, form: Form) -> Result<Response, Refusal> {
     let (engine, caller) = (conversation.engine.clone(), conversation.caller.clone());
+    let run_id = conversation.terms.run_id.clone();
     let (mut told, leash) = begun(conversation);
     let events = Events { form, number: 0, output: Vec::new(), open: None, out: Vec::new() };
     let first = loop {
@@ -330,5 +332,5 @@ pub(super) async fn streamed(conversation: Conversation, form: Form) -> Result<R
     let events =
         events.flat_map(|events| stream::iter(events.into_iter().map(Ok::<_, Infallible>)));
     let alive = KeepAlive::new().interval(Duration::from_secs(15));
-    Ok(Sse::new(events).keep_alive(alive).into_response())
+    Ok(marked(Sse::new(events).keep_alive(alive).into_response(), &run_id))
 }

@@ -4,6 +4,9 @@ use serde_json::{Value, json};
 
 use super::super::refusal::{Refusal, invalid};
 
+/// Who can have said a message.
+const ROLES: [&str; 4] = ["system", "developer", "user", "assistant"];
+
 /// The input as messages.
 pub(super) fn messages(input: Value) -> Result<Vec<Value>, Refusal> {
     let items = match input {
@@ -24,7 +27,12 @@ pub(super) fn messages(input: Value) -> Result<Vec<Value>, Refusal> {
                 let content = parts(content).ok_or_else(|| {
                     invalid(&at(".content"), "must be a text or a list of texts and pictures")
                 })?;
-                messages.push(json!({ "role": needed("role")?, "content": content }));
+                let role = needed("role")?;
+                if !ROLES.contains(&role) {
+                    let known = "must be system, developer, user or assistant";
+                    return Err(invalid(&at(".role"), known));
+                }
+                messages.push(json!({ "role": role, "content": content }));
             }
             Some("function_call") => {
                 let function = json!({ "name": needed("name")?,
@@ -48,6 +56,9 @@ pub(super) fn messages(input: Value) -> Result<Vec<Value>, Refusal> {
                 return Err(invalid(&at(".type"), format!("cannot be \"{shown}\": {known}")));
             }
         }
+    }
+    if messages.is_empty() {
+        return Err(invalid("input", "must have at least one message or output"));
     }
     Ok(messages)
 }
