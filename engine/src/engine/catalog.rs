@@ -368,6 +368,7 @@ impl Inner {
         let directory = self.store.directory().await.map_err(unavailable)?;
         let next = Arc::new(self.catalog().renewed(directory));
         *self.catalog.write() = next;
+        self.gate.look_again();
         self.bus.wake(&Topic::Directory);
         Ok(())
     }

@@ -1,0 +1,129 @@
+//! Clients and what they are given: within limits that hold over a restart and change with a
+//! registration, and only what is theirs.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use toolcrib::desk::{Line, Memory, Message, Request, Session};
+use toolcrib::directory::Others;
+use toolcrib::engine::{Connecting, Registration, Report};
+use toolcrib::fault::Code;
+use toolcrib::retry::PolicyPatch;
+use toolcrib::store::MemoryStore;
+use toolcrib::task::dispatch;
+use toolcrib::{Call, CallId, Caller, Definition, Effect, Engine, Fault, Invocation, Json, Status};
+
+use crate::support::client_tool;
+
+fn here() -> Caller {
+    Caller::local("default")
+}
+
+/// A tool of which so many calls may be out at once.
+fn limited(max_parallel: Option<u32>) -> Definition {
+    let policy = PolicyPatch { max_parallel, ..PolicyPatch::default() };
+    Definition { policy, ..client_tool("x.one", Effect::Idempotent) }
+}
+
+async fn register(engine: &Engine, client_id: &str, tools: Vec<Definition>) {
+    let (client_id, others) = (client_id.to_owned(), Others::Withdraw);
+    let registration = Registration { client_id, tools, others };
+    engine.register(&here(), registration).await.unwrap();
+}
+
+async fn invoke(engine: &Engine, tool: &str, client_id: Option<&str>) -> CallId {
+    let mut asked = Invocation::new(tool, "{}").unwrap();
+    (asked.client_id, asked.retry) = (client_id.map(str::to_owned), Some(0));
+    engine.invoke(&here(), asked).await.unwrap().call.id.clone()
+}
+
+fn connect(engine: &Engine, client_id: &str) -> Session {
+    let (window, memory, line) = (10, Memory::Forgets, Line::Open);
+    let connecting = Connecting { client_id: client_id.into(), window, memory, line };
+    engine.connect(&here(), connecting).unwrap()
+}
+
+async fn given(session: &mut Session) -> Request {
+    let message = tokio::time::timeout(Duration::from_secs(30), session.next()).await;
+    let Ok(Some(Message::Request(request))) = message else { panic!("{message:?}") };
+    request
+}
+
+async fn take(engine: &Engine, id: &CallId, client_id: &str) -> Result<Arc<Call>, Code> {
+    engine.take(&here(), id, client_id, None).await.map_err(|error| error.code())
+}
+
+async fn report(
+    engine: &Engine,
+    id: &CallId,
+    client_id: Option<&str>,
+    result: Result<Json, Fault>,
+) -> Result<Arc<Call>, Code> {
+    let report = Report { attempt: None, client_id: client_id.map(str::to_owned), result };
+    engine.report(&here(), id, report).await.map_err(|error| error.code())
+}
+
+/// Whatever was asked of the desk is done: its requests are given by tasks of their own.
+async fn settle() {
+    for _ in 0..100 {
+        tokio::task::yield_now().await;
+    }
+}
+
+#[tokio::test]
+async fn what_is_out_keeps_its_place_over_a_restart() {
+    let store = Arc::new(MemoryStore::default());
+    let before = Engine::builder().store(store.clone()).idle().await.unwrap();
+    register(&before, "c1", vec![limited(Some(1))]).await;
+    let first = invoke(&before, "x.one", None).await;
+    let second = invoke(&before, "x.one", None).await;
+    let mut session = connect(&before, "c1");
+    assert_eq!(given(&mut session).await.call_id, first);
+    take(&before, &first, "c1").await.unwrap();
+    let after = Engine::builder().store(store).idle().await.unwrap();
+    assert_eq!(after.recover().await.unwrap(), 2);
+    assert_eq!(dispatch::run_once(&after).await, 0, "the only place is taken");
+    let third = invoke(&after, "x.one", None).await;
+    assert_eq!(after.waiting_calls(), 2);
+    assert_eq!(after.call(&here(), &first).await.unwrap().status, Status::Running);
+    settle().await;
+    report(&after, &first, Some("c1"), Ok(Json::empty_object())).await.unwrap();
+    let mut session = connect(&after, "c1");
+    for id in [second, third] {
+        assert_eq!(dispatch::run_once(&after).await, 1, "one after the other");
+        assert_eq!(given(&mut session).await.call_id, id);
+        report(&after, &id, Some("c1"), Ok(Json::empty_object())).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn another_limit_holds_for_what_stands_in_line() {
+    let engine = Engine::builder().start().await.unwrap();
+    register(&engine, "c1", vec![limited(Some(1))]).await;
+    let mut session = connect(&engine, "c1");
+    let mut ids = Vec::new();
+    for _ in 0..6 {
+        ids.push(invoke(&engine, "x.one", None).await);
+    }
+    assert_eq!(given(&mut session).await.call_id, ids[0]);
+    assert_eq!(engine.waiting_calls(), 5);
+    register(&engine, "c1", vec![limited(Some(3))]).await;
+    for id in &ids[1..3] {
+        assert_eq!(given(&mut session).await.call_id, *id);
+    }
+    assert_eq!(engine.waiting_calls(), 3);
+    // Lowered again: what is out stays out, and nobody else gets in before it is over.
+    register(&engine, "c1", vec![limited(Some(1))]).await;
+    for id in &ids[..2] {
+        report(&engine, id, None, Ok(Json::empty_object())).await.unwrap();
+    }
+    settle().await;
+    assert_eq!(engine.waiting_calls(), 3);
+    report(&engine, &ids[2], None, Ok(Json::empty_object())).await.unwrap();
+    assert_eq!(given(&mut session).await.call_id, ids[3]);
+    register(&engine, "c1", vec![limited(None)]).await;
+    for id in &ids[4..] {
+        assert_eq!(given(&mut session).await.call_id, *id);
+    }
+    engine.shut_down(Duration::ZERO).await;
+}
