@@ -55,7 +55,7 @@ impl Inner {
 
     fn take_up(self: &Arc<Self>, call: Arc<Call>) -> Option<Arc<Entry>> {
         let slot = call.goes_on_elsewhere().then(|| self.gate.enter(self.place(&call).0));
-        let entry = Entry::new(call, slot);
+        let entry = Entry::found(call, slot);
         self.live.take_in(entry.clone()).then_some(entry)
     }
 

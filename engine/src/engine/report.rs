@@ -11,6 +11,7 @@ use super::{Engine, Inner, unavailable};
 use crate::call::Call;
 use crate::caller::{Caller, Trust};
 use crate::dialogue;
+use crate::event::Kind;
 use crate::fault::{Code, Error, Fault};
 use crate::function::Progress;
 use crate::id::CallId;
@@ -237,7 +238,11 @@ impl Inner {
             return Err(Error::refused(Code::Conflict, message));
         }
         // A tool that reports too often is not told off; what is over the limit is not kept.
-        if entry.count_progress() > self.limits.max_progress_events {
+        let stored = async || {
+            let count = self.stored_events(&call, Kind::Progress).await?;
+            Ok::<_, Error>(u32::try_from(count).unwrap_or(u32::MAX))
+        };
+        if entry.count_progress(stored).await? > self.limits.max_progress_events {
             return Ok(());
         }
         let record = progress.record(self.clock.now_ms(), attempt).about_task(&call);

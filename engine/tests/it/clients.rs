@@ -6,12 +6,16 @@ use std::time::Duration;
 
 use toolcrib::desk::{Line, Memory, Message, Request, Session};
 use toolcrib::directory::Others;
-use toolcrib::engine::{Connecting, Registration, Report};
+use toolcrib::engine::{Connecting, EventQuery, Registration, Report};
+use toolcrib::event::Kind;
 use toolcrib::fault::Code;
 use toolcrib::retry::PolicyPatch;
 use toolcrib::store::MemoryStore;
 use toolcrib::task::dispatch;
-use toolcrib::{Call, CallId, Caller, Definition, Effect, Engine, Fault, Invocation, Json, Status};
+use toolcrib::{
+    Call, CallId, Caller, Definition, Effect, Engine, Fault, Invocation, Json, Limits, Progress,
+    Status,
+};
 
 use crate::support::client_tool;
 
@@ -126,4 +130,26 @@ async fn another_limit_holds_for_what_stands_in_line() {
         assert_eq!(given(&mut session).await.call_id, *id);
     }
     engine.shut_down(Duration::ZERO).await;
+}
+
+#[tokio::test]
+async fn progress_from_before_a_restart_counts() {
+    let store = Arc::new(MemoryStore::default());
+    let start = async || {
+        let limits = Limits { max_progress_events: 5, ..Limits::default() };
+        let engine = Engine::builder().store(store.clone()).limits(limits).idle().await.unwrap();
+        engine.recover().await.unwrap();
+        engine
+    };
+    let mut engine = start().await;
+    register(&engine, "c1", vec![client_tool("x.one", Effect::Read)]).await;
+    let id = invoke(&engine, "x.one", None).await;
+    for _ in 0..3 {
+        for _ in 0..3 {
+            engine.progress(&here(), &id, None, None, Progress::default()).await.unwrap();
+        }
+        engine = start().await;
+    }
+    let events = engine.events(&here(), &EventQuery::Call(id), 0, 100).await.unwrap();
+    assert_eq!(events.iter().filter(|event| event.record.kind == Kind::Progress).count(), 5);
 }
