@@ -289,3 +289,40 @@ async fn what_nobody_came_for_is_forgotten_when_it_has_ended() {
     assert_eq!(ids(&mut one), [(pinned, false), (first, false)]);
     assert_eq!(room.desk.state.lock().in_line(), 0);
 }
+
+fn canceled(session: &mut Session) -> Vec<CallId> {
+    let messages = session.canceled().into_iter();
+    let id = |message| match message {
+        Message::Cancel { call_id, .. } => call_id,
+        Message::Request(request) => panic!("{request:?}"),
+    };
+    messages.map(id).collect()
+}
+
+#[tokio::test]
+async fn a_cancel_that_was_not_passed_on_is_heard_on_another_connection() {
+    let room = Room::new();
+    for line in [Line::Open, Line::Poll] {
+        let mut one = room.connect("one", line, Memory::Forgets, 8);
+        let calls =
+            [room.put(Effect::Read, None, None).await, room.put(Effect::Read, None, None).await];
+        assert_eq!(ids(&mut one).len(), 2);
+        for call in &calls {
+            room.desk.acknowledged("p", "one", call);
+            room.desk.cancel(call, 1);
+            room.desk.settled(call, 1);
+        }
+        // One was read and kept, the other was not read.
+        let kept = one.ready().unwrap();
+        one.keep(kept);
+        drop(one);
+        let two = room.connect("one", line, Memory::Forgets, 8);
+        let mut three = room.connect("one", line, Memory::Forgets, 8);
+        assert_eq!(canceled(&mut three), [], "said to the other one");
+        drop(two);
+        assert_eq!(canceled(&mut three), calls, "and to this one, which is left");
+        drop(three);
+        let mut four = room.connect("one", line, Memory::Forgets, 8);
+        assert_eq!(canceled(&mut four), [], "once");
+    }
+}

@@ -184,3 +184,38 @@ async fn a_polling_client_hears_of_cancellations() {
     cancel(&third).await;
     assert_eq!(api.get(POLL).await.is(200), json!({ "requests": [] }));
 }
+
+#[tokio::test]
+async fn what_is_canceled_while_a_poll_hands_over_is_heard() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("a.tool")])).await;
+    for _ in 0..5 {
+        let unwanted = api.invoke("a.tool", json!({})).await;
+        api.poll("c1").await;
+        let mut ids = Vec::new();
+        for _ in 0..50 {
+            ids.push(api.invoke("a.tool", json!({})).await);
+        }
+        let polling = {
+            let api = api.clone();
+            tokio::spawn(async move { api.get(&format!("{POLL}&max=100")).await.is(200) })
+        };
+        // With the first of them taken, the poll is at work on the others.
+        api.until_status(&ids[0], "RUNNING").await;
+        for id in [&unwanted, &ids[0]] {
+            api.post(&format!("/v1/tool_calls/{id}/cancel"), json!({})).await.is(200);
+        }
+        let (answer, next) = (polling.await.unwrap(), api.get(POLL).await.is(200));
+        let told = [&answer["cancels"], &next["cancels"]].map(|cancels| cancels.to_string());
+        for id in [&unwanted, &ids[0]] {
+            let count = told.iter().filter(|told| told.contains(id)).count();
+            assert_eq!(count, 1, "{id}: {told:?}");
+        }
+        let begun = answer["requests"].to_string().contains(&ids[0]);
+        assert_eq!(begun, !told[0].contains(&ids[0]), "what is canceled need not be begun");
+        for id in &ids[1..] {
+            api.succeed(id, json!(1)).await;
+        }
+    }
+}
