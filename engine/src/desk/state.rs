@@ -276,8 +276,14 @@ impl State {
     fn next_for(&mut self, key: &ClientKey) -> Option<CallId> {
         self.clients.get(key)?.open_place()?;
         let client = self.clients.get_mut(key)?;
-        if let Some((_, id)) = client.pinned.pop_first() {
-            return Some(id);
+        // What it does not offer any more waits until it does.
+        let is_offered = |id: &CallId| {
+            let tool = self.requests.get(id).map(|parked| &parked.request.tool);
+            tool.is_some_and(|tool| client.offers.contains(tool))
+        };
+        let mut pinned = client.pinned.iter();
+        if let Some(order) = pinned.find(|(_, id)| is_offered(id)).map(|(order, _)| *order) {
+            return client.pinned.remove(&order);
         }
         let lines = client.offers.iter().map(|tool| (key.0.clone(), tool.clone()));
         let heads = lines.filter_map(|line| {

@@ -147,13 +147,15 @@ impl Inner {
             return Err(Error::refused(Code::PermissionDenied, message));
         }
         let catalog = self.catalog();
-        // The desk may have given on what one had taken who stayed away.
+        // The desk may have given on what one had taken who stayed away. What nobody has yet may be
+        // for one client alone.
         let holder = self.desk.holder(id).or_else(|| call.taken_by.clone());
+        let holder = holder.or_else(|| call.asked.client_id.clone());
         if let Some(client_id) = client_id {
             require_owner(&catalog, caller, client_id)?;
             let other = holder.as_deref().filter(|holder| *holder != client_id);
             if let Some(other) = other.filter(|_| !call.status.is_terminal()) {
-                let message = format!("call \"{id}\" is with client \"{other}\"");
+                let message = format!("call \"{id}\" is for client \"{other}\"");
                 return Err(Error::refused(Code::PermissionDenied, message));
             }
         }
@@ -161,8 +163,8 @@ impl Inner {
             return Ok(call);
         }
         let offered = catalog.offered_by(&call.project, &call.target.tool);
-        let entitled = match holder.as_deref().or(call.asked.client_id.as_deref()) {
-            Some(holder) => require_owner(&catalog, caller, holder).is_ok(),
+        let entitled = match holder {
+            Some(holder) => require_owner(&catalog, caller, &holder).is_ok(),
             None => offered.iter().any(|id| {
                 catalog.client(&call.project, id).is_some_and(|c| c.owner == caller.agent)
             }),

@@ -17,7 +17,8 @@ use crate::policy::Decision;
 use crate::tool::Executor;
 
 impl Inner {
-    /// The alternates that could take this call: there, allowed, and with fitting arguments.
+    /// The alternates that could take this call: there, allowed, with fitting arguments, and
+    /// offered by the client that the call is pinned to.
     pub(super) fn alternates(
         &self,
         catalog: &Catalog,
@@ -28,11 +29,16 @@ impl Inner {
     ) -> Vec<Target> {
         let over = self.policies.tools.get(&tool.definition.name).map(|over| &over.fallback);
         let named = over.filter(|list| !list.is_empty()).unwrap_or(&tool.definition.fallback);
+        let pinned = call.asked.client_id.as_deref();
         let mut targets = Vec::new();
         for alternate in named {
             let allowed = catalog.decide(caller, &alternate.tool) == Decision::Allowed;
             let found = catalog.find(&caller.project, &alternate.tool).filter(|_| allowed);
             let Some(other) = found else { continue };
+            let by_client = other.definition.executor == Executor::Client;
+            if by_client && !may_execute(catalog, &caller.project, &other, pinned) {
+                continue;
+            }
             let mut mapped = args::mapped(alternate.args.as_ref(), args);
             if let Some(rules) = &other.rules {
                 mapped = rules.applied(&mapped, &args::Vars::of(call)).args;
@@ -89,11 +95,16 @@ pub(super) fn check_client(
     client_id: Option<&str>,
 ) -> Result<(), Error> {
     let Some(client_id) = client_id else { return Ok(()) };
-    let name = &tool.definition.name;
-    if catalog.offered_by(&caller.project, name).iter().any(|id| id == client_id) {
+    if may_execute(catalog, &caller.project, tool, Some(client_id)) {
         return Ok(());
     }
-    let message = format!("client \"{client_id}\" does not offer \"{name}\"");
+    let message = format!("client \"{client_id}\" does not offer \"{}\"", tool.definition.name);
     let fault = Fault::new(Code::ValidationError, message).not_happened();
     Err(fault.with_detail(json!({ "pointer": "/client_id" })).into())
+}
+
+/// Whether the one client that may execute a call, if there is one, offers this tool.
+fn may_execute(catalog: &Catalog, project: &str, tool: &Compiled, client_id: Option<&str>) -> bool {
+    let offered_by = || catalog.offered_by(project, &tool.definition.name);
+    client_id.is_none_or(|client_id| offered_by().iter().any(|id| id == client_id))
 }

@@ -12,6 +12,7 @@ use toolcrib::fault::Code;
 use toolcrib::retry::PolicyPatch;
 use toolcrib::store::MemoryStore;
 use toolcrib::task::dispatch;
+use toolcrib::tool::Alternate;
 use toolcrib::{
     Call, CallId, Caller, Definition, Effect, Engine, Fault, Invocation, Json, Limits, Progress,
     Status,
@@ -129,6 +130,69 @@ async fn another_limit_holds_for_what_stands_in_line() {
     for id in &ids[4..] {
         assert_eq!(given(&mut session).await.call_id, *id);
     }
+    engine.shut_down(Duration::ZERO).await;
+}
+
+#[tokio::test]
+async fn a_pinned_call_falls_back_only_on_what_its_client_offers() {
+    let engine = Engine::builder().start().await.unwrap();
+    let fallback = vec![Alternate { tool: "x.alt".into(), args: None }];
+    let main = Definition { fallback, ..client_tool("x.main", Effect::Read) };
+    let alt = client_tool("x.alt", Effect::Read);
+    register(&engine, "c2", vec![alt.clone()]).await;
+    register(&engine, "c3", vec![main.clone()]).await;
+    let mut session = connect(&engine, "c3");
+    for (tools, falls_back) in [(vec![main.clone()], false), (vec![main, alt], true)] {
+        register(&engine, "c3", tools).await;
+        let id = invoke(&engine, "x.main", Some("c3")).await;
+        assert_eq!(given(&mut session).await.tool, "x.main");
+        let failed = Err(Fault::runtime("no").not_happened());
+        let call = report(&engine, &id, Some("c3"), failed).await.unwrap();
+        if falls_back {
+            assert_eq!(given(&mut session).await.tool, "x.alt");
+        } else {
+            assert_eq!(call.status, Status::Failed);
+        }
+    }
+    engine.shut_down(Duration::ZERO).await;
+}
+
+#[tokio::test]
+async fn a_pinned_call_waits_until_its_client_offers_the_tool_again() {
+    let engine = Engine::builder().start().await.unwrap();
+    let tool = |name| client_tool(name, Effect::Read);
+    register(&engine, "c1", vec![tool("x.one"), tool("x.two")]).await;
+    register(&engine, "c2", vec![tool("x.one")]).await;
+    let pinned = invoke(&engine, "x.one", Some("c1")).await;
+    let other = invoke(&engine, "x.two", Some("c1")).await;
+    register(&engine, "c1", vec![tool("x.two")]).await;
+    settle().await;
+    let mut session = connect(&engine, "c1");
+    assert_eq!(given(&mut session).await.call_id, other, "it is not held up");
+    assert!(session.ready().is_none());
+    register(&engine, "c1", vec![tool("x.one"), tool("x.two")]).await;
+    assert_eq!(given(&mut session).await.call_id, pinned);
+    engine.shut_down(Duration::ZERO).await;
+}
+
+#[tokio::test]
+async fn a_pinned_call_is_nobody_elses_to_take_or_to_answer() {
+    let engine = Engine::builder().start().await.unwrap();
+    for client_id in ["p1", "p2"] {
+        register(&engine, client_id, vec![client_tool("x.one", Effect::Read)]).await;
+    }
+    let id = invoke(&engine, "x.one", Some("p1")).await;
+    settle().await;
+    assert_eq!(take(&engine, &id, "p2").await.err(), Some(Code::PermissionDenied));
+    let posing = report(&engine, &id, Some("p2"), Ok(Json::empty_object())).await;
+    assert_eq!(posing.err(), Some(Code::PermissionDenied));
+    let progress = engine.progress(&here(), &id, Some("p2"), None, Progress::default()).await;
+    assert_eq!(progress.err().map(|error| error.code()), Some(Code::PermissionDenied));
+    assert_eq!(engine.call(&here(), &id).await.unwrap().status, Status::Pending);
+    let call = take(&engine, &id, "p1").await.unwrap();
+    assert_eq!(call.taken_by.as_deref(), Some("p1"));
+    let call = report(&engine, &id, None, Ok(Json::empty_object())).await.unwrap();
+    assert_eq!(call.status, Status::Succeeded, "who does not say who it is may answer");
     engine.shut_down(Duration::ZERO).await;
 }
 
