@@ -74,4 +74,11 @@ impl Client {
             }
         }
     }
+
+    /// Whether nothing is lost when it is forgotten: it is not connected, and has nothing in hand,
+    /// in line or to hear.
+    pub(super) fn is_idle(&self) -> bool {
+        let nothing_out = self.sessions.is_empty() && self.in_hand.is_empty();
+        nothing_out && self.pinned.is_empty() && self.unheard.is_empty()
+    }
 }

@@ -135,18 +135,21 @@ impl State {
         self.forget_if_idle(key);
     }
 
-    /// A client with nothing in hand, in line or connected leaves nothing behind.
+    /// A client that has unregistered leaves nothing behind once it has nothing in line.
     pub(super) fn forget(&mut self, key: &ClientKey) {
-        let in_line = self.clients.get(key).is_some_and(|client| !client.pinned.is_empty());
-        if !in_line && !self.is_busy(key) {
+        let Some(client) = self.clients.get_mut(key) else { return };
+        client.unheard.clear();
+        if client.is_idle() {
             self.clients.remove(key);
         }
     }
 
     fn forget_if_idle(&mut self, key: &ClientKey) {
-        // Recently seen clients stay visible to the operator, up to a bound.
-        if self.clients.len() > 10_000 {
-            self.forget(key);
+        // Recently seen clients stay visible to the operator, up to a bound. Who offers nothing
+        // here was never connected, or is not registered any more.
+        let Some(client) = self.clients.get(key).filter(|client| client.is_idle()) else { return };
+        if client.offers.is_empty() || self.clients.len() > 10_000 {
+            self.clients.remove(key);
         }
     }
 
@@ -328,6 +331,7 @@ impl State {
         // Who takes what nobody was given has it from now on, and nobody else is given it.
         parked.holder = Some(key.clone());
         let client = self.clients.entry(key).or_default();
+        client.last_seen_ms = now_ms;
         let held = client.in_hand.entry(id.clone()).or_insert_with(|| InHand {
             acknowledged: true,
             session: None,
@@ -361,12 +365,14 @@ impl State {
 
     pub(super) fn settled(&mut self, id: &CallId, now_ms: u64) {
         self.leave_line(id);
-        let Some(parked) = self.requests.remove(id) else { return };
-        let Some(key) = parked.holder else { return };
+        let Some(Parked { request, pinned, holder, .. }) = self.requests.remove(id) else { return };
+        let pinned = pinned.map(|client_id| (request.project, client_id));
+        let Some(key) = holder.or(pinned) else { return };
         if let Some(client) = self.clients.get_mut(&key) {
             client.in_hand.remove(id);
         }
         self.pull(&key, now_ms);
+        self.forget_if_idle(&key);
     }
 
     pub(super) fn return_overdue(&mut self, now_ms: u64) {
@@ -388,6 +394,7 @@ impl State {
         }
         for (key, ids) in overdue {
             self.take_back(&key, ids, now_ms);
+            self.forget_if_idle(&key);
         }
     }
 
@@ -402,7 +409,7 @@ impl State {
                     connections: client.sessions.len(),
                     in_hand: client.in_hand.len(),
                     tools,
-                    last_seen_ms: Some(client.last_seen_ms),
+                    last_seen_ms: Some(client.last_seen_ms).filter(|ms| *ms > 0),
                 }
             })
             .collect();

@@ -326,3 +326,30 @@ async fn a_cancel_that_was_not_passed_on_is_heard_on_another_connection() {
         assert_eq!(canceled(&mut four), [], "once");
     }
 }
+
+#[tokio::test]
+async fn who_never_came_is_forgotten_with_its_last_work() {
+    let room = Room::new();
+    let pinned = room.put(Effect::Read, Some("pinned"), None).await;
+    let unasked = room.put(Effect::Read, None, None).await;
+    room.desk.acknowledged("p", "unasked", &unasked);
+    let before = [
+        room.put(Effect::Read, None, Some("before")).await,
+        room.put(Effect::Read, None, Some("before")).await,
+    ];
+    let seen = |room: &Room| {
+        let clients = room.desk.clients("p").into_iter();
+        clients.map(|c| (c.client_id, c.last_seen_ms)).collect::<Vec<_>>()
+    };
+    let now_ms = Some(room.clock.now_ms());
+    let all = [("before".into(), now_ms), ("pinned".into(), None), ("unasked".into(), now_ms)];
+    assert_eq!(seen(&room), all);
+    for id in [&pinned, &unasked, &before[0]] {
+        room.desk.settled(id, 1);
+    }
+    assert_eq!(seen(&room), [("before".into(), now_ms)], "it has more to answer");
+    room.desk.settled(&before[1], 1);
+    assert_eq!(seen(&room), []);
+    drop(room.connect("came", Line::Poll, Memory::Forgets, 1));
+    assert_eq!(seen(&room), [("came".into(), now_ms)], "who was here is shown");
+}

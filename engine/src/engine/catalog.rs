@@ -435,6 +435,19 @@ pub(super) fn require_owner(
     Err(Error::refused(Code::PermissionDenied, message))
 }
 
+pub(super) fn require_registered(
+    catalog: &Catalog,
+    project: &str,
+    client_id: &str,
+) -> Result<(), Error> {
+    if catalog.client(project, client_id).is_some() {
+        return Ok(());
+    }
+    let message =
+        format!("client \"{client_id}\" has not registered; POST /internal/tools/register first");
+    Err(Error::refused(Code::NotFound, message))
+}
+
 pub(super) fn check_client_id(client_id: &str) -> Result<(), Error> {
     let plain = |c: char| c.is_ascii_graphic();
     if (1..=128).contains(&client_id.len()) && client_id.chars().all(plain) {

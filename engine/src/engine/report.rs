@@ -5,7 +5,7 @@ use std::sync::Arc;
 use serde_json::{Map, Value, json};
 
 use super::advance::{Advanced, no_such_call};
-use super::catalog::{require_owner, require_provider};
+use super::catalog::{Catalog, require_owner, require_provider, require_registered};
 use super::envelope::misfit;
 use super::{Engine, Inner, unavailable};
 use crate::call::Call;
@@ -42,6 +42,10 @@ impl Engine {
         let attempt = attempt.unwrap_or(call.attempt);
         // Who is given what another had taken is in that one's place.
         let given = self.inner.desk.holder(id).as_deref() == Some(client_id);
+        let has_it = given || call.taken_by.as_deref() == Some(client_id);
+        if !has_it && !call.status.is_terminal() {
+            require_offer(&self.inner.catalog(), &call, client_id)?;
+        }
         let other = call.taken_by.clone().filter(|other| given && other != client_id);
         let event = Event::Taken { attempt, by: client_id.to_owned(), instead_of: other };
         let call = settled(self.inner.decide(caller, id, event).await?)?;
@@ -252,6 +256,17 @@ impl Inner {
         self.announce(&call);
         Ok(())
     }
+}
+
+/// Who takes what it was not given must be a client that could be given it.
+fn require_offer(catalog: &Catalog, call: &Call, client_id: &str) -> Result<(), Error> {
+    require_registered(catalog, &call.project, client_id)?;
+    let tool = &call.target.tool;
+    if catalog.offered_by(&call.project, tool).iter().any(|id| id == client_id) {
+        return Ok(());
+    }
+    let message = format!("client \"{client_id}\" does not offer \"{tool}\"");
+    Err(Error::refused(Code::PermissionDenied, message))
 }
 
 /// A refused report as the answer the reporter gets.

@@ -197,6 +197,30 @@ async fn a_pinned_call_is_nobody_elses_to_take_or_to_answer() {
 }
 
 #[tokio::test]
+async fn only_a_client_that_offers_the_tool_can_take_a_call() {
+    let engine = Engine::builder().start().await.unwrap();
+    register(&engine, "c1", vec![client_tool("x.one", Effect::Read)]).await;
+    register(&engine, "c2", vec![client_tool("x.two", Effect::Read)]).await;
+    let id = invoke(&engine, "x.one", None).await;
+    settle().await;
+    assert_eq!(take(&engine, &id, "ghost").await.err(), Some(Code::NotFound));
+    assert_eq!(take(&engine, &id, "c2").await.err(), Some(Code::PermissionDenied));
+    assert_eq!(engine.call(&here(), &id).await.unwrap().status, Status::Pending);
+    let known: Vec<String> =
+        engine.clients(&here()).unwrap().into_iter().map(|view| view.client_id).collect();
+    assert_eq!(known, ["c1", "c2"]);
+    // What a client was given is its own, also when it offers the tool no more.
+    let mut session = connect(&engine, "c1");
+    assert_eq!(given(&mut session).await.call_id, id);
+    register(&engine, "c1", vec![]).await;
+    assert_eq!(take(&engine, &id, "c1").await.unwrap().status, Status::Running);
+    assert_eq!(take(&engine, &id, "c1").await.unwrap().status, Status::Running);
+    report(&engine, &id, Some("c1"), Ok(Json::empty_object())).await.unwrap();
+    assert_eq!(take(&engine, &id, "c2").await.err(), Some(Code::Conflict), "it has ended");
+    engine.shut_down(Duration::ZERO).await;
+}
+
+#[tokio::test]
 async fn progress_from_before_a_restart_counts() {
     let store = Arc::new(MemoryStore::default());
     let start = async || {
