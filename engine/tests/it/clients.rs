@@ -241,3 +241,15 @@ async fn progress_from_before_a_restart_counts() {
     let events = engine.events(&here(), &EventQuery::Call(id), 0, 100).await.unwrap();
     assert_eq!(events.iter().filter(|event| event.record.kind == Kind::Progress).count(), 5);
 }
+
+#[tokio::test]
+async fn what_ends_before_it_is_parked_is_given_to_nobody() {
+    let engine = Engine::builder().idle().await.unwrap();
+    register(&engine, "c1", vec![client_tool("x.one", Effect::Read)]).await;
+    // Its request is on the way to the desk when it ends.
+    let id = invoke(&engine, "x.one", None).await;
+    engine.cancel(&here(), &id, None).await.unwrap();
+    settle().await;
+    let mut session = connect(&engine, "c1");
+    assert!(session.ready().is_none());
+}
