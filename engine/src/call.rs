@@ -205,6 +205,12 @@ impl Call {
         self.status == Status::Running || self.hold == Some(Hold::Parked)
     }
 
+    /// Whether the attempt goes on when the process that started it is gone.
+    pub fn goes_on_elsewhere(&self) -> bool {
+        let handed = self.dialogue.as_ref().is_some_and(|dialogue| dialogue.handle.is_some());
+        self.attempt_is_out() && (self.target.executor.parks() || handed)
+    }
+
     /// When the attempt under way was given to its executor where nothing unusual happened; a store
     /// need not keep what this says already.
     pub fn usual_attempt_ms(&self) -> Option<u64> {

@@ -11,6 +11,7 @@
 //! comes back it is given again (marked so) where twice is as good as once, or where the client
 //! said that it keeps a record and can answer from it.
 
+mod client;
 mod state;
 
 use std::collections::HashSet;
@@ -107,6 +108,8 @@ pub struct Session {
     client: (String, String),
     number: u64,
     inbox: mpsc::UnboundedReceiver<Message>,
+    /// Cancellations that were read and not passed on yet.
+    kept: Vec<Message>,
 }
 
 impl Desk {
@@ -120,7 +123,8 @@ impl Desk {
         let (sender, inbox) = mpsc::unbounded_channel();
         let client = (arrival.project.clone(), arrival.client_id.clone());
         let number = self.state.lock().connect(arrival, sender, self.clock.now_ms());
-        Session { state: self.state.clone(), clock: self.clock.clone(), client, number, inbox }
+        let (state, clock) = (self.state.clone(), self.clock.clone());
+        Session { state, clock, client, number, inbox, kept: Vec::new() }
     }
 
     /// A client offers other tools than before.
@@ -187,12 +191,32 @@ impl Session {
     pub fn ready(&mut self) -> Option<Message> {
         self.inbox.try_recv().ok()
     }
+
+    /// This message is passed on later: until [`Session::canceled`] gives it out, a cancellation
+    /// is not lost when this connection ends.
+    pub fn keep(&mut self, message: Message) {
+        if let Message::Cancel { .. } = message {
+            self.kept.push(message);
+        }
+    }
+
+    /// All that is canceled by now: what was kept, and what came since. Requests that came too go
+    /// back in line when this connection ends.
+    pub fn canceled(&mut self) -> Vec<Message> {
+        while let Some(message) = self.ready() {
+            self.keep(message);
+        }
+        std::mem::take(&mut self.kept)
+    }
 }
 
 impl Drop for Session {
     fn drop(&mut self) {
-        let now_ms = self.clock.now_ms();
-        self.state.lock().hang_up(&self.client, self.number, now_ms);
+        let (state, now_ms) = (self.state.clone(), self.clock.now_ms());
+        // Under the lock nothing more comes: what is not read by now is for another connection.
+        let mut state = state.lock();
+        let unheard = self.canceled();
+        state.hang_up(&self.client, self.number, unheard, now_ms);
     }
 }
 

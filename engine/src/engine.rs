@@ -37,6 +37,7 @@ mod report;
 mod result;
 mod search;
 mod surely;
+mod target;
 mod threads;
 mod turns;
 mod upstreams;

@@ -356,8 +356,7 @@ fn lost(call: &Call, node: &str, now_ms: u64) -> Result<Step, Refusal> {
         };
         return Ok(committed(next, vec![recovered], actions));
     }
-    let goes_on = call.dialogue.as_ref().is_some_and(|dialogue| dialogue.handle.is_some());
-    if call.target.executor.parks() || goes_on {
+    if call.goes_on_elsewhere() {
         return Ok(committed(next, vec![recovered], vec![Action::StartAgain]));
     }
     let retryable = next.target.effect != Effect::Irreversible;

@@ -1,16 +1,14 @@
 //! The desk's book-keeping, under one lock and without waiting: who is connected, what is in line,
 //! who has what in hand.
 
-use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use tokio::sync::mpsc::UnboundedSender;
 
+use super::client::{Client, Connection, InHand};
 use super::{AWAY_GRACE_MS, Arrival, Line, Memory, Message, POLL_LEASE_MS, Request};
 use crate::id::CallId;
 use crate::tool::Effect;
-
-/// Cancellations kept for a client that is away; it finds out about more when it reports.
-const MAX_UNHEARD: usize = 256;
 
 type ClientKey = (String, String);
 type ToolKey = (String, String);
@@ -35,48 +33,6 @@ struct Parked {
     holder: Option<ClientKey>,
 }
 
-struct InHand {
-    acknowledged: bool,
-    /// The connection it was given on; none = its client hung up.
-    session: Option<u64>,
-    /// It left with the answer to a poll, whose client is never seen to go away.
-    polled: bool,
-    /// When it goes back in line.
-    lease_until_ms: Option<u64>,
-}
-
-impl InHand {
-    /// How long an acknowledged request stays with a client that is never seen to go away. Where
-    /// twice is as good as once, that is half of the call's time.
-    fn stays(&mut self, request: &Request, now_ms: u64) {
-        let rest_ms = request.deadline_ms.saturating_sub(now_ms);
-        let until_ms = now_ms.saturating_add(POLL_LEASE_MS.max(rest_ms / 2));
-        let harmless = request.effect != Effect::Irreversible;
-        self.lease_until_ms = (harmless && self.polled).then_some(until_ms);
-    }
-}
-
-#[derive(Default)]
-struct Client {
-    offers: HashSet<String>,
-    sessions: Vec<Connection>,
-    /// In line for this client alone.
-    pinned: BTreeMap<u64, CallId>,
-    /// By id, so that what comes again comes in the order it was asked for.
-    in_hand: BTreeMap<CallId, InHand>,
-    /// Cancellations for its next connection: there was none when they came.
-    unheard: VecDeque<Message>,
-    last_turn: u64,
-    last_seen_ms: u64,
-}
-
-struct Connection {
-    number: u64,
-    sender: UnboundedSender<Message>,
-    window: usize,
-    line: Line,
-}
-
 /// A client as the operator sees it.
 #[derive(Debug, Clone)]
 pub struct ClientView {
@@ -86,14 +42,6 @@ pub struct ClientView {
     pub tools: Vec<String>,
     /// None when it was not seen since the start.
     pub last_seen_ms: Option<u64>,
-}
-
-impl Client {
-    /// The connection to give the next request on, if the client can take one.
-    fn open_place(&self) -> Option<&Connection> {
-        let in_hand = self.in_hand.values().filter(|held| held.session.is_some()).count();
-        self.sessions.iter().rev().find(|connection| in_hand < connection.window)
-    }
 }
 
 impl State {
@@ -164,11 +112,18 @@ impl State {
         self.clients.values_mut().for_each(|client| client.sessions.clear());
     }
 
-    pub(super) fn hang_up(&mut self, key: &ClientKey, number: u64, now_ms: u64) {
+    pub(super) fn hang_up(
+        &mut self,
+        key: &ClientKey,
+        number: u64,
+        unheard: Vec<Message>,
+        now_ms: u64,
+    ) {
         let Some(client) = self.clients.get_mut(key) else { return };
         client.last_seen_ms = now_ms;
         let Some(at) = client.sessions.iter().position(|c| c.number == number) else { return };
         client.sessions.remove(at);
+        unheard.into_iter().for_each(|message| client.tell(None, message));
         let mut back = Vec::new();
         for (id, held) in client.in_hand.iter_mut().filter(|(_, h)| h.session == Some(number)) {
             held.session = None;
@@ -180,18 +135,21 @@ impl State {
         self.forget_if_idle(key);
     }
 
-    /// A client with nothing in hand, in line or connected leaves nothing behind.
+    /// A client that has unregistered leaves nothing behind once it has nothing in line.
     pub(super) fn forget(&mut self, key: &ClientKey) {
-        let in_line = self.clients.get(key).is_some_and(|client| !client.pinned.is_empty());
-        if !in_line && !self.is_busy(key) {
+        let Some(client) = self.clients.get_mut(key) else { return };
+        client.unheard.clear();
+        if client.is_idle() {
             self.clients.remove(key);
         }
     }
 
     fn forget_if_idle(&mut self, key: &ClientKey) {
-        // Recently seen clients stay visible to the operator, up to a bound.
-        if self.clients.len() > 10_000 {
-            self.forget(key);
+        // Recently seen clients stay visible to the operator, up to a bound. Who offers nothing
+        // here was never connected, or is not registered any more.
+        let Some(client) = self.clients.get(key).filter(|client| client.is_idle()) else { return };
+        if client.offers.is_empty() || self.clients.len() > 10_000 {
+            self.clients.remove(key);
         }
     }
 
@@ -321,8 +279,14 @@ impl State {
     fn next_for(&mut self, key: &ClientKey) -> Option<CallId> {
         self.clients.get(key)?.open_place()?;
         let client = self.clients.get_mut(key)?;
-        if let Some((_, id)) = client.pinned.pop_first() {
-            return Some(id);
+        // What it does not offer any more waits until it does.
+        let is_offered = |id: &CallId| {
+            let tool = self.requests.get(id).map(|parked| &parked.request.tool);
+            tool.is_some_and(|tool| client.offers.contains(tool))
+        };
+        let mut pinned = client.pinned.iter();
+        if let Some(order) = pinned.find(|(_, id)| is_offered(id)).map(|(order, _)| *order) {
+            return client.pinned.remove(&order);
         }
         let lines = client.offers.iter().map(|tool| (key.0.clone(), tool.clone()));
         let heads = lines.filter_map(|line| {
@@ -367,6 +331,7 @@ impl State {
         // Who takes what nobody was given has it from now on, and nobody else is given it.
         parked.holder = Some(key.clone());
         let client = self.clients.entry(key).or_default();
+        client.last_seen_ms = now_ms;
         let held = client.in_hand.entry(id.clone()).or_insert_with(|| InHand {
             acknowledged: true,
             session: None,
@@ -395,28 +360,19 @@ impl State {
         };
         let Some(client) = self.clients.get_mut(&key) else { return };
         let session = client.in_hand.get(id).and_then(|held| held.session);
-        let given_on = client.sessions.iter().find(|c| Some(c.number) == session);
-        let message = Message::Cancel { call_id: id.clone(), attempt };
-        // A client that polls is told in the poll that waits, or in the next one.
-        match given_on.or_else(|| client.sessions.last()) {
-            Some(connection) => drop(connection.sender.send(message)),
-            None => {
-                client.unheard.push_back(message);
-                if client.unheard.len() > MAX_UNHEARD {
-                    client.unheard.pop_front();
-                }
-            }
-        }
+        client.tell(session, Message::Cancel { call_id: id.clone(), attempt });
     }
 
     pub(super) fn settled(&mut self, id: &CallId, now_ms: u64) {
         self.leave_line(id);
-        let Some(parked) = self.requests.remove(id) else { return };
-        let Some(key) = parked.holder else { return };
+        let Some(Parked { request, pinned, holder, .. }) = self.requests.remove(id) else { return };
+        let pinned = pinned.map(|client_id| (request.project, client_id));
+        let Some(key) = holder.or(pinned) else { return };
         if let Some(client) = self.clients.get_mut(&key) {
             client.in_hand.remove(id);
         }
         self.pull(&key, now_ms);
+        self.forget_if_idle(&key);
     }
 
     pub(super) fn return_overdue(&mut self, now_ms: u64) {
@@ -438,6 +394,7 @@ impl State {
         }
         for (key, ids) in overdue {
             self.take_back(&key, ids, now_ms);
+            self.forget_if_idle(&key);
         }
     }
 
@@ -452,7 +409,7 @@ impl State {
                     connections: client.sessions.len(),
                     in_hand: client.in_hand.len(),
                     tools,
-                    last_seen_ms: Some(client.last_seen_ms),
+                    last_seen_ms: Some(client.last_seen_ms).filter(|ms| *ms > 0),
                 }
             })
             .collect();

@@ -289,3 +289,67 @@ async fn what_nobody_came_for_is_forgotten_when_it_has_ended() {
     assert_eq!(ids(&mut one), [(pinned, false), (first, false)]);
     assert_eq!(room.desk.state.lock().in_line(), 0);
 }
+
+fn canceled(session: &mut Session) -> Vec<CallId> {
+    let messages = session.canceled().into_iter();
+    let id = |message| match message {
+        Message::Cancel { call_id, .. } => call_id,
+        Message::Request(request) => panic!("{request:?}"),
+    };
+    messages.map(id).collect()
+}
+
+#[tokio::test]
+async fn a_cancel_that_was_not_passed_on_is_heard_on_another_connection() {
+    let room = Room::new();
+    for line in [Line::Open, Line::Poll] {
+        let mut one = room.connect("one", line, Memory::Forgets, 8);
+        let calls =
+            [room.put(Effect::Read, None, None).await, room.put(Effect::Read, None, None).await];
+        assert_eq!(ids(&mut one).len(), 2);
+        for call in &calls {
+            room.desk.acknowledged("p", "one", call);
+            room.desk.cancel(call, 1);
+            room.desk.settled(call, 1);
+        }
+        // One was read and kept, the other was not read.
+        let kept = one.ready().unwrap();
+        one.keep(kept);
+        drop(one);
+        let two = room.connect("one", line, Memory::Forgets, 8);
+        let mut three = room.connect("one", line, Memory::Forgets, 8);
+        assert_eq!(canceled(&mut three), [], "said to the other one");
+        drop(two);
+        assert_eq!(canceled(&mut three), calls, "and to this one, which is left");
+        drop(three);
+        let mut four = room.connect("one", line, Memory::Forgets, 8);
+        assert_eq!(canceled(&mut four), [], "once");
+    }
+}
+
+#[tokio::test]
+async fn who_never_came_is_forgotten_with_its_last_work() {
+    let room = Room::new();
+    let pinned = room.put(Effect::Read, Some("pinned"), None).await;
+    let unasked = room.put(Effect::Read, None, None).await;
+    room.desk.acknowledged("p", "unasked", &unasked);
+    let before = [
+        room.put(Effect::Read, None, Some("before")).await,
+        room.put(Effect::Read, None, Some("before")).await,
+    ];
+    let seen = |room: &Room| {
+        let clients = room.desk.clients("p").into_iter();
+        clients.map(|c| (c.client_id, c.last_seen_ms)).collect::<Vec<_>>()
+    };
+    let now_ms = Some(room.clock.now_ms());
+    let all = [("before".into(), now_ms), ("pinned".into(), None), ("unasked".into(), now_ms)];
+    assert_eq!(seen(&room), all);
+    for id in [&pinned, &unasked, &before[0]] {
+        room.desk.settled(id, 1);
+    }
+    assert_eq!(seen(&room), [("before".into(), now_ms)], "it has more to answer");
+    room.desk.settled(&before[1], 1);
+    assert_eq!(seen(&room), []);
+    drop(room.connect("came", Line::Poll, Memory::Forgets, 1));
+    assert_eq!(seen(&room), [("came".into(), now_ms)], "who was here is shown");
+}

@@ -41,7 +41,7 @@ impl Inner {
         let entry = match self.live.get(id) {
             Some(entry) => entry,
             None => match self.store.call(project, id).await.map_err(unavailable)? {
-                Some(call) => Entry::new(Arc::new(call), None),
+                Some(call) => Entry::found(Arc::new(call), None),
                 None => return Err(no_such_call(id)),
             },
         };
@@ -112,15 +112,20 @@ impl Inner {
     /// Writes down what came too late or for nothing: so much of it, and no more, because who
     /// reports for ever would fill the disk.
     pub(super) async fn append_late(&self, call: &Call, record: Record) -> Result<(), Error> {
-        let scope = EventScope::Call { project: call.project.clone(), id: call.id.clone() };
-        let others = self.limits.max_progress_events as usize + 1_000;
-        let events = self.store.events(scope, 0, MAX_LATE + others).await.map_err(unavailable)?;
-        if events.iter().filter(|event| event.record.kind == Kind::Late).count() >= MAX_LATE {
+        if self.stored_events(call, Kind::Late).await? >= MAX_LATE {
             return Ok(());
         }
         self.store.append(&call.project, &call.id, vec![record]).await.map_err(unavailable)?;
         self.announce(call);
         Ok(())
+    }
+
+    /// How many events of this kind a call has.
+    pub(super) async fn stored_events(&self, call: &Call, kind: Kind) -> Result<usize, Error> {
+        let scope = EventScope::Call { project: call.project.clone(), id: call.id.clone() };
+        let others = self.limits.max_progress_events as usize + 1_000;
+        let events = self.store.events(scope, 0, MAX_LATE + others).await.map_err(unavailable)?;
+        Ok(events.iter().filter(|event| event.record.kind == kind).count())
     }
 
     /// The attempt that was out is not out any more: its source may forget it, its place is free.

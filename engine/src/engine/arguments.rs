@@ -3,15 +3,16 @@
 
 use std::sync::Arc;
 
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::catalog::{Catalog, Entry as Compiled, not_found};
 use super::envelope::{check_envelope, misfit};
+use super::target::check_client;
 use super::{Inner, Invocation};
 use crate::args::{Rules, Vars};
 use crate::call::Call;
 use crate::caller::Caller;
-use crate::fault::{Code, Error, Fault};
+use crate::fault::Error;
 use crate::json::Json;
 
 /// What the definition says about arguments: what is executed, which must fit in their place. Of
@@ -70,21 +71,4 @@ impl Inner {
         }
         Ok(tool)
     }
-}
-
-/// A call can be pinned to a client only where that client offers the tool.
-fn check_client(
-    catalog: &Catalog,
-    caller: &Caller,
-    tool: &Compiled,
-    client_id: Option<&str>,
-) -> Result<(), Error> {
-    let Some(client_id) = client_id else { return Ok(()) };
-    let name = &tool.definition.name;
-    if catalog.offered_by(&caller.project, name).iter().any(|id| id == client_id) {
-        return Ok(());
-    }
-    let message = format!("client \"{client_id}\" does not offer \"{name}\"");
-    let fault = Fault::new(Code::ValidationError, message).not_happened();
-    Err(fault.with_detail(json!({ "pointer": "/client_id" })).into())
 }

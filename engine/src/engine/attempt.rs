@@ -38,7 +38,14 @@ impl Inner {
             let sink = inner.progress_sink(&call);
             // Boxed, so that what is given away and comes back on another way stays small.
             match source.start(attempt, sink).await {
-                Started::Parked => measure::parked(executor),
+                Started::Parked => {
+                    measure::parked(executor);
+                    // It may have ended before it was parked: nobody else would take it away.
+                    if inner.live.get(&call.id).is_none() {
+                        source.cancel(&call.id, call.attempt);
+                        source.settled(&call.id, call.attempt);
+                    }
+                }
                 started => Box::pin(inner.take_back(&call, started)).await,
             }
         });

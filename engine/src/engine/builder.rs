@@ -170,6 +170,7 @@ impl Builder {
         let retention_ms = self.retention_ms;
         measure::ready();
         let engine = self.idle().await?;
+        engine.inner.gate.begin_counting();
         task::spawn_all(&engine, retention_ms);
         Ok(engine)
     }

@@ -360,6 +360,7 @@ impl Inner {
         let directory = self.store.directory().await.map_err(unavailable)?;
         let next = Arc::new(self.catalog().renewed(directory));
         *self.catalog.write() = next;
+        self.gate.look_again();
         self.bus.wake(&Topic::Directory);
         Ok(())
     }
@@ -424,6 +425,19 @@ pub(super) fn require_owner(
     }
     let message = format!("client \"{client_id}\" belongs to another key");
     Err(Error::refused(Code::PermissionDenied, message))
+}
+
+pub(super) fn require_registered(
+    catalog: &Catalog,
+    project: &str,
+    client_id: &str,
+) -> Result<(), Error> {
+    if catalog.client(project, client_id).is_some() {
+        return Ok(());
+    }
+    let message =
+        format!("client \"{client_id}\" has not registered; POST /internal/tools/register first");
+    Err(Error::refused(Code::NotFound, message))
 }
 
 pub(super) fn check_client_id(client_id: &str) -> Result<(), Error> {

@@ -4,7 +4,8 @@
 //! what runs in this process; a tool's own limit also counts what is parked with a client, so that
 //! an absent client cannot use up its project's places. Waiting calls stand in a line per tool, and
 //! free places go round the lines, so one busy tool does not keep the others waiting. In memory
-//! only: after a restart the lines are made again from the store.
+//! only: after a restart the lines are made again from the store, and so are the places of what is
+//! still out.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -50,11 +51,14 @@ struct State {
     came: u64,
     /// The line that was served last.
     served: Option<Arc<Line>>,
+    /// What is out from before the start is not counted yet.
+    uncounted: bool,
 }
 
 struct Waiting {
     call_id: CallId,
     place: Place,
+    /// As they were when it came; they hold where its tool is gone.
     caps: Caps,
 }
 
@@ -85,7 +89,7 @@ impl State {
     fn fits(&self, place: &Place, caps: &Caps) -> bool {
         let below = |used: u32, cap: Option<u32>| cap.is_none_or(|cap| used < cap);
         // Most tools and projects have no limit of their own, and need not be looked up.
-        let tool = caps.tool.is_none_or(|cap| self.tools.of(&place.line) < cap);
+        let tool = caps.tool.is_none_or(|cap| !self.uncounted && self.tools.of(&place.line) < cap);
         let project = || caps.project.is_none_or(|cap| self.projects.of(&place.line.project) < cap);
         tool && (!place.local || below(self.global, caps.global) && project())
     }
@@ -129,6 +133,30 @@ impl Gate {
         Some(Slot { gate: self.clone(), place: place.clone() })
     }
 
+    /// A place for what is out already, whatever the limits say.
+    pub(crate) fn enter(self: &Arc<Self>, place: Place) -> Slot {
+        self.state.lock().enter(&place);
+        Slot { gate: self.clone(), place }
+    }
+
+    /// Nobody gets a place of a tool with a limit of its own, until it is known how many are out.
+    pub(crate) fn begin_counting(&self) {
+        self.state.lock().uncounted = true;
+    }
+
+    /// What is out from before the start has its places.
+    pub(crate) fn end_counting(&self) {
+        self.state.lock().uncounted = false;
+        self.look_again();
+    }
+
+    /// The limits may be others than before: somebody in line may have a place now.
+    pub(crate) fn look_again(&self) {
+        if !self.state.lock().standing.is_empty() {
+            self.freed.notify_one();
+        }
+    }
+
     /// Stands in line, once.
     pub(crate) fn wait(&self, call_id: CallId, place: Place, caps: Caps) {
         let mut state = self.state.lock();
@@ -150,13 +178,17 @@ impl Gate {
         state.step_out(&line, at);
     }
 
-    /// The next call in line that has a place now, with its place.
-    pub(crate) fn next(self: &Arc<Self>) -> Option<(CallId, Slot)> {
+    /// The next call in line that has a place now, with its place. The limits are those of now,
+    /// where they are known.
+    pub(crate) fn next(
+        self: &Arc<Self>,
+        now: impl Fn(&Line) -> Option<Caps>,
+    ) -> Option<(CallId, Slot)> {
         let mut state = self.state.lock();
         let after = state.served.clone();
         let fits = |state: &State, key: &Arc<Line>| {
             let head = state.lines.get(key).and_then(BTreeMap::first_key_value);
-            head.is_some_and(|(_, head)| state.fits(&head.place, &head.caps))
+            head.is_some_and(|(_, head)| state.fits(&head.place, &now(key).unwrap_or(head.caps)))
         };
         let mut keys = state.lines.keys();
         let later = keys.find(|key| after.as_ref().is_none_or(|a| *key > a) && fits(&state, key));
@@ -220,10 +252,10 @@ mod tests {
         for (n, tool) in ["a", "a", "a", "b", "c"].into_iter().enumerate() {
             gate.wait(minter.call(n as u64), place("p", tool), caps);
         }
-        assert!(gate.next().is_none());
+        assert!(gate.next(|_| None).is_none());
         drop(busy);
         let mut order = Vec::new();
-        while let Some((_, slot)) = gate.next() {
+        while let Some((_, slot)) = gate.next(|_| None) {
             order.push(slot.place.line.tool.clone());
         }
         assert_eq!(order, ["a", "b", "c", "a", "a"]);
@@ -248,7 +280,40 @@ mod tests {
         let standing = |gate: &Gate| gate.state.lock().lines.values().map(BTreeMap::len).sum();
         assert_eq!((gate.waiting(), standing(&gate)), (1, 1));
         drop(busy);
-        assert_eq!(gate.next().map(|(id, _)| id), Some(ids[4].clone()));
+        assert_eq!(gate.next(|_| None).map(|(id, _)| id), Some(ids[4].clone()));
         assert_eq!((gate.waiting(), standing(&gate)), (0, 0));
+    }
+
+    #[test]
+    fn a_line_moves_by_the_limits_of_now() {
+        let gate = Arc::new(Gate::default());
+        let caps = |most| Caps { tool: most, ..Caps::default() };
+        let first = gate.try_enter(&place("p", "a"), &caps(Some(1)));
+        let minter = Minter::default();
+        let ids: Vec<CallId> = (0..4).map(|n| minter.call(n)).collect();
+        for id in &ids {
+            gate.wait(id.clone(), place("p", "a"), caps(Some(1)));
+        }
+        assert!(gate.next(|_| None).is_none(), "of a tool that is gone, the old one holds");
+        let second = gate.next(|_| Some(caps(Some(2))));
+        assert_eq!(second.as_ref().map(|(id, _)| id), Some(&ids[0]));
+        assert!(gate.next(|_| Some(caps(Some(2)))).is_none());
+        drop(first);
+        assert!(gate.next(|_| Some(caps(Some(1)))).is_none(), "lowered again");
+        assert_eq!(gate.next(|_| Some(caps(None))).map(|(id, _)| id), Some(ids[1].clone()));
+    }
+
+    #[test]
+    fn what_is_out_already_is_counted_before_anybody_gets_in() {
+        let gate = Arc::new(Gate::default());
+        let caps = Caps { tool: Some(2), ..Caps::default() };
+        gate.begin_counting();
+        assert!(gate.try_enter(&place("p", "a"), &caps).is_none());
+        assert!(gate.try_enter(&place("p", "b"), &Caps::default()).is_some(), "it has no limit");
+        let out: Vec<Slot> = (0..3).map(|_| gate.enter(place("p", "a"))).collect();
+        gate.end_counting();
+        assert!(gate.try_enter(&place("p", "a"), &caps).is_none());
+        drop(out);
+        assert!(gate.try_enter(&place("p", "a"), &caps).is_some());
     }
 }

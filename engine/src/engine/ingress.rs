@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::Engine;
-use super::catalog::{check_client_id, require_owner, require_provider};
+use super::catalog::{check_client_id, require_owner, require_provider, require_registered};
 use crate::caller::Caller;
 use crate::desk::{Arrival, ClientView, Line, Memory, Session};
 use crate::directory::Change;
@@ -26,13 +26,7 @@ impl Engine {
         check_client_id(&connecting.client_id)?;
         let catalog = self.inner.catalog();
         require_owner(&catalog, caller, &connecting.client_id)?;
-        if catalog.client(&caller.project, &connecting.client_id).is_none() {
-            let message = format!(
-                "client \"{}\" has not registered; POST /internal/tools/register first",
-                connecting.client_id
-            );
-            return Err(Error::refused(Code::NotFound, message));
-        }
+        require_registered(&catalog, &caller.project, &connecting.client_id)?;
         Ok(self.inner.desk.connect(Arrival {
             project: caller.project.clone(),
             offers: catalog.offers_of(&caller.project, &connecting.client_id),
@@ -97,7 +91,10 @@ impl Engine {
                 view.tools.push(offer.tool.clone());
             }
         }
-        views.values_mut().for_each(|view| view.tools.sort());
+        for view in views.values_mut() {
+            view.tools.sort();
+            view.tools.dedup();
+        }
         Ok(views.into_values().collect())
     }
 

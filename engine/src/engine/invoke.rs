@@ -13,19 +13,18 @@ use super::arguments::ruled;
 use super::behind::put_behind;
 use super::catalog::{Catalog, Entry as Compiled};
 use super::envelope::idempotency_key;
-use super::gate::{Caps, Line, Place, Slot};
+use super::gate::Slot;
 use super::live::{Entry, Full};
 use super::observing::Over;
+use super::target::target;
 use super::{Engine, Inner, measure, unavailable};
-use crate::args;
-use crate::call::{Asked, Call, Hold, Status, Target};
+use crate::call::{Asked, Call, Hold, Status};
 use crate::caller::Caller;
 use crate::dialogue::Dialogue;
 use crate::event::{Kind, Record};
 use crate::fault::{Code, Error, Fault};
 use crate::json::{Json, NotJson};
 use crate::lifecycle::{self, Action, Event, Step};
-use crate::policy::Decision;
 use crate::store::{Coming, Created, IdempotencyKey, NewCall};
 use crate::tool::Executor;
 
@@ -233,43 +232,6 @@ impl Inner {
         policy
     }
 
-    /// The limits in parallel that an attempt on this target counts against.
-    pub(super) fn caps(&self, project: &str, tool: &str) -> Caps {
-        let of_tool = self.catalog().find(project, tool).and_then(|entry| {
-            let over = self.policies.tools.get(tool).and_then(|o| o.policy.max_parallel);
-            over.or(entry.definition.policy.max_parallel)
-        });
-        let of_project = self.policies.projects.get(project).and_then(|p| p.max_parallel);
-        Caps { global: self.policies.global.max_parallel, project: of_project, tool: of_tool }
-    }
-
-    /// The alternates that could take this call: there, allowed, and with fitting arguments.
-    fn alternates(
-        &self,
-        catalog: &Catalog,
-        caller: &Caller,
-        tool: &Compiled,
-        args: &Value,
-        call: &Call,
-    ) -> Vec<Target> {
-        let over = self.policies.tools.get(&tool.definition.name).map(|over| &over.fallback);
-        let named = over.filter(|list| !list.is_empty()).unwrap_or(&tool.definition.fallback);
-        let mut targets = Vec::new();
-        for alternate in named {
-            let allowed = catalog.decide(caller, &alternate.tool) == Decision::Allowed;
-            let found = catalog.find(&caller.project, &alternate.tool).filter(|_| allowed);
-            let Some(other) = found else { continue };
-            let mut mapped = args::mapped(alternate.args.as_ref(), args);
-            if let Some(rules) = &other.rules {
-                mapped = rules.applied(&mapped, &args::Vars::of(call)).args;
-            }
-            if other.input.problems(&mapped).is_empty() {
-                targets.push(target(&other, Json::of_value(&mapped)));
-            }
-        }
-        targets
-    }
-
     /// Commits the call, already claimed when a place is free, and starts it.
     pub(super) async fn accept(
         self: Arc<Self>,
@@ -410,17 +372,6 @@ impl Inner {
             source.cancel(&call.id, call.attempt);
         }
     }
-
-    pub(super) fn place(&self, call: &Call) -> (Place, Caps) {
-        // What callers run themselves takes nobody's place. No tool has this name.
-        let line =
-            |tool: &str| Arc::new(Line { project: call.project.clone(), tool: tool.to_owned() });
-        if call.target.executor == Executor::Caller {
-            return (Place { line: line("(caller)"), local: false }, Caps::default());
-        }
-        let (tool, local) = (&call.target.tool, !call.target.executor.parks());
-        (Place { line: line(tool), local }, self.caps(&call.project, tool))
-    }
 }
 
 /// What is to be done once the call is stored.
@@ -453,16 +404,6 @@ fn claimed(
             (Call { version, ..step.call }, records, step.actions.into_iter().next())
         }
         Err(refused) => (refused.0, records, None),
-    }
-}
-
-fn target(tool: &Compiled, args: Json) -> Target {
-    Target {
-        tool: tool.definition.name.clone(),
-        version: tool.version.clone(),
-        executor: tool.definition.executor,
-        effect: tool.definition.effect,
-        args,
     }
 }
 

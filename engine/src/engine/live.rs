@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use parking_lot::{Mutex, RwLock};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, OnceCell};
 
 use super::counts::Counts;
 use super::gate::{Line, Slot};
@@ -21,17 +21,28 @@ pub(crate) struct Entry {
     shown: RwLock<Arc<Call>>,
     /// The place the attempt that is out takes.
     slot: Mutex<Option<Slot>>,
-    progress_events: AtomicU32,
+    /// How many there are; not known of a call that another process began.
+    progress_events: OnceCell<AtomicU32>,
 }
 
 impl Entry {
+    /// A call that began here.
     pub(crate) fn new(call: Arc<Call>, slot: Option<Slot>) -> Arc<Self> {
-        Arc::new(Self {
-            deciding: tokio::sync::Mutex::new(()),
-            shown: RwLock::new(call),
-            slot: Mutex::new(slot),
-            progress_events: AtomicU32::new(0),
-        })
+        Self::with(call, slot, OnceCell::new_with(Some(AtomicU32::new(0))))
+    }
+
+    /// A call that was found in the store.
+    pub(crate) fn found(call: Arc<Call>, slot: Option<Slot>) -> Arc<Self> {
+        Self::with(call, slot, OnceCell::new())
+    }
+
+    fn with(
+        call: Arc<Call>,
+        slot: Option<Slot>,
+        progress_events: OnceCell<AtomicU32>,
+    ) -> Arc<Self> {
+        let (shown, slot) = (RwLock::new(call), Mutex::new(slot));
+        Arc::new(Self { deciding: tokio::sync::Mutex::new(()), shown, slot, progress_events })
     }
 
     pub(crate) fn call(&self) -> Arc<Call> {
@@ -50,9 +61,14 @@ impl Entry {
         self.slot.lock().take();
     }
 
-    /// The number of this progress event, from 1.
-    pub(crate) fn count_progress(&self) -> u32 {
-        self.progress_events.fetch_add(1, Ordering::Relaxed) + 1
+    /// The number of this progress event, from 1. Who knows how many are stored is asked once.
+    pub(crate) async fn count_progress<F, E>(&self, stored: impl FnOnce() -> F) -> Result<u32, E>
+    where
+        F: Future<Output = Result<u32, E>>,
+    {
+        let first = async || stored().await.map(AtomicU32::new);
+        let count = self.progress_events.get_or_try_init(first).await?;
+        Ok(count.fetch_add(1, Ordering::Relaxed).saturating_add(1))
     }
 }
 

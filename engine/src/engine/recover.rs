@@ -10,6 +10,7 @@ use futures::StreamExt;
 
 use super::live::Entry;
 use super::{Engine, Inner, unavailable};
+use crate::call::Call;
 use crate::fault::Error;
 use crate::lifecycle::Event;
 
@@ -21,21 +22,14 @@ impl Engine {
     /// Takes up every open call that this process does not hold. Answers with how many.
     pub async fn recover(&self) -> Result<usize, Error> {
         let inner = &self.inner;
-        let (mut after, mut count) = (0, 0);
-        loop {
-            let page = inner.store.open_calls(after, PAGE).await.map_err(unavailable)?;
-            let Some(last) = page.last() else { break };
-            after = last.place;
-            let found: Vec<_> = page
-                .into_iter()
-                .filter(|listed| inner.live.get(&listed.call.id).is_none())
-                .filter(|listed| listed.call.node.as_deref() != Some(inner.node.as_str()))
-                .collect();
-            count += found.len();
-            futures::stream::iter(found)
-                .for_each_concurrent(AT_ONCE, |listed| inner.take_up(Arc::new(listed.call)))
-                .await;
-        }
+        // All are found before any goes on: what is out elsewhere has its place before anybody
+        // else can get it.
+        let found = inner.left_open().await?;
+        let taken: Vec<_> = found.into_iter().filter_map(|call| inner.take_up(call)).collect();
+        inner.gate.end_counting();
+        let count = taken.len();
+        let lost = futures::stream::iter(taken);
+        lost.for_each_concurrent(AT_ONCE, |entry| inner.lose(entry)).await;
         inner.recovered.store(true, Ordering::Release);
         if count > 0 {
             metrics::counter!("toolcrib_reconciled_calls_total").increment(count as u64);
@@ -46,12 +40,34 @@ impl Engine {
 }
 
 impl Inner {
-    async fn take_up(self: &Arc<Self>, call: Arc<crate::call::Call>) {
-        let (project, id) = (call.project.clone(), call.id.clone());
-        if !self.live.take_in(Entry::new(call, None)) {
-            return;
+    /// The open calls that others had in hand.
+    async fn left_open(&self) -> Result<Vec<Arc<Call>>, Error> {
+        let (mut after, mut found) = (0, Vec::new());
+        loop {
+            let page = self.store.open_calls(after, PAGE).await.map_err(unavailable)?;
+            let Some(last) = page.last() else { return Ok(found) };
+            after = last.place;
+            let mine = Some(self.node.as_str());
+            let others = page.into_iter().filter(|listed| listed.call.node.as_deref() != mine);
+            found.extend(others.map(|listed| Arc::new(listed.call)));
         }
+    }
+
+    fn take_up(self: &Arc<Self>, call: Arc<Call>) -> Option<Arc<Entry>> {
+        let slot = call.goes_on_elsewhere().then(|| self.gate.enter(self.place(&call).0));
+        let entry = Entry::found(call, slot);
+        self.live.take_in(entry.clone()).then_some(entry)
+    }
+
+    async fn lose(self: &Arc<Self>, entry: Arc<Entry>) {
+        let found = entry.call();
         let lost = Event::Lost { node: self.node.clone() };
-        self.advance_surely(&project, &id, lost).await;
+        self.advance_surely(&found.project, &found.id, lost).await;
+        // It may have ended after it was found and before it was taken up.
+        let now = entry.call();
+        if now.status.is_terminal() {
+            self.live.moved(&found, &now);
+            entry.free_place();
+        }
     }
 }

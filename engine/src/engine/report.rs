@@ -5,12 +5,13 @@ use std::sync::Arc;
 use serde_json::{Map, Value, json};
 
 use super::advance::{Advanced, no_such_call};
-use super::catalog::{require_owner, require_provider};
+use super::catalog::{Catalog, require_owner, require_provider, require_registered};
 use super::envelope::misfit;
 use super::{Engine, Inner, unavailable};
 use crate::call::Call;
 use crate::caller::{Caller, Trust};
 use crate::dialogue;
+use crate::event::Kind;
 use crate::fault::{Code, Error, Fault};
 use crate::function::Progress;
 use crate::id::CallId;
@@ -41,6 +42,10 @@ impl Engine {
         let attempt = attempt.unwrap_or(call.attempt);
         // Who is given what another had taken is in that one's place.
         let given = self.inner.desk.holder(id).as_deref() == Some(client_id);
+        let has_it = given || call.taken_by.as_deref() == Some(client_id);
+        if !has_it && !call.status.is_terminal() {
+            require_offer(&self.inner.catalog(), &call, client_id)?;
+        }
         let other = call.taken_by.clone().filter(|other| given && other != client_id);
         let event = Event::Taken { attempt, by: client_id.to_owned(), instead_of: other };
         let call = settled(self.inner.decide(caller, id, event).await?)?;
@@ -146,13 +151,15 @@ impl Inner {
             return Err(Error::refused(Code::PermissionDenied, message));
         }
         let catalog = self.catalog();
-        // The desk may have given on what one had taken who stayed away.
+        // The desk may have given on what one had taken who stayed away. What nobody has yet may be
+        // for one client alone.
         let holder = self.desk.holder(id).or_else(|| call.taken_by.clone());
+        let holder = holder.or_else(|| call.asked.client_id.clone());
         if let Some(client_id) = client_id {
             require_owner(&catalog, caller, client_id)?;
             let other = holder.as_deref().filter(|holder| *holder != client_id);
             if let Some(other) = other.filter(|_| !call.status.is_terminal()) {
-                let message = format!("call \"{id}\" is with client \"{other}\"");
+                let message = format!("call \"{id}\" is for client \"{other}\"");
                 return Err(Error::refused(Code::PermissionDenied, message));
             }
         }
@@ -160,8 +167,8 @@ impl Inner {
             return Ok(call);
         }
         let offered = catalog.offered_by(&call.project, &call.target.tool);
-        let entitled = match holder.as_deref().or(call.asked.client_id.as_deref()) {
-            Some(holder) => require_owner(&catalog, caller, holder).is_ok(),
+        let entitled = match holder {
+            Some(holder) => require_owner(&catalog, caller, &holder).is_ok(),
             None => offered.iter().any(|id| {
                 catalog.client(&call.project, id).is_some_and(|c| c.owner == caller.agent)
             }),
@@ -237,7 +244,11 @@ impl Inner {
             return Err(Error::refused(Code::Conflict, message));
         }
         // A tool that reports too often is not told off; what is over the limit is not kept.
-        if entry.count_progress() > self.limits.max_progress_events {
+        let stored = async || {
+            let count = self.stored_events(&call, Kind::Progress).await?;
+            Ok::<_, Error>(u32::try_from(count).unwrap_or(u32::MAX))
+        };
+        if entry.count_progress(stored).await? > self.limits.max_progress_events {
             return Ok(());
         }
         let record = progress.record(self.clock.now_ms(), attempt).about_task(&call);
@@ -245,6 +256,17 @@ impl Inner {
         self.announce(&call);
         Ok(())
     }
+}
+
+/// Who takes what it was not given must be a client that could be given it.
+fn require_offer(catalog: &Catalog, call: &Call, client_id: &str) -> Result<(), Error> {
+    require_registered(catalog, &call.project, client_id)?;
+    let tool = &call.target.tool;
+    if catalog.offered_by(&call.project, tool).iter().any(|id| id == client_id) {
+        return Ok(());
+    }
+    let message = format!("client \"{client_id}\" does not offer \"{tool}\"");
+    Err(Error::refused(Code::PermissionDenied, message))
 }
 
 /// A refused report as the answer the reporter gets.

@@ -16,7 +16,7 @@ pub(crate) async fn run(engine: Engine) {
 pub async fn run_once(engine: &Engine) -> usize {
     let inner = &engine.inner;
     let mut count = 0;
-    while let Some((id, slot)) = inner.gate.next() {
+    while let Some((id, slot)) = inner.gate.next(|line| inner.caps(line)) {
         // Canceled or timed out while it stood in line: the place is free again at once.
         let Some(entry) = inner.live.get(&id) else { continue };
         count += 1;

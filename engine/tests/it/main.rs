@@ -4,6 +4,7 @@
 
 mod ahead;
 mod batch;
+mod clients;
 mod context;
 mod engine;
 mod examples;

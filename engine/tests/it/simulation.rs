@@ -20,12 +20,9 @@ use toolcrib::event::Kind;
 use toolcrib::retry::{Backoff, ExecutionPolicy, PolicyPatch};
 use toolcrib::store::{CallFilter, EventScope, Store};
 use toolcrib::task::{dispatch, refresh, sweep};
-use toolcrib::{
-    CallId, Caller, Definition, Effect, Engine, Executor, Fault, FnTool, Invocation, Json, Risk,
-    Status,
-};
+use toolcrib::{CallId, Caller, Effect, Engine, Fault, FnTool, Invocation, Json, Status};
 
-use crate::support::{Chance, FlakyStore};
+use crate::support::{Chance, FlakyStore, client_tool};
 
 const STEPS: usize = 150;
 const SEEDS: u64 = 200;
@@ -81,25 +78,6 @@ async fn node(world: (&Chance, &ManualClock, &Executions), store: &Arc<FlakyStor
         .idle()
         .await
         .unwrap()
-}
-
-fn client_tool(name: &str, effect: Effect) -> Definition {
-    Definition {
-        project: Some("default".into()),
-        name: name.into(),
-        description: String::new(),
-        executor: Executor::Client,
-        input_schema: Json::parse("true").unwrap(),
-        output_schema: None,
-        timeout_ms: 30_000,
-        effect,
-        risk: Risk::Low,
-        policy: PolicyPatch::default(),
-        fallback: Vec::new(),
-        background: false,
-        metadata: None,
-        utp: None,
-    }
 }
 
 impl World {

@@ -1,19 +1,40 @@
-//! What the tests share: a store that fails when told to, and numbers from a seed.
+//! What the tests share: a store that fails when told to, numbers from a seed, and a tool.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use async_trait::async_trait;
 use parking_lot::Mutex;
-use toolcrib::Call;
 use toolcrib::delivery::{Delivery, Try};
 use toolcrib::directory::{AuditEntry, Change, Directory};
 use toolcrib::event::{Event, Kind, Record};
 use toolcrib::id::CallId;
+use toolcrib::retry::PolicyPatch;
 use toolcrib::store::{
     CallFilter, Created, DeliveryFilter, EventScope, IdempotencyKey, MemoryStore, NewCall, Open,
     Run, Saved, Store, StoreError,
 };
+use toolcrib::{Call, Definition, Effect, Executor, Json, Risk};
+
+/// A tool that clients execute.
+pub fn client_tool(name: &str, effect: Effect) -> Definition {
+    Definition {
+        project: Some("default".into()),
+        name: name.into(),
+        description: String::new(),
+        executor: Executor::Client,
+        input_schema: Json::parse("true").unwrap(),
+        output_schema: None,
+        timeout_ms: 30_000,
+        effect,
+        risk: Risk::Low,
+        policy: PolicyPatch::default(),
+        fallback: Vec::new(),
+        background: false,
+        metadata: None,
+        utp: None,
+    }
+}
 
 /// Numbers that depend on nothing but the seed.
 #[derive(Clone)]

@@ -89,6 +89,24 @@ async fn thousands_in_flight_are_all_there_after_a_crash() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_tools_limit_holds_over_a_crash() {
+    let mut server = Server::ready().await;
+    let policy = json!({ "max_parallel": 1 });
+    let tool = json!({ "name": "probe.one", "effect": "idempotent", "policy": policy });
+    server.post("/internal/tools/register", json!({ "client_id": "c1", "tools": [tool] })).await;
+    let first = server.ticket("probe.one", json!({ "run_id": "r" })).await;
+    let second = server.ticket("probe.one", json!({ "run_id": "r" })).await;
+    assert_eq!(text(&server.taken("c1", 1).await[0], "tool_call_id"), first);
+    server.kill();
+    server.start().await;
+    assert_eq!(server.poll("c1", 5, 200).await, Vec::<Value>::new(), "one at a time");
+    assert_eq!(server.call(&first, 0).await["status"], "RUNNING");
+    server.submit(&first, json!({ "status": "SUCCEEDED", "client_id": "c1" })).await;
+    assert_eq!(text(&server.taken("c1", 1).await[0], "tool_call_id"), second);
+    server.submit(&second, json!({ "status": "SUCCEEDED", "client_id": "c1" })).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_was_taken_before_a_crash_stays_with_its_taker() {
     let mut server = Server::ready().await;
     for client in ["taker", "other"] {

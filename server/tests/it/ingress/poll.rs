@@ -184,3 +184,71 @@ async fn a_polling_client_hears_of_cancellations() {
     cancel(&third).await;
     assert_eq!(api.get(POLL).await.is(200), json!({ "requests": [] }));
 }
+
+#[tokio::test]
+async fn what_is_canceled_while_a_poll_hands_over_is_heard() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("a.tool")])).await;
+    for _ in 0..5 {
+        let unwanted = api.invoke("a.tool", json!({})).await;
+        api.poll("c1").await;
+        let mut ids = Vec::new();
+        for _ in 0..50 {
+            ids.push(api.invoke("a.tool", json!({})).await);
+        }
+        let polling = {
+            let api = api.clone();
+            tokio::spawn(async move { api.get(&format!("{POLL}&max=100")).await.is(200) })
+        };
+        // With the first of them taken, the poll is at work on the others.
+        api.until_status(&ids[0], "RUNNING").await;
+        for id in [&unwanted, &ids[0]] {
+            api.post(&format!("/v1/tool_calls/{id}/cancel"), json!({})).await.is(200);
+        }
+        let (answer, next) = (polling.await.unwrap(), api.get(POLL).await.is(200));
+        let told = [&answer["cancels"], &next["cancels"]].map(|cancels| cancels.to_string());
+        for id in [&unwanted, &ids[0]] {
+            let count = told.iter().filter(|told| told.contains(id)).count();
+            assert_eq!(count, 1, "{id}: {told:?}");
+        }
+        let begun = answer["requests"].to_string().contains(&ids[0]);
+        assert_eq!(begun, !told[0].contains(&ids[0]), "what is canceled need not be begun");
+        for id in &ids[1..] {
+            api.succeed(id, json!(1)).await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn nobody_takes_a_call_who_could_not_be_given_it() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("c1", json!([offer("a.tool")])).await;
+    api.register("c2", json!([offer("a.tool"), offer("b.tool")])).await;
+    api.register("c3", json!([offer("b.tool")])).await;
+    let free = api.invoke("a.tool", json!({})).await;
+    let pinned = json!({ "run_id": "run_1", "args": {}, "client_id": "c1" });
+    let pinned = api.invoke_with("a.tool", pinned).await;
+    let ack = async |id: &str, client_id: &str| {
+        let body = json!({ "client_id": client_id, "attempt": 1 });
+        api.post(&format!("/internal/tool_calls/{id}/ack"), body).await
+    };
+    let error = ack(&free, "ghost").await.refused(404, "NOT_FOUND");
+    assert!(message(&error).contains("has not registered"), "{error}");
+    let error = ack(&free, "c3").await.refused(403, "PERMISSION_DENIED");
+    assert!(message(&error).contains("does not offer"), "{error}");
+    let error = ack(&pinned, "c2").await.refused(403, "PERMISSION_DENIED");
+    assert!(message(&error).contains("for client \"c1\""), "{error}");
+    let body = json!({ "client_id": "c2", "status": "SUCCEEDED", "result": 1 });
+    api.submit(&pinned, body).await.refused(403, "PERMISSION_DENIED");
+    for id in [&free, &pinned] {
+        assert_eq!(api.call(id).await["status"], "PENDING");
+    }
+    let clients = api.get("/v1/clients").await.is(200);
+    let names = clients["clients"].as_array().unwrap().iter().map(|client| &client["client_id"]);
+    assert_eq!(json!(names.collect::<Vec<_>>()), json!(["c1", "c2", "c3"]));
+    assert_eq!(ack(&free, "c2").await.is(200)["status"], "RUNNING");
+    assert_eq!(ack(&pinned, "c1").await.is(200)["status"], "RUNNING");
+    api.succeed(&pinned, json!(1)).await;
+}

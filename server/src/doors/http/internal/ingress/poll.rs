@@ -5,7 +5,7 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::HeaderMap;
 use serde::{Deserialize, Serialize};
-use toolcrib::desk::{Line, Memory, Message};
+use toolcrib::desk::{Line, Memory, Message, Request};
 use toolcrib::engine::Connecting;
 use toolcrib::fault::Code;
 use utoipa::{IntoParams, ToSchema};
@@ -49,6 +49,17 @@ pub(in super::super) struct CanceledBody {
     attempt: u32,
 }
 
+impl CanceledBody {
+    fn is_about(&self, request: &Request) -> bool {
+        (self.tool_call_id.as_str(), self.attempt) == (request.call_id.as_str(), request.attempt)
+    }
+}
+
+fn canceled(message: &Message) -> Option<CanceledBody> {
+    let Message::Cancel { call_id, attempt } = message else { return None };
+    Some(CanceledBody { tool_call_id: call_id.to_string(), attempt: *attempt })
+}
+
 /// Asks for work, and waits for it.
 #[utoipa::path(get, path = "/internal/ingress/poll", tag = "providers", params(Polling),
     responses((status = 200, body = PolledBody), (status = 403, body = Problem),
@@ -78,20 +89,21 @@ pub(in super::super) async fn poll(
     let wait_ms = polling.wait_ms.min(engine.limits().max_wait_ms);
     let wait = std::time::Duration::from_millis(wait_ms);
     let first = tokio::time::timeout(wait, session.next()).await.ok().flatten();
-    let mut messages: Vec<Message> = first.into_iter().collect();
-    while let Some(message) = session.ready() {
-        messages.push(message);
+    let (mut waiting, mut next, mut has_cancels) = (Vec::new(), first, false);
+    while let Some(message) = next {
+        match message {
+            Message::Request(request) => waiting.push(request),
+            // Told with what is canceled while the requests are taken; not lost if that fails.
+            cancel => {
+                has_cancels = true;
+                session.keep(cancel);
+            }
+        }
+        next = session.ready();
     }
     Standing::new(&caller, &headers).check(engine)?;
-    let (mut requests, mut cancels) = (Vec::new(), Vec::new());
-    for message in messages {
-        let request = match message {
-            Message::Request(request) => request,
-            Message::Cancel { call_id, attempt } => {
-                cancels.push(CanceledBody { tool_call_id: call_id.to_string(), attempt });
-                continue;
-            }
-        };
+    let mut requests = Vec::new();
+    for request in waiting {
         if explicit {
             session.lend(&request.call_id);
         } else {
@@ -102,11 +114,15 @@ pub(in super::super) async fn poll(
                 // It ended meanwhile: there is nothing to hand over.
                 Err(error) if error.code() == Code::Conflict => continue,
                 // The rest goes back in line when the session is dropped.
-                Err(error) if requests.is_empty() && cancels.is_empty() => return Err(error.into()),
+                Err(error) if requests.is_empty() && !has_cancels => return Err(error.into()),
                 Err(_) => break,
             }
         }
-        requests.push(RequestBody::of(engine, request));
+        requests.push(request);
     }
+    let cancels: Vec<CanceledBody> = session.canceled().iter().filter_map(canceled).collect();
+    // What was canceled meanwhile need not be begun.
+    requests.retain(|request| !cancels.iter().any(|cancel| cancel.is_about(request)));
+    let requests = requests.into_iter().map(|request| RequestBody::of(engine, request)).collect();
     Ok(Json(PolledBody { requests, cancels }))
 }

@@ -1,0 +1,110 @@
+//! Where a call is executed: by which tool or which other one, by which client, and how many at
+//! once.
+
+use std::sync::Arc;
+
+use serde_json::{Value, json};
+
+use super::Inner;
+use super::catalog::{Catalog, Entry as Compiled};
+use super::gate::{Caps, Line, Place};
+use crate::args;
+use crate::call::{Call, Target};
+use crate::caller::Caller;
+use crate::fault::{Code, Error, Fault};
+use crate::json::Json;
+use crate::policy::Decision;
+use crate::tool::Executor;
+
+impl Inner {
+    /// The alternates that could take this call: there, allowed, with fitting arguments, and
+    /// offered by the client that the call is pinned to.
+    pub(super) fn alternates(
+        &self,
+        catalog: &Catalog,
+        caller: &Caller,
+        tool: &Compiled,
+        args: &Value,
+        call: &Call,
+    ) -> Vec<Target> {
+        let over = self.policies.tools.get(&tool.definition.name).map(|over| &over.fallback);
+        let named = over.filter(|list| !list.is_empty()).unwrap_or(&tool.definition.fallback);
+        let pinned = call.asked.client_id.as_deref();
+        let mut targets = Vec::new();
+        for alternate in named {
+            let allowed = catalog.decide(caller, &alternate.tool) == Decision::Allowed;
+            let found = catalog.find(&caller.project, &alternate.tool).filter(|_| allowed);
+            let Some(other) = found else { continue };
+            let by_client = other.definition.executor == Executor::Client;
+            if by_client && !may_execute(catalog, &caller.project, &other, pinned) {
+                continue;
+            }
+            let mut mapped = args::mapped(alternate.args.as_ref(), args);
+            if let Some(rules) = &other.rules {
+                mapped = rules.applied(&mapped, &args::Vars::of(call)).args;
+            }
+            if other.input.problems(&mapped).is_empty() {
+                targets.push(target(&other, Json::of_value(&mapped)));
+            }
+        }
+        targets
+    }
+
+    /// Which places an attempt takes, and the limits on them.
+    pub(super) fn place(&self, call: &Call) -> (Place, Caps) {
+        // What callers run themselves takes nobody's place. No tool has this name.
+        let line =
+            |tool: &str| Arc::new(Line { project: call.project.clone(), tool: tool.to_owned() });
+        if call.target.executor == Executor::Caller {
+            return (Place { line: line("(caller)"), local: false }, Caps::default());
+        }
+        let (line, local) = (line(&call.target.tool), !call.target.executor.parks());
+        let caps = self.caps(&line).unwrap_or_else(|| self.caps_around(&call.project));
+        (Place { line, local }, caps)
+    }
+
+    /// The limits in parallel that hold in this line now; none where its tool is gone.
+    pub(crate) fn caps(&self, line: &Line) -> Option<Caps> {
+        let entry = self.catalog().find(&line.project, &line.tool)?;
+        let over = self.policies.tools.get(&line.tool).and_then(|o| o.policy.max_parallel);
+        let tool = over.or(entry.definition.policy.max_parallel);
+        Some(Caps { tool, ..self.caps_around(&line.project) })
+    }
+
+    fn caps_around(&self, project: &str) -> Caps {
+        let of_project = self.policies.projects.get(project).and_then(|p| p.max_parallel);
+        Caps { global: self.policies.global.max_parallel, project: of_project, tool: None }
+    }
+}
+
+pub(super) fn target(tool: &Compiled, args: Json) -> Target {
+    Target {
+        tool: tool.definition.name.clone(),
+        version: tool.version.clone(),
+        executor: tool.definition.executor,
+        effect: tool.definition.effect,
+        args,
+    }
+}
+
+/// A call can be pinned to a client only where that client offers the tool.
+pub(super) fn check_client(
+    catalog: &Catalog,
+    caller: &Caller,
+    tool: &Compiled,
+    client_id: Option<&str>,
+) -> Result<(), Error> {
+    let Some(client_id) = client_id else { return Ok(()) };
+    if may_execute(catalog, &caller.project, tool, Some(client_id)) {
+        return Ok(());
+    }
+    let message = format!("client \"{client_id}\" does not offer \"{}\"", tool.definition.name);
+    let fault = Fault::new(Code::ValidationError, message).not_happened();
+    Err(fault.with_detail(json!({ "pointer": "/client_id" })).into())
+}
+
+/// Whether the one client that may execute a call, if there is one, offers this tool.
+fn may_execute(catalog: &Catalog, project: &str, tool: &Compiled, client_id: Option<&str>) -> bool {
+    let offered_by = || catalog.offered_by(project, &tool.definition.name);
+    client_id.is_none_or(|client_id| offered_by().iter().any(|id| id == client_id))
+}
