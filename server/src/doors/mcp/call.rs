@@ -191,9 +191,7 @@ impl Wait<'_> {
             let left_ms = left.as_millis() as u64 + 1;
             tokio::select! {
                 biased;
-                () = self.context.ct.cancelled() => {
-                    return Err(self.cancel(&call, "the client does not want it any more").await);
-                }
+                () = self.context.ct.cancelled() => return Err(self.left(&call).await),
                 news = engine.news(caller, ticket, call.version, left_ms) => {
                     let news = news.map_err(answer::protocol_error)?;
                     if news.version == call.version {
@@ -227,7 +225,7 @@ impl Wait<'_> {
         let answers = match input::ask(&self.context.peer, questions, pointless).await {
             Heard::Answers(answers) => answers,
             Heard::Pointless(_) if self.context.ct.is_cancelled() => {
-                return Err(self.cancel(call, "the client does not want it any more").await);
+                return Err(self.left(call).await);
             }
             Heard::Pointless(goes_on) => return Ok(goes_on),
             Heard::Nothing => {
@@ -260,6 +258,17 @@ impl Wait<'_> {
             }
             seen = news.version;
         }
+    }
+
+    /// The client has gone. One that only lost its stream can ask again, where it gave its call a
+    /// key for that: without a session nothing else than the stream says that it has gone.
+    async fn left(&self, call: &Call) -> ErrorData {
+        let over_http = self.context.extensions.get::<axum::http::request::Parts>().is_some();
+        let stream_only = over_http && self.client.revision == Revision::Modern;
+        if stream_only && call.asked.idempotency_key.is_some() {
+            return ErrorData::internal_error("the client has hung up", None);
+        }
+        self.cancel(call, "the client does not want it any more").await
     }
 
     async fn cancel(&self, call: &Call, reason: &str) -> ErrorData {

@@ -202,6 +202,33 @@ async fn closing_the_stream_cancels_where_the_revision_says_so() {
 }
 
 #[tokio::test]
+async fn a_call_with_an_idempotency_key_outlives_its_stream() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("pc_1", json!([offer("slow.one")])).await;
+    let client = Mcp::modern(&api);
+    let ask = |meta: Value| {
+        let params = json!({ "name": "slow.one", "arguments": {}, "_meta": meta });
+        let request = client.request("tools/call", params);
+        tokio::spawn(async move { request.send().await.unwrap().text().await.unwrap() })
+    };
+    let once = json!({ "toolcrib/idempotency_key": "once" });
+    let kept = ask(once.clone());
+    let id = work(&api).await;
+    kept.abort();
+    // Hanging up is noticed: without a key it cancels.
+    let plain = ask(json!({}));
+    let other = work(&api).await;
+    plain.abort();
+    api.until_status(&other, "CANCELED").await;
+    let again = ask(once);
+    api.succeed(&id, json!({ "done": true })).await;
+    let told: Value = serde_json::from_str(&soon("the answer", again).await.unwrap()).unwrap();
+    assert_eq!(told["result"]["structuredContent"], json!({ "done": true }), "{told}");
+    assert_eq!(ticket(&told["result"]), id);
+}
+
+#[tokio::test]
 async fn a_long_result_is_a_digest_with_a_link_to_the_whole() {
     let server = Server::with(|config| config.doors.mcp.result_tokens = 200).await;
     let api = server.api();
