@@ -32,6 +32,8 @@ pub struct Shared {
     pub canceled: AtomicU64,
     /// How many tools it has beside its own.
     pub many: AtomicU64,
+    /// One more tool, with this name.
+    pub one_more: Mutex<Option<&'static str>>,
     /// Its tool `echo` is another.
     pub changed: AtomicBool,
     /// What a tool `slow` waits for.
@@ -140,6 +142,7 @@ impl Fixture {
                 plain(),
             ),
         ];
+        tools.extend(self.shared.one_more.lock().map(|name| Tool::new(name, "One more", plain())));
         for n in 0..self.shared.many.load(Ordering::SeqCst) {
             tools.push(Tool::new(format!("tool_{n:05}"), "One of many", plain()));
         }
