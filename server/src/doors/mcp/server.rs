@@ -28,6 +28,7 @@ use super::answer::{self, Shape};
 use super::beside::Beside;
 use super::call::{self, Seen, ticketed};
 use super::catalogue::{self, Catalogue};
+use super::http::session_of;
 use super::shelf::Shelf;
 use super::tools::{Lists, Revision, cursor, name_in};
 use super::{Settings, announce, input, own, resources, tasks, unread};
@@ -375,7 +376,9 @@ impl ServerHandler for Server {
 
     async fn on_initialized(&self, context: NotificationContext<RoleServer>) {
         let view = self.view(&context.extensions);
-        self.shared.peers.add(self, view, context.peer);
+        let parts = context.extensions.get::<axum::http::request::Parts>();
+        let id = parts.and_then(|parts| session_of(&parts.headers));
+        self.shared.peers.add(self, id, view, context.peer);
     }
 
     async fn on_custom_request(
