@@ -226,9 +226,8 @@ impl Sources for Keeper {
         wait: Duration,
     ) -> Result<SourceBody, Error> {
         self.one(caller, name)?;
-        self.upstreams.again(&caller.project, name);
         let until = tokio::time::Instant::now() + wait;
-        self.upstreams.known_by(&caller.project, name, until).await;
+        self.upstreams.look_again(&caller.project, name, until).await;
         self.one(caller, name)
     }
 
