@@ -121,17 +121,19 @@ enum Crib {
 }
 
 impl Crib {
-    async fn open(context: &Context, place: &Place) -> Result<Self, Failure> {
+    async fn open(context: &Context, place: &Place, verb: &Verb) -> Result<Self, Failure> {
         let named = context.global.server.is_some();
         if named && !place.is_named() {
             return Ok(Self::Server(context.client()?));
         }
         if !place.is_named() {
             let client = context.client()?;
-            let lets_us = client.is_alive().await
-                && client.ask(Ask::get(&["v1", "sources", "mcp"])).await.is_ok();
-            if lets_us {
-                return Ok(Self::Server(client));
+            match answer(&client).await {
+                Some(Ok(())) => return Ok(Self::Server(client)),
+                Some(Err(failure)) if failure.exit == exit::AUTH && !verb.works_alone() => {
+                    return Err(failure);
+                }
+                _ => {}
             }
         }
         let config = context.config(None, place)?;
@@ -140,8 +142,23 @@ impl Crib {
     }
 }
 
+/// What a server says to who asks for its sources; none where no crib answers.
+async fn answer(client: &Client) -> Option<Result<(), Failure>> {
+    if !client.is_alive().await {
+        return None;
+    }
+    Some(client.ask(Ask::get(&["v1", "sources", "mcp"])).await.map(drop))
+}
+
+impl Verb {
+    /// Whether it can be done on the data directory, by who is at the machine and has no key.
+    fn works_alone(&self) -> bool {
+        matches!(self, Self::Add(_) | Self::Rm { .. })
+    }
+}
+
 pub async fn run(context: &Context, verb: Verb, place: &Place) -> Result<(), Failure> {
-    let crib = Crib::open(context, place).await?;
+    let crib = Crib::open(context, place, &verb).await?;
     match verb {
         Verb::Add(args) => add(context, &crib, *args).await,
         Verb::Ls => list(context, &crib).await,
@@ -366,4 +383,38 @@ async fn remove(context: &Context, crib: &Crib, name: &str) -> Result<(), Failur
     }
     context.output.note(&format!("{} is removed, with its tools", plain(name)));
     Ok(())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use axum::http::StatusCode;
+    use axum::routing::get;
+
+    use super::*;
+
+    /// A server that answers so.
+    async fn server(router: axum::Router) -> Client {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        tokio::spawn(async move { axum::serve(listener, router).await });
+        Client::new(&address, None, None).unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_server_that_wants_a_key_is_not_taken_for_none() {
+        let refusal = || async {
+            let error = json!({ "code": "UNAUTHENTICATED", "message": "a key is needed" });
+            (StatusCode::UNAUTHORIZED, axum::Json(json!({ "error": error })))
+        };
+        let ours = get(|| async { ([("toolcrib-version", "1")], "ok") });
+        let router = axum::Router::new().route("/healthz", ours);
+        let client = server(router.route("/v1/sources/mcp", get(refusal))).await;
+        let failure = answer(&client).await.unwrap().unwrap_err();
+        assert_eq!((failure.exit, failure.message.as_str()), (exit::AUTH, "a key is needed"));
+        assert!(!Verb::Ls.works_alone() && !Verb::Show { name: String::new() }.works_alone());
+        assert!(Verb::Rm { name: String::new() }.works_alone());
+        let other = axum::Router::new().fallback(|| async { "ok" });
+        assert!(answer(&server(other).await).await.is_none());
+    }
 }
