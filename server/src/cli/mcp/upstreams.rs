@@ -12,14 +12,14 @@ use std::time::Duration;
 
 use clap::Subcommand;
 use reqwest::Method;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use toolcrib::{Caller, Engine};
 
 use crate::cli::client::{Ask, Client};
 use crate::cli::failure::{Failure, exit};
 use crate::cli::output::{age, now_ms, number, plain, text};
 use crate::cli::{Context, Place};
-use crate::upstreams::{KIND, stored, to_add};
+use crate::upstreams::{KIND, imported, stored, to_add};
 
 /// How long a new server is waited for.
 const FIRST_ANSWER: Duration = Duration::from_secs(30);
@@ -77,6 +77,9 @@ Examples:
     },
 }
 
+/// What can be said of one server only. The rest is said of each server of a file.
+const FOR_ONE: [&str; 7] = ["name", "url", "command", "env", "env_from", "header", "cwd"];
+
 #[derive(Debug, clap::Args)]
 pub struct AddArgs {
     /// The first part of its tools' names: NAME.tool
@@ -107,7 +110,7 @@ pub struct AddArgs {
     #[arg(long, value_name = "RISK")]
     risk: Option<String>,
     /// A file with mcpServers as desktop clients have it; - for standard input
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["name", "url", "command"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = FOR_ONE)]
     file: Option<String>,
     /// The program and its arguments
     #[arg(last = true, value_name = "COMMAND")]
@@ -180,8 +183,23 @@ fn document(args: AddArgs) -> Result<Value, Failure> {
             path => std::fs::read_to_string(path).map(|text| read = text),
         };
         done.map_err(|error| Failure::usage(format!("{file} cannot be read: {error}")))?;
-        return serde_json::from_str(&read)
-            .map_err(|error| Failure::usage(format!("{file} is not JSON: {error}")));
+        let mut document: Value = serde_json::from_str(&read)
+            .map_err(|error| Failure::usage(format!("{file} is not JSON: {error}")))?;
+        let mut said = Map::new();
+        if args.pin {
+            said.insert("pin".to_owned(), true.into());
+        }
+        for (field, value) in [("effect", args.effect), ("risk", args.risk)] {
+            said.extend(value.map(|value| (field.to_owned(), value.into())));
+        }
+        match imported(&mut document) {
+            Some(servers) => {
+                let each = servers.values_mut().filter_map(Value::as_object_mut);
+                each.for_each(|server| server.extend(said.clone()));
+            }
+            None => document.as_object_mut().into_iter().for_each(|one| one.extend(said.clone())),
+        }
+        return Ok(document);
     }
     let pairs = |given: &[String], between: char, what: &str| {
         let split = |pair: &String| {
@@ -235,7 +253,7 @@ async fn add(context: &Context, crib: &Crib, args: AddArgs) -> Result<(), Failur
             Ok(())
         }
         Crib::Directory { engine, caller } => {
-            for settings in to_add(document)? {
+            for settings in to_add(engine, caller, document)? {
                 engine.put_upstream(caller, &settings.name, KIND, stored(&settings)).await?;
                 output.line(&format!("{} is added", settings.name))?;
             }
