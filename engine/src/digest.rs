@@ -9,7 +9,8 @@
 //! | a table | its columns, how many rows, some of them |
 //! | other JSON | its shape, counts, the first items of each long array |
 //!
-//! A result that is an object around one long text or one table is digested as that. The document
+//! A result that is an object around one long text or one table is digested as that; so is a list
+//! of which one item is nearly everything, as MCP servers answer. The document
 //! is gone through once and not taken apart, so a digest of a result of any size needs little
 //! memory beside it.
 
@@ -111,8 +112,14 @@ impl<'n, 'a> What<'n, 'a> {
                 Node::List(list) => {
                     // Beside a table that is nearly everything, nothing else needs its own items.
                     let nearly_all = list.bytes > root.bytes() / 10 * 9;
-                    let table = nearly_all.then(|| Table::of(list, beside)).flatten();
-                    return table.map_or(Self::Json, |table| Self::Table { pointer, table });
+                    if let Some(table) = nearly_all.then(|| Table::of(list, beside)).flatten() {
+                        return Self::Table { pointer, table };
+                    }
+                    let heaviest = list.seen().max_by_key(|(_, item)| item.bytes());
+                    let most = heaviest.filter(|(_, item)| item.bytes() > list.bytes / 10 * 7);
+                    let Some((place, item)) = most else { return Self::Json };
+                    pointer = format!("{pointer}/{place}");
+                    (node, beside) = (item, None);
                 }
                 Node::Map(map) => {
                     let heaviest = map.entries.iter().max_by_key(|(_, value)| value.bytes());

@@ -21,7 +21,7 @@ use crate::config::UpstreamSettings;
 use crate::outbound::Outbound;
 use crate::sources::mcp::{Ledger, McpSettings, Phase, Upstreams};
 
-pub use api::{stored, to_add};
+pub use api::{imported, stored, to_add};
 pub use shelf::Beside;
 
 /// The kind of upstream that this is about.

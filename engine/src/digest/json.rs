@@ -13,6 +13,8 @@ pub(super) struct Detail {
     /// Items of an array, at the top; deeper down fewer.
     items: usize,
     least_items: usize,
+    /// An array of no more items is shown with all of them.
+    short: usize,
     /// Entries of an object.
     keys: usize,
     /// Bytes of a text.
@@ -34,6 +36,7 @@ impl Detail {
                 18..23 => 1,
                 _ => 0,
             },
+            short: 0,
             keys: scaled(512, 0.7, rung, 4),
             text: scaled(4_096, 0.6, rung, 16),
             depth: 10_usize.saturating_sub(rung as usize / 4).max(2),
@@ -100,7 +103,8 @@ fn write_list(out: &mut String, list: &List<'_>, detail: &Detail, depth: usize) 
         let _ = write!(out, "[{} items]", list.count);
         return;
     }
-    let shown = list.head.len().min(detail.items_at(depth));
+    let most = if list.count <= detail.short { list.count } else { detail.items_at(depth) };
+    let shown = list.head.len().min(most);
     out.push('[');
     for (n, item) in list.head[..shown].iter().enumerate() {
         if n > 0 {
@@ -157,6 +161,8 @@ pub(super) fn around(root: &Node<'_>, room: usize) -> String {
     let detail = |rung: u32| Detail {
         items: 3,
         least_items: 0,
+        // No table is so short: what is shown by itself is not shown here as well.
+        short: 3,
         keys: scaled(64, 0.8, rung, 3),
         text: scaled(400, 0.75, rung, 12),
         depth: 4_usize.saturating_sub(rung as usize / 4).max(1),

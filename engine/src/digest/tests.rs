@@ -71,6 +71,18 @@ fn a_long_text_inside_an_object_is_digested_as_text() {
 }
 
 #[test]
+fn a_long_text_inside_a_list_is_digested_as_text() {
+    let body: String = (0..3_000).map(|n| format!("line {n} of the page\n")).collect();
+    let answer = json!({ "content": [{ "type": "text", "text": "a note" },
+        { "type": "text", "text": body }], "isError": false });
+    let digest = digested(&answer, 600, None);
+    has(&digest, &["3000 lines of text", r#""pointer":"/content/1/text""#, "a note", "line 2999"]);
+    // Where no item is nearly everything, it is a list.
+    let halves = json!({ "content": [{ "text": body }, { "text": body }] });
+    has(&digested(&halves, 300, None), &["JSON", "content: [2 × {text: string}]"]);
+}
+
+#[test]
 fn a_table_shows_columns_count_and_sample_rows() {
     let row = |n: u32| json!({ "id": n, "name": format!("user {n}"), "vip": n < 7, "note": null });
     let rows: Vec<Value> = (0..2_000).map(row).collect();

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use reqwest::{Method, Response, StatusCode, Url, header};
+use reqwest::header::{self, HeaderMap};
+use reqwest::{Method, Response, StatusCode, Url};
 use serde_json::Value;
 
 use super::failure::{Failure, exit, refused};
@@ -10,6 +11,9 @@ use super::output::plain;
 
 /// Where the commands look for a server when nobody says.
 pub const DEFAULT_SERVER: &str = "http://127.0.0.1:8080";
+
+/// The header by which a crib names itself in every answer.
+const OURS: &str = "toolcrib-version";
 
 const CONNECT_LIMIT: Duration = Duration::from_secs(5);
 /// How long an answer may take beyond what it was asked to wait.
@@ -74,7 +78,7 @@ impl<'a> Ask<'a> {
 impl Client {
     pub fn new(server: &str, key: Option<&str>, project: Option<&str>) -> Result<Self, Failure> {
         let base = base_url(server)?;
-        let mut headers = header::HeaderMap::new();
+        let mut headers = HeaderMap::new();
         if let Some(key) = key {
             let mut value = header::HeaderValue::from_str(&format!("Bearer {key}"))
                 .map_err(|_| Failure::usage("the key has characters that no key has"))?;
@@ -86,21 +90,7 @@ impl Client {
                 .map_err(|_| Failure::usage("the project's name has characters it cannot have"))?;
             headers.insert("x-toolcrib-project", value);
         }
-        let mut builder = reqwest::Client::builder()
-            .default_headers(headers)
-            .connect_timeout(CONNECT_LIMIT)
-            .read_timeout(SILENCE_LIMIT)
-            // The key is for this server and nobody it points at.
-            .redirect(reqwest::redirect::Policy::none())
-            .user_agent(concat!("toolcrib/", env!("CARGO_PKG_VERSION")));
-        if is_loopback(&base) {
-            // A proxy would look for 127.0.0.1 on its own machine.
-            builder = builder.no_proxy();
-        }
-        let http = builder.build().map_err(|error| {
-            Failure::new(exit::FAILURE, "FAILED", format!("no HTTP client: {}", chain(&error)))
-        })?;
-        Ok(Self { http, base })
+        Ok(Self { http: http(&base, headers)?, base })
     }
 
     /// What speaks HTTP, with the key and the project in every request.
@@ -131,10 +121,15 @@ impl Client {
         }
     }
 
-    /// Whether somebody there says that all is well.
+    /// Whether a crib is there and says that all is well. Anybody may have its port: until it is
+    /// known to be one, it is not shown the key.
     pub async fn is_alive(&self) -> bool {
-        match self.send(Ask::get(&["healthz"]), Some(CONNECT_LIMIT)).await {
-            Ok(response) => response.status().is_success(),
+        let (Ok(stranger), Ok(url)) = (http(&self.base, HeaderMap::new()), self.url(&["healthz"]))
+        else {
+            return false;
+        };
+        match stranger.get(url).timeout(CONNECT_LIMIT).send().await {
+            Ok(response) => response.status().is_success() && response.headers().contains_key(OURS),
             Err(_) => false,
         }
     }
@@ -243,6 +238,24 @@ impl Client {
         Failure::new(exit, "NOT_JSON", message)
             .hint("is this a Toolcrib server, with no proxy in between? check --server")
     }
+}
+
+/// What speaks HTTP with a server, with these headers in every request.
+fn http(base: &Url, headers: HeaderMap) -> Result<reqwest::Client, Failure> {
+    let mut builder = reqwest::Client::builder()
+        .default_headers(headers)
+        .connect_timeout(CONNECT_LIMIT)
+        .read_timeout(SILENCE_LIMIT)
+        // The key is for this server and nobody it points at.
+        .redirect(reqwest::redirect::Policy::none())
+        .user_agent(concat!("toolcrib/", env!("CARGO_PKG_VERSION")));
+    if is_loopback(base) {
+        // A proxy would look for 127.0.0.1 on its own machine.
+        builder = builder.no_proxy();
+    }
+    builder.build().map_err(|error| {
+        Failure::new(exit::FAILURE, "FAILED", format!("no HTTP client: {}", chain(&error)))
+    })
 }
 
 /// `host:port` is taken as `http://host:port`.
@@ -357,6 +370,21 @@ mod tests {
             assert!(Client::new(odd, None, None).is_err(), "{odd}");
         }
         assert!(Client::new("http://x", Some("a\nb"), None).is_err(), "no header injection");
+    }
+
+    #[tokio::test]
+    async fn only_a_crib_is_taken_for_one_and_nobody_is_shown_the_key_before() {
+        for (name, ours) in [("toolcrib-version", true), ("server", false)] {
+            let healthz = move |headers: HeaderMap| async move {
+                assert!(!headers.contains_key(header::AUTHORIZATION));
+                ([(name, "1")], "ok")
+            };
+            let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let address = listener.local_addr().unwrap().to_string();
+            let router = axum::Router::new().route("/healthz", axum::routing::get(healthz));
+            tokio::spawn(async move { axum::serve(listener, router).await });
+            assert_eq!(client(&address).is_alive().await, ours, "{name}");
+        }
     }
 
     #[test]

@@ -7,6 +7,8 @@
 mod upstreams;
 
 use std::collections::HashSet;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
 use std::task::Poll;
 use std::time::Duration;
 
@@ -24,9 +26,11 @@ use rmcp::{RoleClient, RoleServer};
 use tokio::time::Instant;
 use toolcrib::Caller;
 use toolcrib::fault::Code;
+use toolcrib_store::private;
 
 use super::failure::{Failure, exit};
 use super::{Context, Place};
+use crate::config::Config;
 use crate::doors::mcp::Catalogue;
 use crate::{assemble, telemetry};
 
@@ -96,7 +100,17 @@ pub async fn run(context: &Context, args: McpArgs) -> Result<(), Failure> {
 
 /// An engine of its own on the data directory.
 async fn embedded(context: &Context, args: &McpArgs) -> Result<(), Failure> {
-    let config = context.config(None, &args.place)?;
+    let mut config = context.config(None, &args.place)?;
+    // Who names the usual place has said nothing.
+    let unsaid = !args.place.is_named() && config.data_dir == Config::default().data_dir;
+    if unsaid
+        && config.store.url.is_none()
+        && let Some(place) = elsewhere(&config.data_dir, |name| std::env::var_os(name))
+    {
+        let (here, there) = (config.data_dir.display(), place.display());
+        context.output.note(&format!("{here} cannot be written: data is kept in {there}"));
+        config.data_dir = place;
+    }
     telemetry::start_logging(&config.log.level, config.log.format);
     let served = assemble::engine(&config).await?;
     let engine = served.engine.clone();
@@ -124,6 +138,17 @@ async fn embedded(context: &Context, args: &McpArgs) -> Result<(), Failure> {
     served.close().await;
     served.flush(drain).await;
     ended.map_err(|error| Failure::new(exit::FAILURE, "MCP", error.to_string()))
+}
+
+/// Where data is kept with nothing said, if it cannot be kept in this directory: desktop clients
+/// start programs anywhere, often in `/`.
+fn elsewhere(directory: &Path, variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
+    if private::make(&directory.join("toolcrib.lock")).is_ok() {
+        return None;
+    }
+    let named = |name: &str| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let home = || Some(named("HOME")?.join(".local/share"));
+    Some(named("XDG_DATA_HOME").or_else(home)?.join("toolcrib"))
 }
 
 /// Passes messages between the pipes and a server, as they are.
@@ -268,6 +293,32 @@ mod tests {
     use tokio::sync::{mpsc, watch};
 
     use super::*;
+
+    #[test]
+    fn where_nothing_can_be_kept_here_it_is_kept_in_the_users_own_place() {
+        let directory = tempfile::tempdir().unwrap();
+        let own = |known: &'static [(&str, &str)]| {
+            move |name: &str| {
+                known.iter().find(|(known, _)| *known == name).map(|(_, to)| to.into())
+            }
+        };
+        let here = directory.path().join("toolcrib-data");
+        assert_eq!(elsewhere(&here, own(&[("HOME", "/home/ada")])), None);
+        // Also for who may write everywhere, this cannot be a directory.
+        let taken = directory.path().join("taken");
+        std::fs::write(&taken, "a file").unwrap();
+        for (known, place) in [
+            (&[("HOME", "/home/ada")][..], Some("/home/ada/.local/share/toolcrib")),
+            (&[("HOME", "/home/ada"), ("XDG_DATA_HOME", "/data")], Some("/data/toolcrib")),
+            (
+                &[("HOME", "/home/ada"), ("XDG_DATA_HOME", "")],
+                Some("/home/ada/.local/share/toolcrib"),
+            ),
+            (&[], None),
+        ] {
+            assert_eq!(elsewhere(&taken, own(known)).as_deref(), place.map(Path::new), "{known:?}");
+        }
+    }
 
     /// A client that has written all its messages at once.
     struct Near(mpsc::UnboundedReceiver<RxJsonRpcMessage<RoleServer>>);

@@ -219,10 +219,11 @@ impl Upstreams {
         upstream.accept(&**ledger, wanted).await
     }
 
-    /// Tries one again at once, or looks at what it offers.
-    pub fn again(&self, project: &str, name: &str) {
+    /// Tries one again at once, or looks at what it offers, and waits until that is known, or the
+    /// time is over.
+    pub async fn look_again(&self, project: &str, name: &str, until: tokio::time::Instant) {
         if let Some(upstream) = self.find(project, name) {
-            upstream.again.notify_one();
+            let _ = tokio::time::timeout_at(until, upstream.look_again()).await;
         }
     }
 

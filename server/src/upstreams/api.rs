@@ -4,10 +4,10 @@ use std::collections::HashSet;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use toolcrib::caller::Trust;
 use toolcrib::fault::{Code, Error, Fault};
-use toolcrib::{Caller, Json};
+use toolcrib::{Caller, Engine, Json};
 
 use super::{KIND, Keeper, outbound};
 use crate::doors::http::{Returned, SourceBody, SourceChange, SourceOauth, SourceSkipped, Sources};
@@ -16,12 +16,27 @@ use crate::sources::mcp::{McpSettings, PassShown, Shown, ToolChange, Wrong, of_d
 /// Servers in one request.
 const MOST: usize = 100;
 
-/// Reads what to add: one server, or the `mcpServers` of desktop clients.
-pub fn to_add(document: Value) -> Result<Vec<McpSettings>, Error> {
-    let many = ["mcpServers", "servers"];
-    let many = many.iter().any(|key| document.get(key).is_some_and(Value::is_object));
-    let settings = match many {
-        true => of_desktop_clients(&document).map_err(invalid)?,
+/// The servers in a document of desktop clients, if it is one.
+pub fn imported(document: &mut Value) -> Option<&mut Map<String, Value>> {
+    let mut keys = ["mcpServers", "servers"].into_iter();
+    let key = keys.find(|key| document.get(key).is_some_and(Value::is_object))?;
+    document.get_mut(key)?.as_object_mut()
+}
+
+/// Reads what to add: one server, or the `mcpServers` of desktop clients. A server that is pinned
+/// stays so when it is imported again, unless that says otherwise.
+pub fn to_add(
+    engine: &Engine,
+    caller: &Caller,
+    mut document: Value,
+) -> Result<Vec<McpSettings>, Error> {
+    let pinned = |name: &str| {
+        let mut known = engine.upstreams().into_iter();
+        let known = known.find(|known| known.project == caller.project && known.name == name);
+        known.is_some_and(|known| known.settings.value()["pin"] == true)
+    };
+    let settings = match imported(&mut document).is_some() {
+        true => of_desktop_clients(&document, pinned).map_err(invalid)?,
         false => {
             let one: McpSettings = serde_json::from_value(document).map_err(|error| {
                 Error::refused(Code::ValidationError, format!("the source cannot be read: {error}"))
@@ -179,7 +194,7 @@ impl Sources for Keeper {
         wait: Duration,
     ) -> Result<Vec<SourceBody>, Error> {
         self.engine.check_upstreams(caller)?;
-        let mut settings = to_add(document)?;
+        let mut settings = to_add(&self.engine, caller, document)?;
         for one in &mut settings {
             self.check(caller, one)?;
         }
@@ -226,9 +241,8 @@ impl Sources for Keeper {
         wait: Duration,
     ) -> Result<SourceBody, Error> {
         self.one(caller, name)?;
-        self.upstreams.again(&caller.project, name);
         let until = tokio::time::Instant::now() + wait;
-        self.upstreams.known_by(&caller.project, name, until).await;
+        self.upstreams.look_again(&caller.project, name, until).await;
         self.one(caller, name)
     }
 

@@ -12,14 +12,14 @@ use std::time::Duration;
 
 use clap::Subcommand;
 use reqwest::Method;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use toolcrib::{Caller, Engine};
 
 use crate::cli::client::{Ask, Client};
 use crate::cli::failure::{Failure, exit};
 use crate::cli::output::{age, now_ms, number, plain, text};
 use crate::cli::{Context, Place};
-use crate::upstreams::{KIND, stored, to_add};
+use crate::upstreams::{KIND, imported, stored, to_add};
 
 /// How long a new server is waited for.
 const FIRST_ANSWER: Duration = Duration::from_secs(30);
@@ -77,6 +77,9 @@ Examples:
     },
 }
 
+/// What can be said of one server only. The rest is said of each server of a file.
+const FOR_ONE: [&str; 7] = ["name", "url", "command", "env", "env_from", "header", "cwd"];
+
 #[derive(Debug, clap::Args)]
 pub struct AddArgs {
     /// The first part of its tools' names: NAME.tool
@@ -107,7 +110,7 @@ pub struct AddArgs {
     #[arg(long, value_name = "RISK")]
     risk: Option<String>,
     /// A file with mcpServers as desktop clients have it; - for standard input
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["name", "url", "command"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = FOR_ONE)]
     file: Option<String>,
     /// The program and its arguments
     #[arg(last = true, value_name = "COMMAND")]
@@ -121,17 +124,19 @@ enum Crib {
 }
 
 impl Crib {
-    async fn open(context: &Context, place: &Place) -> Result<Self, Failure> {
+    async fn open(context: &Context, place: &Place, verb: &Verb) -> Result<Self, Failure> {
         let named = context.global.server.is_some();
         if named && !place.is_named() {
             return Ok(Self::Server(context.client()?));
         }
         if !place.is_named() {
             let client = context.client()?;
-            let lets_us = client.is_alive().await
-                && client.ask(Ask::get(&["v1", "sources", "mcp"])).await.is_ok();
-            if lets_us {
-                return Ok(Self::Server(client));
+            match answer(&client).await {
+                Some(Ok(())) => return Ok(Self::Server(client)),
+                Some(Err(failure)) if failure.exit == exit::AUTH && !verb.works_alone() => {
+                    return Err(failure);
+                }
+                _ => {}
             }
         }
         let config = context.config(None, place)?;
@@ -140,8 +145,23 @@ impl Crib {
     }
 }
 
+/// What a server says to who asks for its sources; none where no crib answers.
+async fn answer(client: &Client) -> Option<Result<(), Failure>> {
+    if !client.is_alive().await {
+        return None;
+    }
+    Some(client.ask(Ask::get(&["v1", "sources", "mcp"])).await.map(drop))
+}
+
+impl Verb {
+    /// Whether it can be done on the data directory, by who is at the machine and has no key.
+    fn works_alone(&self) -> bool {
+        matches!(self, Self::Add(_) | Self::Rm { .. })
+    }
+}
+
 pub async fn run(context: &Context, verb: Verb, place: &Place) -> Result<(), Failure> {
-    let crib = Crib::open(context, place).await?;
+    let crib = Crib::open(context, place, &verb).await?;
     match verb {
         Verb::Add(args) => add(context, &crib, *args).await,
         Verb::Ls => list(context, &crib).await,
@@ -163,8 +183,23 @@ fn document(args: AddArgs) -> Result<Value, Failure> {
             path => std::fs::read_to_string(path).map(|text| read = text),
         };
         done.map_err(|error| Failure::usage(format!("{file} cannot be read: {error}")))?;
-        return serde_json::from_str(&read)
-            .map_err(|error| Failure::usage(format!("{file} is not JSON: {error}")));
+        let mut document: Value = serde_json::from_str(&read)
+            .map_err(|error| Failure::usage(format!("{file} is not JSON: {error}")))?;
+        let mut said = Map::new();
+        if args.pin {
+            said.insert("pin".to_owned(), true.into());
+        }
+        for (field, value) in [("effect", args.effect), ("risk", args.risk)] {
+            said.extend(value.map(|value| (field.to_owned(), value.into())));
+        }
+        match imported(&mut document) {
+            Some(servers) => {
+                let each = servers.values_mut().filter_map(Value::as_object_mut);
+                each.for_each(|server| server.extend(said.clone()));
+            }
+            None => document.as_object_mut().into_iter().for_each(|one| one.extend(said.clone())),
+        }
+        return Ok(document);
     }
     let pairs = |given: &[String], between: char, what: &str| {
         let split = |pair: &String| {
@@ -218,7 +253,7 @@ async fn add(context: &Context, crib: &Crib, args: AddArgs) -> Result<(), Failur
             Ok(())
         }
         Crib::Directory { engine, caller } => {
-            for settings in to_add(document)? {
+            for settings in to_add(engine, caller, document)? {
                 engine.put_upstream(caller, &settings.name, KIND, stored(&settings)).await?;
                 output.line(&format!("{} is added", settings.name))?;
             }
@@ -366,4 +401,38 @@ async fn remove(context: &Context, crib: &Crib, name: &str) -> Result<(), Failur
     }
     context.output.note(&format!("{} is removed, with its tools", plain(name)));
     Ok(())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use axum::http::StatusCode;
+    use axum::routing::get;
+
+    use super::*;
+
+    /// A server that answers so.
+    async fn server(router: axum::Router) -> Client {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        tokio::spawn(async move { axum::serve(listener, router).await });
+        Client::new(&address, None, None).unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_server_that_wants_a_key_is_not_taken_for_none() {
+        let refusal = || async {
+            let error = json!({ "code": "UNAUTHENTICATED", "message": "a key is needed" });
+            (StatusCode::UNAUTHORIZED, axum::Json(json!({ "error": error })))
+        };
+        let ours = get(|| async { ([("toolcrib-version", "1")], "ok") });
+        let router = axum::Router::new().route("/healthz", ours);
+        let client = server(router.route("/v1/sources/mcp", get(refusal))).await;
+        let failure = answer(&client).await.unwrap().unwrap_err();
+        assert_eq!((failure.exit, failure.message.as_str()), (exit::AUTH, "a key is needed"));
+        assert!(!Verb::Ls.works_alone() && !Verb::Show { name: String::new() }.works_alone());
+        assert!(Verb::Rm { name: String::new() }.works_alone());
+        let other = axum::Router::new().fallback(|| async { "ok" });
+        assert!(answer(&server(other).await).await.is_none());
+    }
 }

@@ -2,6 +2,7 @@
 //! of `subscriptions/listen` they are told what they asked for; in the session of an older client,
 //! what its revision says. Only who sees another list of tools than before is told of it.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -132,7 +133,8 @@ fn differs(shared: &Shared, view: &View, shown: &mut Arc<List>) -> bool {
 /// The sessions of older clients, which are told without having asked.
 #[derive(Default)]
 pub(super) struct Peers {
-    known: Mutex<Vec<Known>>,
+    /// By what names the session, or by itself where nothing does.
+    known: Mutex<HashMap<String, Known>>,
     running: AtomicBool,
 }
 
@@ -145,28 +147,45 @@ struct Known {
 
 impl Peers {
     /// One more session; it is forgotten when it has ended.
-    pub(super) fn add(&self, server: &Server, view: View, peer: Peer<RoleServer>) {
+    pub(super) fn add(
+        &self,
+        server: &Server,
+        id: Option<String>,
+        view: View,
+        peer: Peer<RoleServer>,
+    ) {
         let shared = &server.shared;
         let shown = shared.lists.of(&shared.engine, &view.caller);
+        let session = server.session.clone();
+        let id = id.unwrap_or_else(|| format!("{:p}", Arc::as_ptr(&session)));
         {
             let mut known = self.known.lock();
-            known.retain(|known| !known.peer.is_transport_closed());
-            known.push(Known { peer, view, session: server.session.clone(), shown });
+            known.retain(|_, known| !known.peer.is_transport_closed());
+            known.insert(id, Known { peer, view, session, shown });
         }
         if !self.running.swap(true, Ordering::AcqRel) {
             tokio::spawn(follow(Following::new(shared)));
         }
     }
 
-    /// Who is to be told, and what.
+    /// The client of a session has shown again who it is: its token may be another one by now.
+    pub(super) fn renew(&self, id: &str, view: &View) {
+        if let Some(known) = self.known.lock().get_mut(id) {
+            known.view.standing.clone_from(&view.standing);
+        }
+    }
+
+    /// Who is to be told, and what. One whose token has ended is passed over: it may come with
+    /// another.
     fn concerned(
         &self,
         shared: &Shared,
         news: &News,
     ) -> Vec<(Peer<RoleServer>, ServerNotification)> {
         let mut known = self.known.lock();
-        known.retain(|known| !known.peer.is_transport_closed() && stands(shared, &known.view));
-        let concerned = known.iter_mut().filter_map(|known| {
+        known.retain(|_, known| !known.peer.is_transport_closed());
+        let standing = known.values_mut().filter(|known| stands(shared, &known.view));
+        let concerned = standing.filter_map(|known| {
             let told = match news {
                 News::Over => return None,
                 News::Directory(_) => differs(shared, &known.view, &mut known.shown)

@@ -5,12 +5,14 @@
 //! itself (there is no such tool) or about the crib is a protocol error, which models never see.
 
 use rmcp::ErrorData;
-use rmcp::model::{CallToolResult, ContentBlock, ErrorCode, Resource, ResultType};
+use rmcp::model::{
+    CallToolResult, ContentBlock, ErrorCode, Resource, ResourceContents, ResultType,
+};
 use serde_json::{Value, json};
 use toolcrib::call::{Call, Hold, Status};
 use toolcrib::digest;
 use toolcrib::fault::{Code, Error, Fault, Happened};
-use toolcrib::{Executor, Json};
+use toolcrib::{Executor, Json, tokens};
 
 use super::tools::Revision;
 
@@ -71,7 +73,8 @@ fn digest(call: &Call, data: &Json, budget: usize) -> Option<String> {
     digest::digest(data, budget, &source).map(|digest| digest.text)
 }
 
-/// An MCP result whose words are too many: their digest in place of them. Pictures and sounds stay.
+/// An MCP result whose words are too many, in its texts or in a structure that nobody was promised:
+/// their digest in place of both. Pictures and sounds stay.
 fn digested_words(
     call: &Call,
     data: &Json,
@@ -79,17 +82,53 @@ fn digested_words(
     budget: usize,
     mut result: CallToolResult,
 ) -> CallToolResult {
-    let words = result.content.iter().filter_map(|block| block.as_text());
-    let words: Vec<&str> = words.map(|block| block.text.as_str()).collect();
+    let words: Vec<&str> = result.content.iter().filter_map(words_of).collect();
     let words = Json::of_value(&Value::String(words.join("\n")));
-    let Some(digest) = digest(call, &words, budget) else { return result };
-    result.content.retain(|block| block.as_text().is_none());
+    let structure = result.structured_content.as_ref().filter(|_| !tool.promised);
+    let structure = structure.map(Json::of_value);
+    let over = |text: &Json| tokens::exceeds(text.text(), budget);
+    let worded = over(&words);
+    if !worded && !structure.as_ref().is_some_and(over) {
+        return result;
+    }
+    // Most who answer with both say the same twice.
+    let Some(digest) = digest(call, &without_media(data, !worded), budget) else { return result };
+    result.content.retain(|block| words_of(block).is_none());
     result.content.insert(0, ContentBlock::text(digest));
     result.content.push(link(call, data.text().len()));
     if !tool.promised {
         result.structured_content = None;
     }
     result
+}
+
+/// What a block has for a model to read.
+fn words_of(block: &ContentBlock) -> Option<&str> {
+    match block {
+        ContentBlock::Text(text) => Some(&text.text),
+        ContentBlock::Resource(embedded) => match &embedded.resource {
+            ResourceContents::TextResourceContents { text, .. } => Some(text),
+            _ => None,
+        },
+        _ => None,
+    }
+}
+
+/// An MCP result without the bytes of pictures and sounds. Everything else is where it is in the
+/// whole, so what a digest of it says about places can be read there.
+fn without_media(data: &Json, structured: bool) -> Json {
+    let mut whole = data.value();
+    let blocks = whole.get_mut("content").and_then(Value::as_array_mut);
+    for block in blocks.into_iter().flatten().filter_map(Value::as_object_mut) {
+        block.remove("data");
+        if let Some(resource) = block.get_mut("resource").and_then(Value::as_object_mut) {
+            resource.remove("blob");
+        }
+    }
+    if let Some(whole) = whole.as_object_mut() {
+        whole.retain(|key, _| key == "content" || structured && key == "structuredContent");
+    }
+    Json::of_value(&whole)
 }
 
 /// A failure in words, with the fault beside it.

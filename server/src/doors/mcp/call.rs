@@ -14,12 +14,12 @@ use rmcp::model::{
 use rmcp::service::RequestContext;
 use rmcp::{ErrorData, RoleServer};
 use serde_json::Value;
-use toolcrib::call::Call;
+use toolcrib::call::{Call, Hold};
 use toolcrib::engine::CatalogEntry;
 use toolcrib::{Invocation, Json, Ticket};
 
 use super::answer::{self, Shape};
-use super::input;
+use super::input::{self, Heard};
 use super::progress::Progress;
 use super::server::{Server, View};
 use super::tasks;
@@ -176,7 +176,9 @@ impl Wait<'_> {
                     let asks = InputRequiredResult::new(Some(questions), Some(state));
                     return Ok(CallToolResponse::InputRequired(asks));
                 }
-                self.ask(&call, questions).await?;
+                if !self.ask(ticket, &call, questions).await? {
+                    return Ok(self.not_finished(&call));
+                }
                 call = engine.call(caller, &call.id).await.map_err(answer::protocol_error)?;
                 // The time it took to think is not held against the call.
                 until = tokio::time::Instant::now() + patience;
@@ -189,9 +191,7 @@ impl Wait<'_> {
             let left_ms = left.as_millis() as u64 + 1;
             tokio::select! {
                 biased;
-                () = self.context.ct.cancelled() => {
-                    return Err(self.cancel(&call, "the client does not want it any more").await);
-                }
+                () = self.context.ct.cancelled() => return Err(self.left(&call).await),
                 news = engine.news(caller, ticket, call.version, left_ms) => {
                     let news = news.map_err(answer::protocol_error)?;
                     if news.version == call.version {
@@ -207,21 +207,68 @@ impl Wait<'_> {
         Ok(CallToolResponse::Complete(self.server.ended(&call, self.shape).await))
     }
 
-    /// Asks a client of an older revision, which can be asked while it waits.
-    async fn ask(&self, call: &Call, questions: InputRequests) -> Result<(), ErrorData> {
-        let answers = tokio::select! {
-            () = self.context.ct.cancelled() => None,
-            answers = input::ask(&self.context.peer, questions) => answers,
+    /// Asks a client of an older revision, which can be asked while it waits. What nobody wants to
+    /// know any more it is not asked any longer. False when the server stops.
+    async fn ask(
+        &self,
+        ticket: &Ticket,
+        call: &Call,
+        questions: InputRequests,
+    ) -> Result<bool, ErrorData> {
+        let keys: Vec<String> = questions.keys().cloned().collect();
+        let pointless = async {
+            tokio::select! {
+                () = self.context.ct.cancelled() => true,
+                goes_on = self.has_gone_on(ticket, call, &keys) => goes_on,
+            }
         };
-        let Some(answers) = answers else {
-            return Err(self.cancel(call, "the client did not answer what was asked").await);
+        let answers = match input::ask(&self.context.peer, questions, pointless).await {
+            Heard::Answers(answers) => answers,
+            Heard::Pointless(_) if self.context.ct.is_cancelled() => {
+                return Err(self.left(call).await);
+            }
+            Heard::Pointless(goes_on) => return Ok(goes_on),
+            Heard::Nothing => {
+                return Err(self.cancel(call, "the client did not answer what was asked").await);
+            }
         };
         let given = input::give(self.server, self.view, &call.id, answers).await;
         if given.is_err() {
             // It is told why, and has no ticket to answer again with.
             self.cancel(call, "the client's answers could not be taken").await;
         }
-        given
+        given.map(|()| true)
+    }
+
+    /// Waits until the call does not want to know any of this any more: it was answered by somebody
+    /// else, or has ended. False when the server stops.
+    async fn has_gone_on(&self, ticket: &Ticket, call: &Call, keys: &[String]) -> bool {
+        let (engine, caller) = (self.server.engine(), &self.view.caller);
+        let mut seen = call.version;
+        loop {
+            // What cannot be read is read again by who goes on, and the error is told.
+            let Ok(news) = engine.news(caller, ticket, seen, u64::MAX).await else { return true };
+            if news.version == seen && engine.is_draining() {
+                return false;
+            }
+            let open = news.dialogue.as_ref().map(|dialogue| &dialogue.open);
+            let waits = news.hold == Some(Hold::Input) && news.attempt == call.attempt;
+            if !waits || !open.is_some_and(|open| keys.iter().any(|key| open.contains_key(key))) {
+                return true;
+            }
+            seen = news.version;
+        }
+    }
+
+    /// The client has gone. One that only lost its stream can ask again, where it gave its call a
+    /// key for that: without a session nothing else than the stream says that it has gone.
+    async fn left(&self, call: &Call) -> ErrorData {
+        let over_http = self.context.extensions.get::<axum::http::request::Parts>().is_some();
+        let stream_only = over_http && self.client.revision == Revision::Modern;
+        if stream_only && call.asked.idempotency_key.is_some() {
+            return ErrorData::internal_error("the client has hung up", None);
+        }
+        self.cancel(call, "the client does not want it any more").await
     }
 
     async fn cancel(&self, call: &Call, reason: &str) -> ErrorData {

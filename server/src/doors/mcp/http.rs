@@ -134,6 +134,9 @@ impl Entrance {
             return Err(Error::refused(Code::ValidationError, message));
         }
         let view = View { caller, standing, catalogue, source };
+        if let Some(session) = &session {
+            shared.peers.renew(session, &view);
+        }
         parts.extensions.insert(view.clone());
         // Secrets go no further than here.
         parts.headers.remove(header::AUTHORIZATION);
@@ -198,7 +201,8 @@ fn source(path: &str) -> Result<Option<Arc<str>>, Error> {
     Ok(Some(name.into()))
 }
 
-fn session_of(headers: &HeaderMap) -> Option<String> {
+/// The session that a message is of.
+pub(super) fn session_of(headers: &HeaderMap) -> Option<String> {
     headers.get(SESSION).and_then(|value| value.to_str().ok()).map(str::to_owned)
 }
 

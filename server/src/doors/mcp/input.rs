@@ -9,7 +9,7 @@ use rmcp::model::{
     CallToolRequestParams, ClientCapabilities, ElicitRequestParams, ElicitationCapability,
     InputRequest, InputRequests, InputResponses, ServerRequest,
 };
-use rmcp::service::Peer;
+use rmcp::service::{Peer, PeerRequestOptions};
 use rmcp::{ErrorData, RoleServer};
 use serde_json::{Map, Value};
 use toolcrib::call::{Call, Hold};
@@ -122,24 +122,48 @@ pub(super) async fn give(
     }
 }
 
-/// Puts the questions to a client of an older revision, one after the other. None when it did not
-/// answer one of them.
-pub(super) async fn ask(
+/// What came of questions that were put to a client.
+pub(super) enum Heard<W> {
+    Answers(Map<String, Value>),
+    /// It did not answer one of them.
+    Nothing,
+    /// Nobody wants to know any more, and why.
+    Pointless(W),
+}
+
+/// Puts the questions to a client of an older revision, one after the other, until nobody wants to
+/// know any more.
+pub(super) async fn ask<W>(
     peer: &Peer<RoleServer>,
     questions: InputRequests,
-) -> Option<Map<String, Value>> {
+    pointless: impl Future<Output = W>,
+) -> Heard<W> {
+    let mut pointless = std::pin::pin!(pointless);
     let mut answers = Map::new();
     for (key, question) in questions {
         let request = match question {
             InputRequest::Elicitation(request) => ServerRequest::ElicitRequest(request),
             InputRequest::CreateMessage(request) => ServerRequest::CreateMessageRequest(request),
             InputRequest::ListRoots(request) => ServerRequest::ListRootsRequest(request),
-            _ => return None,
+            _ => return Heard::Nothing,
         };
-        let answer = peer.send_request(request).await.ok()?;
-        answers.insert(key, serde_json::to_value(answer).ok()?);
+        let options = PeerRequestOptions::no_options();
+        let Ok(mut asked) = peer.send_request_with_option(request, options).await else {
+            return Heard::Nothing;
+        };
+        let answer = tokio::select! {
+            answer = &mut asked.rx => answer,
+            why = &mut pointless => {
+                // A client that has gone needs not be told.
+                let _ = asked.cancel(Some("this is not needed any more".to_owned())).await;
+                return Heard::Pointless(why);
+            }
+        };
+        let Ok(Ok(answer)) = answer else { return Heard::Nothing };
+        let Ok(answer) = serde_json::to_value(answer) else { return Heard::Nothing };
+        answers.insert(key, answer);
     }
-    Some(answers)
+    Heard::Answers(answers)
 }
 
 #[cfg(test)]

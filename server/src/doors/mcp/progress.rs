@@ -38,7 +38,7 @@ struct Wanted {
     level: Option<LoggingLevel>,
     call: EventQuery,
     after: u64,
-    shown: f64,
+    shown: Option<f64>,
 }
 
 /// What a tool logs.
@@ -74,7 +74,7 @@ impl Progress {
             level,
             call: EventQuery::Call(call.id.clone()),
             after: 0,
-            shown: -1.0,
+            shown: None,
         });
         Self { wanted }
     }
@@ -121,9 +121,10 @@ impl Wanted {
     async fn tell_progress(&mut self, said: &Facts) {
         let Some(token) = self.token.clone() else { return };
         let percent = said.get("percent").and_then(Value::as_f64);
-        // MCP wants each number to be above the one before, whatever the tool says.
-        let next = percent.filter(|percent| *percent > self.shown).unwrap_or(self.shown + 0.01);
-        self.shown = next;
+        // An MCP server that does not know how much there is counts without a total.
+        let counted = || said.get("data")?.get("progress")?.as_f64();
+        let next = above(self.shown, percent.or_else(counted));
+        self.shown = Some(next);
         let mut param = ProgressNotificationParam::new(token, next);
         if percent.is_some() {
             param = param.with_total(100.0);
@@ -144,6 +145,12 @@ impl Wanted {
         param.logger = logged.logger;
         let _ = self.peer.notify_logging_message(param).await;
     }
+}
+
+/// MCP wants each number to be above the one before, whatever the tool says.
+fn above(shown: Option<f64>, said: Option<f64>) -> f64 {
+    let said = said.filter(|said| shown.map_or(*said >= 0.0, |shown| *said > shown));
+    said.unwrap_or_else(|| shown.map_or(0.0, |shown| (shown + 0.01).max(shown.next_up())))
 }
 
 fn weight(level: LoggingLevel) -> u8 {

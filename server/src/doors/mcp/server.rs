@@ -21,12 +21,14 @@ use rmcp::model::{
 };
 use rmcp::service::{NotificationContext, RequestContext, SubscriptionContext};
 use rmcp::{ErrorData, RoleServer, ServerHandler};
+use toolcrib::engine::RESULT_READ;
 use toolcrib::{Call, Caller, Engine};
 
 use super::answer::{self, Shape};
 use super::beside::Beside;
 use super::call::{self, Seen, ticketed};
 use super::catalogue::{self, Catalogue};
+use super::http::session_of;
 use super::shelf::Shelf;
 use super::tools::{Lists, Revision, cursor, name_in};
 use super::{Settings, announce, input, own, resources, tasks, unread};
@@ -51,6 +53,12 @@ impl View {
     /// What goes before the names of what is seen.
     pub(super) fn prefix(&self) -> Option<String> {
         self.source.as_ref().map(|source| format!("{source}."))
+    }
+
+    /// The crib's name of the tool that the client calls so. What reads long results is the crib's
+    /// own, wherever they come from.
+    pub(super) fn tool_named(&self, name: &str) -> String {
+        if name == RESULT_READ { name.to_owned() } else { self.named(name) }
     }
 
     /// The crib's name of what the client calls so.
@@ -209,7 +217,7 @@ impl ServerHandler for Server {
 
     /// For the check of headers that mirror arguments; who may call it is decided when it is.
     fn get_tool(&self, name: &str) -> Option<Tool> {
-        let entry = self.engine().tool(&self.view.caller, &self.view.named(name)).ok()?;
+        let entry = self.engine().tool(&self.view.caller, &self.view.tool_named(name)).ok()?;
         super::tools::described(&entry.definition)
     }
 
@@ -229,7 +237,7 @@ impl ServerHandler for Server {
             return told;
         }
         if view.source.is_some() {
-            asked.name = view.named(&asked.name).into();
+            asked.name = view.tool_named(&asked.name).into();
         }
         call::call(self, &view, asked, &context, Seen::List).await
     }
@@ -368,7 +376,9 @@ impl ServerHandler for Server {
 
     async fn on_initialized(&self, context: NotificationContext<RoleServer>) {
         let view = self.view(&context.extensions);
-        self.shared.peers.add(self, view, context.peer);
+        let parts = context.extensions.get::<axum::http::request::Parts>();
+        let id = parts.and_then(|parts| session_of(&parts.headers));
+        self.shared.peers.add(self, id, view, context.peer);
     }
 
     async fn on_custom_request(

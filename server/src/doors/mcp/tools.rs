@@ -10,7 +10,7 @@ use std::sync::{Arc, OnceLock};
 use parking_lot::Mutex;
 use rmcp::model::{JsonObject, MetaObject, ProtocolVersion, Tool, ToolAnnotations};
 use serde_json::Value;
-use toolcrib::engine::CatalogEntry;
+use toolcrib::engine::{CatalogEntry, RESULT_READ};
 use toolcrib::{Caller, Definition, Effect, Engine, Risk};
 
 use super::{catalogue, own};
@@ -73,7 +73,8 @@ impl List {
     }
 
     /// The tools behind this name, at most so many; and the name to go on behind, when there are
-    /// more. With a prefix: those that have it, without it, and the door's own behind them.
+    /// more. With a prefix: those that have it, without it, and behind them the door's own and what
+    /// reads long results, which go before others of these names.
     pub(super) fn page(
         &self,
         after: Option<&str>,
@@ -84,11 +85,15 @@ impl List {
         let (page, more) = self.part(after, size, prefix);
         let mut tools: Vec<Tool> = page.iter().map(|l| revision.shown(&l.tool)).collect();
         if let Some(prefix) = prefix {
+            let mut beside = if self.len() > 0 { own::tools() } else { Vec::new() };
+            let reads = self.tools.iter().find(|listed| listed.name() == RESULT_READ);
+            beside.extend(reads.map(|listed| revision.shown(&listed.tool)));
             for tool in &mut tools {
                 tool.name = tool.name.strip_prefix(prefix).unwrap_or(&tool.name).to_owned().into();
             }
-            if more.is_none() && self.len() > 0 {
-                tools.extend(own::tools());
+            tools.retain(|tool| beside.iter().all(|ours| ours.name != tool.name));
+            if more.is_none() {
+                tools.extend(beside);
             }
         }
         (tools, more)

@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 
 use schemars::JsonSchema;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use toolcrib::tool::{Effect, Risk};
@@ -122,6 +123,9 @@ const MAX_TOOLS: usize = 1_000;
 
 /// How long an upstream may take to answer for the first time, unless its settings say otherwise.
 const CONNECT_TIMEOUT_MS: u64 = 30_000;
+
+const EFFECTS: &str = "read, idempotent or irreversible";
+const RISKS: &str = "low, medium, high or critical";
 
 /// The first parts of the names of our own tools: `tools.search`, `call.result`.
 const RESERVED: [&str; 2] = ["tools", "call"];
@@ -267,17 +271,33 @@ pub fn shown_url(url: &str) -> String {
 }
 
 /// The servers of desktop clients' configuration, `{"mcpServers": {NAME: {…}}}`, as it is: fields
-/// that are about the client are passed over.
-pub fn of_desktop_clients(document: &Value) -> Result<Vec<McpSettings>, Wrong> {
+/// that are about the client are passed over. Of ours, it may say `pin`, `effect` and `risk`; one
+/// that says nothing of the first is pinned if it is so already.
+pub fn of_desktop_clients(
+    document: &Value,
+    pinned: impl Fn(&str) -> bool,
+) -> Result<Vec<McpSettings>, Wrong> {
     let found = document.get("mcpServers").or_else(|| document.get("servers"));
     let Some(Value::Object(servers)) = found else {
         let why = "must be an object of servers by their names";
         return Err(Wrong { field: "mcpServers", why: why.to_owned() });
     };
-    servers.iter().map(|(name, server)| of_desktop_client(name, server)).collect()
+    let read = |(name, server): (&String, &Value)| {
+        let settings = of_desktop_client(name, server, &pinned)?;
+        settings.check().map_err(|wrong| {
+            let why = format!("in \"{name}\": {}", wrong.why);
+            Wrong { field: wrong.field, why }
+        })?;
+        Ok(settings)
+    };
+    servers.iter().map(read).collect()
 }
 
-fn of_desktop_client(name: &str, server: &Value) -> Result<McpSettings, Wrong> {
+fn of_desktop_client(
+    name: &str,
+    server: &Value,
+    pinned: impl Fn(&str) -> bool,
+) -> Result<McpSettings, Wrong> {
     let bad = |field: &'static str, kind: &str| {
         let why = format!("of \"{name}\" must be {kind}");
         Wrong { field, why }
@@ -288,13 +308,13 @@ fn of_desktop_client(name: &str, server: &Value) -> Result<McpSettings, Wrong> {
         Some(Value::String(text)) => Ok(Some(text.clone())),
         Some(_) => Err(bad(key, "a text")),
     };
-    let args = match server.get("args") {
-        None | Some(Value::Null) => Vec::new(),
-        Some(Value::Array(args)) => {
-            let words = args.iter().map(word).collect::<Option<Vec<String>>>();
-            words.ok_or_else(|| bad("args", "a list of texts"))?
+    let list = |key: &'static str| match server.get(key) {
+        None | Some(Value::Null) => Ok(Vec::new()),
+        Some(Value::Array(list)) => {
+            let words = list.iter().map(word).collect::<Option<Vec<String>>>();
+            words.ok_or_else(|| bad(key, "a list of texts"))
         }
-        Some(_) => return Err(bad("args", "a list of texts")),
+        Some(_) => Err(bad(key, "a list of texts")),
     };
     let words = |key: &'static str| match server.get(key) {
         None | Some(Value::Null) => Ok(BTreeMap::new()),
@@ -303,7 +323,10 @@ fn of_desktop_client(name: &str, server: &Value) -> Result<McpSettings, Wrong> {
         }
         Some(_) => Err(bad(key, "an object of texts by their names")),
     };
-    if text("type")?.or(text("transport")?).is_some_and(|kind| kind.eq_ignore_ascii_case("sse")) {
+    let off = server.get("disabled").and_then(Value::as_bool).unwrap_or(false);
+    let kind = text("type")?.or(text("transport")?);
+    // What is switched off is not spoken with.
+    if !off && kind.is_some_and(|kind| kind.eq_ignore_ascii_case("sse")) {
         return Err(Wrong {
             field: "type",
             why: format!(
@@ -312,19 +335,42 @@ fn of_desktop_client(name: &str, server: &Value) -> Result<McpSettings, Wrong> {
             ),
         });
     }
-    let off = server.get("disabled").and_then(Value::as_bool).unwrap_or(false);
+    if !off && !list("includeTools")?.is_empty() {
+        let why = format!(
+            "of \"{name}\" cannot be taken over, since tools are switched off here one by one: \
+             name those in excludeTools"
+        );
+        return Err(Wrong { field: "includeTools", why });
+    }
+    let switched_off = || McpToolSettings { enabled: Some(false), ..McpToolSettings::default() };
+    let without = list("disabledTools")?.into_iter().chain(list("excludeTools")?);
     let (url, other_url) = (text("url")?, text("serverUrl")?);
+    let ours = plain_name(name);
+    let pin = given(server, "pin").map_err(|()| bad("pin", "true or false"))?;
     Ok(McpSettings {
-        name: plain_name(name),
+        name: ours.clone(),
         enabled: !off,
         command: text("command")?,
-        args,
+        args: list("args")?,
         env: words("env")?,
         cwd: text("cwd")?,
-        url: url.or(other_url),
+        // Where both are there, `url` is the address of the transport before this one.
+        url: text("httpUrl")?.or(url).or(other_url),
         headers: words("headers")?,
+        pin: pin.unwrap_or_else(|| pinned(&ours)),
+        effect: given(server, "effect").map_err(|()| bad("effect", EFFECTS))?,
+        risk: given(server, "risk").map_err(|()| bad("risk", RISKS))?,
+        tools: without.map(|tool| (tool, switched_off())).collect(),
         ..McpSettings::default()
     })
+}
+
+/// One of our own settings, where it is given.
+fn given<T: DeserializeOwned>(server: &Map<String, Value>, key: &str) -> Result<Option<T>, ()> {
+    match server.get(key) {
+        None | Some(Value::Null) => Ok(None),
+        Some(value) => T::deserialize(value).map(Some).map_err(drop),
+    }
 }
 
 fn word(value: &Value) -> Option<String> {
@@ -361,17 +407,41 @@ mod tests {
                 "alwaysAllow": ["read"], "type": "stdio"},
             "far": {"type": "http", "url": "https://far.example/mcp?key=s",
                 "headers": {"Authorization": "Bearer ${FAR}"}, "disabled": true}}});
-        let servers = of_desktop_clients(&document).unwrap();
+        let servers = of_desktop_clients(&document, |_| false).unwrap();
         let far = servers.iter().find(|server| server.name == "far").unwrap();
         assert!(!far.enabled && far.reads_environment());
         assert_eq!(far.place(), "https://far.example/mcp?…");
         let files = servers.iter().find(|server| server.name == "My-Files").unwrap();
         assert_eq!(files.args, ["-y", "server", "8"]);
         assert_eq!(files.check(), Ok(()));
-        let wrong = of_desktop_clients(&json!({"mcpServers": {"x": {"command": 1}}})).unwrap_err();
+        let near = json!({"mcpServers": {"near": {"command": "x", "pin": true, "risk": "high",
+            "disabledTools": ["rm"], "excludeTools": ["mv"]}, "old": {"type": "sse",
+            "url": "https://old.example/sse", "disabled": true}, "new": {"url": "https://new.example/sse",
+            "httpUrl": "https://new.example/mcp"}}});
+        let servers = of_desktop_clients(&near, |_| false).unwrap();
+        let found = |name: &str| servers.iter().find(|server| server.name == name).unwrap();
+        assert!(!found("old").enabled);
+        assert_eq!(found("new").url.as_deref(), Some("https://new.example/mcp"));
+        let near = found("near");
+        assert!(near.pin && near.risk == Some(Risk::High) && near.tools.len() == 2);
+        assert!(near.tools.values().all(|tool| tool.enabled == Some(false)));
+        for (entry, field) in [
+            (json!({"command": "x", "url": "https://x.example/mcp"}), "command"),
+            (json!({"command": "x", "includeTools": ["read"]}), "includeTools"),
+            (json!({"command": "x", "excludeTools": "rm"}), "excludeTools"),
+            (json!({"command": "x", "pin": "yes"}), "pin"),
+            (json!({"command": "x", "effect": "none"}), "effect"),
+        ] {
+            let document = json!({"mcpServers": {"fine": {"command": "x"}, "odd one": entry}});
+            let wrong = of_desktop_clients(&document, |_| false).unwrap_err();
+            assert_eq!(wrong.field, field);
+            assert!(wrong.why.contains("\"odd one\""), "{}", wrong.why);
+        }
+        let wrong = of_desktop_clients(&json!({"mcpServers": {"x": {"command": 1}}}), |_| false)
+            .unwrap_err();
         assert_eq!(wrong.field, "command");
         let old = json!({"mcpServers": {"x": {"type": "sse", "url": "https://x.example/sse"}}});
-        let wrong = of_desktop_clients(&old).unwrap_err();
+        let wrong = of_desktop_clients(&old, |_| false).unwrap_err();
         assert_eq!(wrong.field, "type");
         assert!(wrong.why.contains("streamable HTTP"), "{}", wrong.why);
     }

@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use futures::FutureExt;
@@ -49,6 +50,7 @@ impl Upstream {
         let (mut failures, mut older) = (0_u32, false);
         loop {
             let began = Instant::now();
+            let wanted = self.wanted.load(Ordering::Acquire);
             // A fault of ours is no reason to leave it for ever. What it held is let go of.
             let tried = AssertUnwindSafe(self.once(&*ledger, older)).catch_unwind().await;
             let (reached, why) = tried.unwrap_or_else(|_| {
@@ -60,7 +62,7 @@ impl Upstream {
                 return;
             }
             if self.pass.as_ref().is_some_and(|pass| pass.is_shut()) {
-                self.wait_for_a_person().await;
+                self.wait_for_a_person(wanted).await;
                 if self.stop.is_cancelled() {
                     return;
                 }
@@ -74,7 +76,7 @@ impl Upstream {
             let wait =
                 (FIRST_WAIT * 2_u32.pow(failures.min(8) - failures.min(1))).min(LONGEST_WAIT);
             tracing::warn!(upstream = name, problem = why, ?wait, "an MCP server is not there");
-            self.wait_after(why, wait).await;
+            self.wait_after(why, wait, wanted).await;
             if self.stop.is_cancelled() {
                 return;
             }
@@ -84,7 +86,7 @@ impl Upstream {
     }
 
     /// Until somebody has signed in. The address that is shown is always one that can be used.
-    async fn wait_for_a_person(&self) {
+    async fn wait_for_a_person(&self, wanted: u64) {
         let Some(pass) = &self.pass else { return };
         let name = &self.settings.name;
         tracing::warn!(upstream = name, "an MCP server needs somebody to sign in");
@@ -97,6 +99,7 @@ impl Upstream {
                 Some(format!("{failed}somebody must sign in: toolcrib mcp sign-in {name}"));
         }
         self.set_live(None);
+        self.has_looked(wanted);
         while pass.is_shut() {
             let left =
                 pass.sign_in().map_or(0, |wanted| wanted.expires_ms.saturating_sub(now_ms()));
@@ -112,7 +115,7 @@ impl Upstream {
         self.set_live(None);
     }
 
-    async fn wait_after(&self, why: String, wait: Duration) {
+    async fn wait_after(&self, why: String, wait: Duration, wanted: u64) {
         {
             let mut state = self.state.lock();
             state.enter(Phase::Waiting);
@@ -128,6 +131,7 @@ impl Upstream {
         }
         // Whoever waits for it hears that it is not there.
         self.set_live(None);
+        self.has_looked(wanted);
         tokio::select! {
             () = tokio::time::sleep(wait) => {}
             () = self.again.notified() => {}
@@ -187,6 +191,7 @@ impl Upstream {
         let (process, watch) = (connection.process, connection.watch());
         let (direct, tape) = (connection.direct(), connection.tape());
         let mut over = std::pin::pin!(connection.over());
+        let mut wanted = self.wanted.load(Ordering::Acquire);
         let first = tokio::select! {
             first = self.refresh(ledger, &peer, &tape) => first,
             why = &mut over => return why,
@@ -198,6 +203,7 @@ impl Upstream {
         let asks_within = !modern && process.is_some();
         let live = Live { peer: peer.clone(), ears: ears.clone(), watch, direct, asks_within };
         self.set_live(Some(Arc::new(live)));
+        self.has_looked(wanted);
         let mut listening = std::pin::pin!(listen(&peer, &ears, modern));
         loop {
             tokio::select! {
@@ -205,7 +211,10 @@ impl Upstream {
                 () = ears.tools_changed.notified() => {}
                 never = &mut listening => match never {},
                 // Who asks for another look may have made room for what was refused.
-                () = self.again.notified() => self.unusable.lock().clear(),
+                () = self.again.notified() => {
+                    wanted = self.wanted.load(Ordering::Acquire);
+                    self.unusable.lock().clear();
+                }
                 () = self.leave.notified() => return SIGNED_OUT.to_owned(),
                 () = ears.spoiled() => return SPOILED.to_owned(),
             }
@@ -218,8 +227,14 @@ impl Upstream {
             if let Err(why) = looked {
                 return why;
             }
+            self.has_looked(wanted);
             tokio::time::sleep(PAUSE).await;
         }
+    }
+
+    /// Those who wanted a look have got it.
+    fn has_looked(&self, wanted: u64) {
+        self.looked.send_modify(|looked| *looked = wanted.max(*looked));
     }
 
     /// Looks at what it offers, and says how that went. An error is why it cannot be used.

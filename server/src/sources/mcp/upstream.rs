@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -72,6 +73,9 @@ pub struct Upstream {
     pub(super) stop: CancellationToken,
     /// It is to be tried again at once.
     pub(super) again: Notify,
+    /// How often somebody has asked for another look, and how many of them have got it.
+    pub(super) wanted: AtomicU64,
+    pub(super) looked: watch::Sender<u64>,
     /// It is to be left, and begun again.
     pub(super) leave: Notify,
     /// What it offers now, whether or not that was accepted.
@@ -101,6 +105,8 @@ impl Upstream {
             pass,
             stop: CancellationToken::new(),
             again: Notify::new(),
+            wanted: AtomicU64::new(0),
+            looked: watch::Sender::new(0),
             leave: Notify::new(),
             offered: Mutex::default(),
             unusable: Mutex::default(),
@@ -140,6 +146,20 @@ impl Upstream {
             if seen.changed().await.is_err() {
                 return;
             }
+        }
+    }
+
+    /// Has it tried again, or looked at, from now on, and waits until that was done.
+    pub(super) async fn look_again(&self) {
+        if !self.settings.enabled {
+            return;
+        }
+        let number = self.wanted.fetch_add(1, Ordering::AcqRel) + 1;
+        self.again.notify_one();
+        let mut looked = self.looked.subscribe();
+        tokio::select! {
+            _ = looked.wait_for(|looked| *looked >= number) => {}
+            () = self.stop.cancelled() => {}
         }
     }
 

@@ -9,7 +9,7 @@ use toolcrib::source::{Attempt, ProgressSink, Source, Started};
 use toolcrib::{CallId, Definition, Effect, Engine, Executor, Fault, Json, Risk};
 use toolcrib_store::SqliteStore;
 
-use crate::support::mcp::Mcp;
+use crate::support::mcp::{Mcp, Stream};
 use crate::support::{Server, soon};
 
 /// Tools of an MCP server that ask for a name (and a city) and then say hello.
@@ -137,6 +137,46 @@ async fn an_older_client_is_asked_while_it_waits() {
     }
     let told = soon("the answer", stream.next()).await.unwrap();
     assert_eq!(text(&told["result"]), "hello Ada in Ulm, attempt 2");
+}
+
+/// The answer to a call whose client was asked something that nobody wants to know any more.
+async fn answer_without_asking(mut beside: Stream, mut stream: Stream, asked: &Value) -> Value {
+    let dropped = beside.until("notifications/cancelled").await;
+    assert_eq!(dropped["params"]["requestId"], asked["id"], "{dropped}");
+    soon("the answer", stream.next()).await.unwrap()["result"].clone()
+}
+
+#[tokio::test]
+async fn an_older_client_that_is_asked_gets_its_answer_when_somebody_else_has_answered() {
+    let server = server().await;
+    let api = server.api();
+    let client = Mcp::legacy_with(&api, json!({ "elicitation": {} })).await;
+    let params = json!({ "name": "hello.one", "arguments": {} });
+    let beside = client.session_stream().await;
+    let mut stream = client.open("tools/call", params).await;
+    let asked = stream.until("elicitation/create").await;
+    let calls = api.get("/v1/tool_calls").await.is(200);
+    let id = calls["tool_calls"][0]["tool_call_id"].as_str().unwrap();
+    let path = format!("/v1/tool_calls/{id}/answer");
+    // Some of it is not all of it: it is still asked.
+    api.post(&path, json!({ "answers": { "name": accept("Ada") } })).await.is(200);
+    api.post(&path, json!({ "answers": { "city": accept("Ulm") } })).await.is(200);
+    let told = answer_without_asking(beside, stream, &asked).await;
+    assert_eq!(text(&told), "hello Ada in Ulm, attempt 2");
+}
+
+#[tokio::test]
+async fn an_older_client_that_is_asked_gets_its_answer_at_the_calls_deadline() {
+    let server = server().await;
+    let client = Mcp::legacy_with(&server.api(), json!({ "elicitation": {} })).await;
+    let params = json!({ "name": "hello.one", "arguments": {},
+        "_meta": { "toolcrib/timeout_ms": 1_000 } });
+    let beside = client.session_stream().await;
+    let mut stream = client.open("tools/call", params).await;
+    let asked = stream.until("elicitation/create").await;
+    let told = answer_without_asking(beside, stream, &asked).await;
+    assert_eq!(told["isError"], true, "{told}");
+    assert_eq!(told["structuredContent"]["error"]["code"], "TIMEOUT", "{told}");
 }
 
 #[tokio::test]

@@ -111,6 +111,17 @@ async fn who_knows_no_tasks_waits_and_then_gets_a_ticket_to_ask_with() {
     }
 }
 
+/// The messages of a stream that was read to its end.
+fn messages(all: &str) -> Vec<Value> {
+    let data = all.lines().filter_map(|line| line.strip_prefix("data:"));
+    data.filter_map(|data| serde_json::from_str(data.trim()).ok()).collect()
+}
+
+fn progress_in(messages: &[Value]) -> Vec<&Value> {
+    let progress = |message: &&Value| message["method"] == "notifications/progress";
+    messages.iter().filter(progress).map(|message| &message["params"]).collect()
+}
+
 #[tokio::test]
 async fn progress_is_passed_on_to_who_asked_for_it() {
     let server = Server::start().await;
@@ -129,15 +140,8 @@ async fn progress_is_passed_on_to_who_asked_for_it() {
         }
         api.succeed(&id, json!({})).await;
         let all = soon("the answer", asking).await.unwrap();
-        let messages: Vec<Value> = all
-            .lines()
-            .filter_map(|line| serde_json::from_str(line.strip_prefix("data:")?.trim()).ok())
-            .collect();
-        let told: Vec<&Value> = messages
-            .iter()
-            .filter(|message| message["method"] == "notifications/progress")
-            .map(|message| &message["params"])
-            .collect();
+        let messages = messages(&all);
+        let told = progress_in(&messages);
         assert_eq!(told.len(), 3, "{all}");
         assert!(told.iter().all(|told| told["progressToken"] == "t"));
         assert_eq!((&told[0]["progress"], &told[0]["total"]), (&json!(30.0), &json!(100.0)));
@@ -148,12 +152,57 @@ async fn progress_is_passed_on_to_who_asked_for_it() {
     }
 }
 
+#[tokio::test]
+async fn progress_without_a_percentage_is_told_as_it_was_said() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("pc_1", json!([offer("slow.one")])).await;
+    let client = Mcp::modern(&api);
+    for (said, expected) in [
+        // As MCP servers count that do not know how much there is.
+        (
+            vec![
+                json!({ "data": { "progress": 0.0 } }),
+                json!({ "data": { "progress": 3.0 } }),
+                json!({ "data": { "progress": 500.0 } }),
+            ],
+            vec![0.0, 3.0, 500.0],
+        ),
+        // Who says nothing of how far it is, or goes back, is further than before all the same.
+        (
+            vec![
+                json!({ "message": "begun" }),
+                json!({ "data": { "progress": -4.0 } }),
+                json!({ "data": { "progress": 1e18 } }),
+                json!({ "data": { "progress": 7.0 } }),
+            ],
+            vec![0.0, 0.01, 1e18, 1e18 + 128.0],
+        ),
+    ] {
+        let params =
+            json!({ "name": "slow.one", "arguments": {}, "_meta": { "progressToken": "t" } });
+        let request = client.request("tools/call", params);
+        let asking =
+            tokio::spawn(async move { request.send().await.unwrap().text().await.unwrap() });
+        let id = work(&api).await;
+        for progress in said {
+            send_progress(&server, &id, progress).await;
+        }
+        api.succeed(&id, json!({})).await;
+        let messages = messages(&soon("the answer", asking).await.unwrap());
+        let told = progress_in(&messages);
+        let numbers: Vec<f64> = told.iter().map(|t| t["progress"].as_f64().unwrap()).collect();
+        assert_eq!(numbers, expected);
+        assert!(told.iter().all(|told| told["total"].is_null()), "{told:?}");
+    }
+}
+
 async fn send_progress(server: &Server, id: &str, progress: Value) {
     let caller = toolcrib::Caller::local("default");
     let progress = toolcrib::Progress {
         percent: progress["percent"].as_f64(),
         message: progress["message"].as_str().map(str::to_owned),
-        data: None,
+        data: progress.get("data").cloned(),
     };
     let id = id.parse().unwrap();
     server.engine.progress(&caller, &id, None, None, progress).await.unwrap();
@@ -199,6 +248,33 @@ async fn closing_the_stream_cancels_where_the_revision_says_so() {
     api.until_status(&second, "CANCELED").await;
     asking.abort();
     assert_ne!(api.call(&id).await["status"], "CANCELED");
+}
+
+#[tokio::test]
+async fn a_call_with_an_idempotency_key_outlives_its_stream() {
+    let server = Server::start().await;
+    let api = server.api();
+    api.register("pc_1", json!([offer("slow.one")])).await;
+    let client = Mcp::modern(&api);
+    let ask = |meta: Value| {
+        let params = json!({ "name": "slow.one", "arguments": {}, "_meta": meta });
+        let request = client.request("tools/call", params);
+        tokio::spawn(async move { request.send().await.unwrap().text().await.unwrap() })
+    };
+    let once = json!({ "toolcrib/idempotency_key": "once" });
+    let kept = ask(once.clone());
+    let id = work(&api).await;
+    kept.abort();
+    // Hanging up is noticed: without a key it cancels.
+    let plain = ask(json!({}));
+    let other = work(&api).await;
+    plain.abort();
+    api.until_status(&other, "CANCELED").await;
+    let again = ask(once);
+    api.succeed(&id, json!({ "done": true })).await;
+    let told: Value = serde_json::from_str(&soon("the answer", again).await.unwrap()).unwrap();
+    assert_eq!(told["result"]["structuredContent"], json!({ "done": true }), "{told}");
+    assert_eq!(ticket(&told["result"]), id);
 }
 
 #[tokio::test]

@@ -3,8 +3,8 @@
 use jsonwebtoken::{Algorithm, EncodingKey, Header, encode};
 use serde_json::{Value, json};
 
-use crate::support::Server;
 use crate::support::mcp::Mcp;
+use crate::support::{Server, until};
 
 /// Keys that were made for this test and are used nowhere else.
 const OURS: &str = "MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgX8VG8ObTcR0Z99VQ\
@@ -137,6 +137,33 @@ async fn a_token_for_someone_else_opens_nothing() {
     refused("a shared secret", encode(&shared, &claims(|_| ()), &public).unwrap()).await;
     let allowed = Mcp::modern(&server.with_key(&good)).ask("tools/list", json!({})).await;
     assert_eq!(allowed.status, 200);
+}
+
+#[tokio::test]
+async fn a_session_that_goes_on_with_another_token_hears_of_changes() {
+    let (server, _keys) = server().await;
+    let admin = claims(|claims| claims["toolcrib_role"] = "admin".into());
+    let admin = server.with_key(&signed(OURS, "ours", &admin));
+    let rule = async |pattern: &str| {
+        let rule = json!({ "agent": "ada", "pattern": pattern, "verdict": "allow" });
+        admin.put("/v1/rules", rule).await.is(200);
+    };
+    // Within the leeway, and not for long.
+    let ending = claims(|claims| claims["exp"] = (now() - 57).into());
+    let ending = server.with_key(&signed(OURS, "ours", &ending));
+    let session = Mcp::legacy(&ending).await;
+    until("the token to be over", || async {
+        (ending.get("/v1/tools").await.status == 401).then_some(())
+    })
+    .await;
+    // What changes now is told to nobody.
+    rule("calculation.*").await;
+    let renewed = server.with_key(&signed(OURS, "ours", &claims(|_| ())));
+    let session = session.calling_as(&renewed);
+    let mut stream = session.session_stream().await;
+    rule("weather.*").await;
+    stream.until("notifications/tools/list_changed").await;
+    assert!(session.names().await.contains(&"weather.query".to_owned()));
 }
 
 #[tokio::test]

@@ -15,8 +15,9 @@ use rmcp::model::{
     Implementation, InputRequest, InputRequiredResult, ListPromptsResult, ListResourcesResult,
     ListToolsResult, PaginatedRequestParams, ProgressNotificationParam, Prompt, PromptMessage,
     ReadResourceRequestParams, ReadResourceResponse, ReadResourceResult, Resource,
-    ResourceContents, Role, ServerCapabilities, ServerConfig, SubscriptionFilter, Task,
-    TaskPayload, TaskStatus, Tool, ToolAnnotations, ToolListChangedNotification, UpdateTaskParams,
+    ResourceContents, Role, ServerCapabilities, ServerConfig, ServerRequest, SubscriptionFilter,
+    Task, TaskPayload, TaskStatus, Tool, ToolAnnotations, ToolListChangedNotification,
+    UpdateTaskParams,
 };
 use rmcp::service::{RequestContext, SubscriptionContext};
 use rmcp::{ErrorData, RoleServer, ServerHandler};
@@ -28,14 +29,18 @@ pub use run::{Http, program};
 /// What all connections of one fixture share.
 #[derive(Default)]
 pub struct Shared {
-    pub calls: AtomicU64,
+    pub calls: watch::Sender<u64>,
     pub canceled: AtomicU64,
     /// How many tools it has beside its own.
     pub many: AtomicU64,
+    /// One more tool, with this name.
+    pub one_more: Mutex<Option<&'static str>>,
     /// Its tool `echo` is another.
     pub changed: AtomicBool,
     /// What a tool `slow` waits for.
     pub gate: Mutex<Option<watch::Sender<bool>>>,
+    /// How many in `ask_late` have not asked yet.
+    late: watch::Sender<u64>,
     /// How many have come to `ask_together`.
     together: watch::Sender<u64>,
     tasks: Mutex<Vec<Arc<Job>>>,
@@ -89,7 +94,7 @@ impl Fixture {
     }
 
     pub fn calls(&self) -> u64 {
-        self.shared.calls.load(Ordering::SeqCst)
+        *self.shared.calls.borrow()
     }
 
     pub fn canceled(&self) -> u64 {
@@ -129,7 +134,7 @@ impl Fixture {
             Tool::new("leak", "Refuses, with its secret", plain()),
             Tool::new("ask", "Asks for a name", plain()),
             Tool::new("ask_together", "Asks for a name when two have come", plain()),
-            Tool::new("ask_late", "Asks after a while, canceled or not", plain()),
+            Tool::new("ask_late", "Asks when the next call comes, canceled or not", plain()),
             Tool::new("nap", "Takes a while", plain()).with_annotations(read()),
             Tool::new("task", "Goes on as a task", plain()),
             Tool::new("asking_task", "Goes on as a task, and asks", plain()),
@@ -140,6 +145,7 @@ impl Fixture {
                 plain(),
             ),
         ];
+        tools.extend(self.shared.one_more.lock().map(|name| Tool::new(name, "One more", plain())));
         for n in 0..self.shared.many.load(Ordering::SeqCst) {
             tools.push(Tool::new(format!("tool_{n:05}"), "One of many", plain()));
         }
@@ -151,7 +157,7 @@ impl Fixture {
         asked: CallToolRequestParams,
         context: &RequestContext<RoleServer>,
     ) -> Result<CallToolResponse, ErrorData> {
-        self.shared.calls.fetch_add(1, Ordering::SeqCst);
+        self.shared.calls.send_modify(|calls| *calls += 1);
         let args = Value::Object(asked.arguments.clone().unwrap_or_default());
         let text = |text: &str| Ok(CallToolResult::success(vec![ContentBlock::text(text)]).into());
         match asked.name.as_ref() {
@@ -202,21 +208,23 @@ impl Fixture {
                 self.ask(asked, context).await
             }
             "ask_late" => {
-                tokio::time::sleep(Duration::from_millis(700)).await;
-                self.ask(asked, context).await
+                let mut calls = self.shared.calls.subscribe();
+                let so_far = *calls.borrow_and_update();
+                self.shared.late.send_modify(|late| *late += 1);
+                progressed(context, 0.0, "begun").await;
+                let _ = calls.wait_for(|calls| *calls > so_far).await;
+                tokio::join!(self.ask(asked, context), self.has_asked(context)).0
             }
             "nap" => {
                 tokio::time::sleep(Duration::from_millis(1_000)).await;
+                // What was to be asked because this one has come, was.
+                let _ = self.shared.late.subscribe().wait_for(|late| *late == 0).await;
                 text("rested")
             }
             "task" => Ok(CallToolResponse::Task(CreateTaskResult::new(self.job(false)))),
             "asking_task" => Ok(CallToolResponse::Task(CreateTaskResult::new(self.job(true)))),
             "progress" => {
-                if let Some(token) = context.meta.get_progress_token() {
-                    let half = ProgressNotificationParam::new(token, 1.0).with_total(2.0);
-                    let half = half.with_message("half of it");
-                    context.peer.notify_progress(half).await.unwrap();
-                }
+                progressed(context, 1.0, "half of it").await;
                 text("done")
             }
             name if name.starts_with("tool_") => text(name),
@@ -293,6 +301,13 @@ impl Fixture {
         Ok(CallToolResponse::InputRequired(asks))
     }
 
+    /// What was said before this has arrived: the client answers what came behind it.
+    async fn has_asked(&self, context: &RequestContext<RoleServer>) {
+        let ping = ServerRequest::PingRequest(Default::default());
+        let _ = context.peer.send_request(ping).await;
+        self.shared.late.send_modify(|late| *late -= 1);
+    }
+
     fn job(&self, asks: bool) -> Task {
         let mut tasks = self.shared.tasks.lock();
         let id = format!("job-{}", tasks.len());
@@ -317,6 +332,14 @@ impl Fixture {
         let tasks = self.shared.tasks.lock();
         let job = tasks.iter().find(|job| job.id == id).cloned();
         job.ok_or_else(|| ErrorData::invalid_params("no such task", None))
+    }
+}
+
+/// Says how far a call is, of two, to who wants to know.
+async fn progressed(context: &RequestContext<RoleServer>, progress: f64, message: &str) {
+    if let Some(token) = context.meta.get_progress_token() {
+        let said = ProgressNotificationParam::new(token, progress).with_total(2.0);
+        context.peer.notify_progress(said.with_message(message)).await.unwrap();
     }
 }
 

@@ -186,17 +186,26 @@ async fn over_pipes_a_question_that_could_be_of_two_calls_is_put_to_neither() {
 async fn over_pipes_a_question_of_a_call_that_has_ended_is_put_to_no_other() {
     let server = server(vec![older(program("good"))]).await;
     let api = server.api();
-    let body = json!({ "run_id": "r", "args": {}, "timeout_ms": 200 });
-    let late = api.invoke_with("fixture.ask_late", body.clone()).await;
-    assert_eq!(api.finished(&late).await["status"], "TIMEOUT");
+    let mut events = api.follow("/v1/events?after=0", None).await;
+    let mut late = async |timeout_ms: u64| {
+        let body = json!({ "run_id": "r", "args": {}, "timeout_ms": timeout_ms });
+        let id = api.invoke_with("fixture.ask_late", body).await;
+        // It has begun there.
+        let begun = events.named("tool.call.progress").await;
+        assert_eq!(begun.data["tool_call_id"], id.as_str());
+        id
+    };
+    let id = late(2_000).await;
+    assert_eq!(api.finished(&id).await["status"], "TIMEOUT");
     // The question comes while this one is the only call that is out.
     let nap = api.invoke("fixture.nap", json!({})).await;
     assert_eq!(words(&api.finished(&nap).await), "rested");
     let events = api.history(&nap).await;
     assert!(!events.contains(&"tool.call.asked".to_owned()), "{events:?}");
     // Where it cannot be told, that is said, and questions can be told apart again afterwards.
-    let late = api.invoke_with("fixture.ask_late", body).await;
-    assert_eq!(api.finished(&late).await["status"], "TIMEOUT");
+    let id = late(60_000).await;
+    api.post(&format!("/v1/tool_calls/{id}/cancel"), json!({})).await.is(200);
+    assert_eq!(api.finished(&id).await["status"], "CANCELED");
     let silent = call(&api, "fixture.silent", json!({})).await;
     assert_eq!(silent["error"]["code"], "OUTCOME_UNKNOWN", "{silent}");
     let message = silent["error"]["message"].as_str().unwrap();

@@ -145,6 +145,8 @@ async fn another_project_has_nothing_of_it() {
 #[tokio::test]
 async fn one_source_has_an_address_of_its_own_with_its_own_names() {
     let upstream = Http::start().await;
+    // What the crib offers beside them is there once, also where the server has one of that name.
+    *upstream.fixture.shared.one_more.lock() = Some("call.result");
     let other = McpSettings { name: "other".into(), ..at(&upstream.url()) };
     let server = server(vec![at(&upstream.url()), other]).await;
     for client in [Mcp::modern(&server.api()), Mcp::legacy(&server.api()).await] {
@@ -153,6 +155,9 @@ async fn one_source_has_an_address_of_its_own_with_its_own_names() {
         let tools = listed["tools"].as_array().unwrap();
         let names: Vec<&str> = tools.iter().filter_map(|tool| tool["name"].as_str()).collect();
         assert!(names.contains(&"echo") && names.contains(&"call.result"), "{names:?}");
+        for ours in ["call.result", "result.read"] {
+            assert_eq!(names.iter().filter(|name| **name == ours).count(), 1, "{names:?}");
+        }
         assert!(names.iter().all(|name| !name.contains("fixture.")), "{names:?}");
         assert!(!names.contains(&"calculation.eval"), "only that source's: {names:?}");
         let params = json!({ "name": "echo", "arguments": { "text": "hello" } });
@@ -176,4 +181,19 @@ async fn one_source_has_an_address_of_its_own_with_its_own_names() {
     ada.post("/mcp/fixture", body.clone()).await.refused(404, "NOT_FOUND");
     let told = Mcp::modern(&ada).at("/mcp/other").ask("tools/list", json!({})).await.result();
     assert!(told["tools"].as_array().unwrap().len() > 1, "{told}");
+}
+
+#[tokio::test]
+async fn a_long_result_can_be_read_at_the_address_of_its_source() {
+    let upstream = Http::start().await;
+    let server = server(vec![at(&upstream.url())]).await;
+    let text: String = (0..20_000).map(|n| format!("line {n} of many\n")).collect();
+    for client in [Mcp::modern(&server.api()), Mcp::legacy(&server.api()).await] {
+        let client = client.at("/mcp/fixture");
+        let told = client.call("echo", json!({ "text": text })).await.result();
+        let hint = crate::mcp::hint(&told);
+        assert_eq!(hint["pointer"], "/content/0/text", "{hint}");
+        let read = client.call("result.read", hint).await.result();
+        assert!(read["structuredContent"].to_string().contains("line 99 of many"), "{read}");
+    }
 }

@@ -127,3 +127,17 @@ async fn a_pinned_tool_that_changed_while_its_server_was_away_is_refused_at_once
     let refused = call(&api, "fixture.echo", json!({ "text": "x" })).await;
     assert_eq!(refused["error"]["code"], "CONFLICT", "{refused}");
 }
+
+#[tokio::test]
+async fn who_asks_for_another_look_is_told_what_it_has_seen() {
+    let upstream = Http::start().await;
+    let server = server(vec![at(&upstream.url())]).await;
+    let api = server.api();
+    // It does not say so.
+    for more in 1..4 {
+        upstream.fixture.shared.many.store(more, Ordering::SeqCst);
+        let path = "/v1/sources/mcp/fixture/refresh?wait_ms=30000";
+        let seen = api.post(path, json!({})).await.is(200);
+        assert_eq!(seen["tools"], 20 + more, "{seen}");
+    }
+}

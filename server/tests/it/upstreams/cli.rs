@@ -8,13 +8,18 @@ use crate::support::process::TOOLCRIB;
 use crate::support::upstream::{Http, program};
 use crate::support::{Server, soon, until};
 
-/// What a command says on standard output; it must succeed.
-async fn run(words: &[&str]) -> String {
+/// What came of a command.
+async fn done(words: &[&str]) -> std::process::Output {
     let mut command = Command::new(TOOLCRIB);
     for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("TOOLCRIB_")) {
         command.env_remove(name);
     }
-    let done = soon("the command", command.args(words).output()).await.unwrap();
+    soon("the command", command.args(words).output()).await.unwrap()
+}
+
+/// What a command says on standard output; it must succeed.
+async fn run(words: &[&str]) -> String {
+    let done = done(words).await;
     let errors = String::from_utf8_lossy(&done.stderr).into_owned();
     assert!(done.status.success(), "{words:?}: {errors}");
     String::from_utf8(done.stdout).unwrap()
@@ -72,6 +77,51 @@ async fn what_is_added_to_a_data_directory_is_taken_up_by_its_server() {
         (api.get("/v1/sources/mcp/fixture").await.status == 404).then_some(())
     })
     .await;
+}
+
+#[tokio::test]
+async fn what_is_said_beside_a_file_is_said_of_each_server_in_it() {
+    let (server, upstream) = (Server::start().await, Http::start().await);
+    let api = server.api();
+    let directory = server.config.data_dir.to_str().unwrap().to_owned();
+    let at = format!("http://{}", server.address);
+    let path = server.config.data_dir.join("client.json");
+    let entry = json!({ "url": upstream.url(), "disabledTools": ["fail"] });
+    std::fs::write(&path, json!({ "mcpServers": { "one": entry, "two": entry } }).to_string())
+        .unwrap();
+    let file = path.to_str().unwrap();
+    let add = ["mcp", "add", "--file", file];
+    for place in [["--server", at.as_str()], ["--data-dir", directory.as_str()]] {
+        run(&[&add[..], &place, &["--pin", "--risk", "critical"]].concat()).await;
+        for name in ["one", "two"] {
+            let shown = in_state(&api, name, "ready").await;
+            assert_eq!((&shown["pinned"], &shown["tools"]), (&json!(true), &json!(19)), "{shown}");
+            let tool = api.get(&format!("/v1/tools/{name}.echo")).await.is(200);
+            assert_eq!(tool["risk"], "critical", "{tool}");
+            api.get(&format!("/v1/tools/{name}.fail")).await.refused(404, "TOOL_NOT_FOUND");
+        }
+        // Imported again it stays pinned.
+        run(&[&add[..], &place].concat()).await;
+        until("the risk to be as it was", || async {
+            let tool = api.get("/v1/tools/one.echo").await;
+            let shown = api.get("/v1/sources/mcp/one").await.is(200);
+            assert_eq!(shown["pinned"], true, "{shown}");
+            (tool.body["risk"] == "critical" && shown["pending"] != json!([])).then_some(())
+        })
+        .await;
+        for name in ["one", "two"] {
+            run(&["mcp", "rm", name, "--server", &at]).await;
+        }
+    }
+    for of_one in [["--env", "A=b"], ["--env-from", "A"], ["--header", "A: b"], ["--cwd", "/"]] {
+        let refused = done(&[&add[..], &["--server", &at], &of_one].concat()).await;
+        assert_eq!(refused.status.code(), Some(2), "{refused:?}");
+    }
+    // Of several, it is said which one is wrong.
+    let odd = json!({ "mcpServers": { "one": entry, "two": { "args": ["x"] } } });
+    std::fs::write(&path, odd.to_string()).unwrap();
+    let refused = done(&[&add[..], &["--server", &at]].concat()).await;
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("\"two\""), "{refused:?}");
 }
 
 #[tokio::test]
