@@ -26,6 +26,24 @@ impl World {
         self.api.post(&format!("/v1/agents/ada/turns/{turn}/{what}"), body).await
     }
 
+    /// A turn whose lease runs out soon, and what was dispatched in it before. Where the machine
+    /// was too slow for that, the next one is longer.
+    async fn under_a_short_lease(&self) -> (String, Value) {
+        for lease_ms in [1_000, 4_000, 16_000] {
+            let turn = format!("t{lease_ms}");
+            let wanted = json!({ "agent_turn_id": turn, "lease_ms": lease_ms });
+            self.api.post("/v1/agents/ada/turns", wanted).await.is(201);
+            let calls = json!([call("c", "hand.work", json!({}))]);
+            let body = json!({ "turn_epoch": 1, "calls": calls, "suspend": false });
+            let sent = self.act(&turn, "dispatch", body).await;
+            if sent.status == 200 {
+                return (turn, sent.body);
+            }
+            sent.refused(409, "CONFLICT");
+        }
+        panic!("no lease was long enough to dispatch a call");
+    }
+
     async fn command(&self) -> Given {
         let command = self.hand.next("hand").await;
         command.ack().await;
@@ -47,11 +65,8 @@ fn success(command: &Value, card: &str) -> Value {
 #[tokio::test]
 async fn a_result_for_an_epoch_that_is_over_is_refused() {
     let Some(world) = World::new().await else { return };
-    let wanted = json!({ "agent_turn_id": "t1", "lease_ms": 1_000 });
-    world.api.post("/v1/agents/ada/turns", wanted.clone()).await.is(201);
-    let calls = json!([call("c", "hand.work", json!({}))]);
-    let body = json!({ "turn_epoch": 1, "calls": calls, "suspend": false });
-    let sent = world.act("t1", "dispatch", body).await.is(200);
+    let (turn, sent) = world.under_a_short_lease().await;
+    let wanted = json!({ "agent_turn_id": turn });
     let id = sent["calls"][0]["call_id"].as_str().unwrap().to_owned();
     let command = world.command().await;
     // Whoever dispatched it is gone; somebody else has the turn.
