@@ -92,6 +92,34 @@ async fn a_result_for_an_epoch_that_is_over_is_refused() {
 }
 
 #[tokio::test]
+async fn a_late_report_does_not_change_the_card_that_a_call_ended_with() {
+    let Some(world) = World::new().await else { return };
+    let body = json!({ "run_id": "r1", "args": {}, "timeout_ms": 2_000 });
+    let id = world.api.post("/v1/tools/hand.work/invoke", body).await.body["tool_call_id"].clone();
+    let id = id.as_str().unwrap();
+    // A tool service has begun it, and says too late that its own time was over.
+    let asked = format!("card_{}_call", id.trim_start_matches("tc_"));
+    world.hand.ask("sys.cards.get", json!({ "card_ids": [asked] })).await;
+    until("the call to be taken", || async {
+        (world.api.call(id).await["status"] != "PENDING").then_some(())
+    })
+    .await;
+    assert_eq!(world.api.finished(id).await["status"], "TIMEOUT");
+    let shown = async || world.api.get(&format!("/v1/tool_calls/{id}/cards")).await.is(200);
+    let before = shown().await;
+    assert_eq!(before["cards"][1]["author_id"], "worker.watchdog", "{before}");
+    let command = json!({
+        "tool_call_id": id, "agent_turn_id": "r1", "turn_epoch": 1, "agent_id": "default",
+        "after_execution": "suspend", "step_id": before["cards"][0]["metadata"]["step_id"],
+    });
+    let mut said = report(&command, "late", "timeout");
+    said["card"] = result_card(&command, "late", "timeout", Value::Null);
+    let late = world.hand.ask("sys.l0.report", said).await;
+    assert_eq!((&late["ok"], &late["late"]), (&json!(true), &json!(true)), "{late}");
+    assert_eq!(shown().await, before);
+}
+
+#[tokio::test]
 async fn a_report_that_comes_again_after_the_turn_went_on_is_the_same() {
     let Some(world) = World::new().await else { return };
     world.api.post("/v1/agents/ada/turns", json!({ "agent_turn_id": "t1" })).await.is(201);
