@@ -92,6 +92,21 @@ async fn a_result_for_an_epoch_that_is_over_is_refused() {
 }
 
 #[tokio::test]
+async fn a_stopped_turn_cancels_what_was_left_behind_when_its_lease_ran_out() {
+    let Some(world) = World::new().await else { return };
+    let (turn, sent) = world.under_a_short_lease().await;
+    let id = sent["calls"][0]["call_id"].as_str().unwrap().to_owned();
+    until("the lease to run out", || async {
+        let wanted = json!({ "agent_turn_id": turn });
+        (world.api.post("/v1/agents/ada/turns", wanted).await.status == 201).then_some(())
+    })
+    .await;
+    assert_eq!(world.api.call(&id).await["status"], "PENDING");
+    world.act(&turn, "stop", json!({})).await.is(200);
+    assert_eq!(world.api.finished(&id).await["status"], "CANCELED");
+}
+
+#[tokio::test]
 async fn a_late_report_does_not_change_the_card_that_a_call_ended_with() {
     let Some(world) = World::new().await else { return };
     let body = json!({ "run_id": "r1", "args": {}, "timeout_ms": 2_000 });
