@@ -205,6 +205,15 @@ impl Plan {
         jina::check(options).map(|()| Self::Jina)
     }
 
+    /// How long the answer may take, where the definition says.
+    pub fn timeout_ms(&self, options: &Value) -> Option<u64> {
+        let seconds = match self {
+            Self::Http(operation) => operation.timeout_s,
+            Self::Jina => jina::timeout_s(options),
+        };
+        seconds.map(in_ms)
+    }
+
     /// Whether it only reads, as far as the method says.
     pub fn is_get(&self, options: &Value) -> bool {
         match self {
@@ -212,6 +221,11 @@ impl Plan {
             Self::Jina => jina::method(options) == "GET",
         }
     }
+}
+
+/// Seconds as milliseconds, of which there is at least one.
+pub fn in_ms(seconds: f64) -> u64 {
+    (seconds * 1_000.0).max(1.0) as u64
 }
 
 /// The methods that an operation may have.

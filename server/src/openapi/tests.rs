@@ -403,3 +403,15 @@ fn fields_of_a_form_are_written_as_the_document_says() {
     let reason = with_body("3.0.3", kind, strange).skipped[0].reason.clone();
     assert!(reason.contains("csv") && reason.contains("matrix"), "{reason}");
 }
+
+#[test]
+fn a_call_has_at_least_the_time_that_its_answer_may_take() {
+    for (said, expected) in [(2.5, 30_000), (75.0, 75_000)] {
+        let document = json!({
+            "openapi": "3.1.0", "servers": [{ "url": "https://a.b" }],
+            "paths": { "/x": { "get": { "operationId": "x", "x-toolcrib-timeout-s": said } } },
+        });
+        let import = import(&document, "p", &Wanted::default(), 30_000).unwrap();
+        assert_eq!(tool(&import, "x").0.timeout_ms, expected);
+    }
+}

@@ -167,3 +167,22 @@ async fn wrong_options_are_refused_and_named() {
     let body = json!({ "tool_name": "import", "options": { "http": { "url": "https://a.b" } } });
     server.api().post("/projects/default/tools", body).await.refused(400, "BAD_REQUEST");
 }
+
+#[tokio::test]
+async fn a_call_has_at_least_the_time_that_its_answer_may_take() {
+    let upstream = Upstream::start().await;
+    let server = upstream.server().await;
+    let api = server.api();
+    let options =
+        |seconds: f64| json!({ "http": { "url": upstream.url("/x"), "timeout_s": seconds } });
+    for (more, expected) in [
+        (json!({ "options": options(75.0) }), 75_000),
+        (json!({ "options": options(2.0) }), 30_000),
+        (json!({ "options": options(75.0), "timeout_ms": 5_000 }), 5_000),
+        (json!({ "options": { "jina": { "mode": "search", "timeout_s": 60 } } }), 60_000),
+    ] {
+        let mut tool = json!({ "tool_name": "api.slow" });
+        tool.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        assert_eq!(define(&api, tool).await["timeout_ms"], expected, "{more}");
+    }
+}
