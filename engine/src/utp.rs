@@ -154,6 +154,9 @@ pub struct Route {
     pub context_box_id: Option<String>,
     #[serde(default)]
     pub depth: u32,
+    /// The project it was made in, where another executes it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub project: Option<String>,
 }
 
 impl Route {
@@ -176,6 +179,7 @@ impl Route {
             tracestate: None,
             context_box_id: None,
             depth: 0,
+            project: None,
         }
     }
 }

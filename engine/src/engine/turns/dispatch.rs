@@ -419,6 +419,7 @@ fn route(turn: &Turn, step_id: &str, call: &StepCall) -> Route {
         tracestate: turn.tracestate.clone(),
         context_box_id: turn.context_box_id.clone(),
         depth: turn.depth,
+        project: None,
     }
 }
 
