@@ -7,8 +7,9 @@ use super::catalog::Entry as Compiled;
 use super::envelope::misfit;
 use crate::args::{Rules, Vars};
 use crate::call::Call;
-use crate::fault::Error;
-use crate::json::Json;
+use crate::fault::{Code, Error, Fault};
+use crate::json::{Json, rounded};
+use crate::tool::Executor;
 
 /// What the definition says about arguments: what is executed, which must fit in their place. Of
 /// what the caller gave, the place of an environment variable is not kept.
@@ -36,6 +37,21 @@ pub(super) fn ruled(
 /// them, that comes first.
 pub(super) fn check_args(tool: &Compiled, args: &Value) -> Result<(), Error> {
     if tool.rules.is_some() { Ok(()) } else { fits(tool, args) }
+}
+
+/// Requests and cards are written from what was read: a number that is another by then is not
+/// sent.
+pub(super) fn check_numbers(tool: &Compiled, given: &Json) -> Result<(), Error> {
+    if !matches!(tool.definition.executor, Executor::Http | Executor::Utp) {
+        return Ok(());
+    }
+    let Some(number) = rounded(given.text()) else { return Ok(()) };
+    let shown: String = number.chars().take(80).collect();
+    let name = &tool.definition.name;
+    let message = format!(
+        "{shown} has more than 64 bits: {name} would get another number; give it as a text"
+    );
+    Err(Fault::new(Code::ValidationError, message).not_happened().into())
 }
 
 fn fits(tool: &Compiled, args: &Value) -> Result<(), Error> {

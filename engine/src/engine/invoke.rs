@@ -9,7 +9,7 @@ use futures::poll;
 use serde_json::{Map, Value, json};
 
 use super::ahead::{Ahead, Done, UnderWay};
-use super::arguments::{check_args, ruled};
+use super::arguments::{check_args, check_numbers, ruled};
 use super::behind::put_behind;
 use super::catalog::{Catalog, Entry as Compiled, not_found};
 use super::envelope::{check_envelope, idempotency_key};
@@ -135,6 +135,7 @@ impl Engine {
         check_envelope(&asked, inner.limits.max_args_bytes)?;
         let args = asked.args.value();
         check_args(&tool, &args)?;
+        check_numbers(&tool, &asked.args)?;
         check_client(&catalog, caller, &tool, asked.client_id.as_deref())?;
         if let Some(url) = &asked.callback_url {
             asked.callback_url = Some(inner.check_callback(caller, url)?);

@@ -169,6 +169,30 @@ async fn wrong_options_are_refused_and_named() {
 }
 
 #[tokio::test]
+async fn a_number_that_would_be_another_on_its_way_is_refused() {
+    let upstream = Upstream::start().await;
+    let server = upstream.server().await;
+    let api = server.api();
+    let http = json!({ "url": upstream.url("/pay"), "method": "POST" });
+    define(&api, json!({ "tool_name": "api.pay", "options": { "http": http } })).await;
+    let target = "cmd.tool.hand.run";
+    let sent =
+        json!({ "tool_name": "hand.pay", "target_subject": target, "after_execution": "suspend" });
+    define(&api, sent).await;
+    for tool in ["api.pay", "hand.pay"] {
+        let body = r#"{"run_id":"r1","args":{"to":[{"wei":123456789012345678901234567890}]}}"#;
+        let path = format!("/v1/tools/{tool}/invoke");
+        let error = api.post_raw(&path, body).await.refused(422, "VALIDATION_ERROR");
+        let message = error["message"].as_str().unwrap();
+        assert!(message.contains("123456789012345678901234567890"), "{message}");
+    }
+    assert!(upstream.asked().is_empty());
+    let args = json!({ "wei": "123456789012345678901234567890", "n": u64::MAX });
+    let paid = call(&api, "api.pay", args.clone()).await;
+    assert_eq!(serde_json::from_str::<Value>(&upstream.last().body).unwrap(), args, "{paid}");
+}
+
+#[tokio::test]
 async fn a_call_has_at_least_the_time_that_its_answer_may_take() {
     let upstream = Upstream::start().await;
     let server = upstream.server().await;
