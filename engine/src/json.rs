@@ -6,6 +6,7 @@
 mod canonical;
 mod check;
 pub mod cursor;
+mod rounded;
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,6 +17,7 @@ use serde_json::value::RawValue;
 
 pub use canonical::canonical;
 pub use check::{check, mended};
+pub use rounded::rounded;
 
 /// How deep a document may nest, everywhere.
 pub const MAX_DEPTH: usize = 64;

@@ -154,6 +154,9 @@ pub struct Route {
     pub context_box_id: Option<String>,
     #[serde(default)]
     pub depth: u32,
+    /// The project it was made in, where another executes it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub project: Option<String>,
 }
 
 impl Route {
@@ -176,6 +179,7 @@ impl Route {
             tracestate: None,
             context_box_id: None,
             depth: 0,
+            project: None,
         }
     }
 }
@@ -233,6 +237,9 @@ pub struct Turn {
     /// The step whose calls are out, or were last.
     #[serde(default)]
     pub step_id: Option<String>,
+    /// The steps that were dispatched in this epoch and not gone on from: it waits for all of them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub steps: Vec<String>,
     #[serde(default)]
     pub parent_step_id: Option<String>,
     #[serde(default)]
@@ -256,6 +263,16 @@ pub struct Turn {
     pub reason: Option<String>,
     /// Counts the saved states, from 1.
     pub version: u64,
+}
+
+impl Turn {
+    /// The steps whose calls are out, or were last.
+    pub fn last_steps(&self) -> &[String] {
+        match self.steps.is_empty() {
+            true => self.step_id.as_slice(),
+            false => &self.steps,
+        }
+    }
 }
 
 /// One call of a step.

@@ -20,7 +20,7 @@ use toolcrib::retry::PolicyPatch;
 use toolcrib::tool::{Definition, Effect, Executor, Risk, check_name};
 use toolcrib::utp::{AfterExecution, Binding, RESERVED_NAMES};
 
-use crate::operation::{METHODS, Operation};
+use crate::operation::{METHODS, Operation, Plan};
 use document::Document;
 
 /// Most operations of one document.
@@ -133,7 +133,7 @@ fn tool(
     let envs: Vec<String> =
         made.http.auth.iter().flat_map(|auth| auth.envs()).map(str::to_owned).collect();
     let url = made.http.url.clone();
-    crate::operation::Plan::of(&options)?;
+    let plan = Plan::of(&options)?;
     let definition = Definition {
         project: Some(project.to_owned()),
         name,
@@ -141,7 +141,8 @@ fn tool(
         executor: Executor::Http,
         input_schema: Json::of_value(&made.parameters),
         output_schema: None,
-        timeout_ms,
+        // A call that ends before its answer may come could not have it.
+        timeout_ms: plan.timeout_ms(&options).map_or(timeout_ms, |own_ms| own_ms.max(timeout_ms)),
         background: false,
         effect: effect(at)?,
         risk: Risk::default(),

@@ -106,9 +106,25 @@ pub struct BodyPlan {
     pub args: Vec<String>,
     #[serde(default)]
     pub encoding: Encoding,
+    /// How fields of a form are written, where not as usual.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub fields: BTreeMap<String, Field>,
     /// Other than the encoding's own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub content_type: Option<String>,
+}
+
+/// How one field of a form is written, as OpenAPI has it.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Field {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub style: Option<Style>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub explode: Option<bool>,
+    /// Written as JSON.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub json: bool,
 }
 
 /// How a body is written.
@@ -189,6 +205,15 @@ impl Plan {
         jina::check(options).map(|()| Self::Jina)
     }
 
+    /// How long the answer may take, where the definition says.
+    pub fn timeout_ms(&self, options: &Value) -> Option<u64> {
+        let seconds = match self {
+            Self::Http(operation) => operation.timeout_s,
+            Self::Jina => jina::timeout_s(options),
+        };
+        seconds.map(in_ms)
+    }
+
     /// Whether it only reads, as far as the method says.
     pub fn is_get(&self, options: &Value) -> bool {
         match self {
@@ -196,6 +221,11 @@ impl Plan {
             Self::Jina => jina::method(options) == "GET",
         }
     }
+}
+
+/// Seconds as milliseconds, of which there is at least one.
+pub fn in_ms(seconds: f64) -> u64 {
+    (seconds * 1_000.0).max(1.0) as u64
 }
 
 /// The methods that an operation may have.

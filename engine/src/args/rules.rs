@@ -167,7 +167,7 @@ impl Vars {
             ("context_box_id", route.context_box_id),
         ];
         let mut vars = BTreeMap::from([
-            ("project_id", call.project.clone()),
+            ("project_id", route.project.unwrap_or_else(|| call.project.clone())),
             ("channel_id", route.channel),
             ("agent_id", route.agent_id),
             ("agent_turn_id", route.turn_id),

@@ -12,8 +12,9 @@ use super::{Inner, Invocation};
 use crate::args::{Rules, Vars};
 use crate::call::Call;
 use crate::caller::Caller;
-use crate::fault::Error;
-use crate::json::Json;
+use crate::fault::{Code, Error, Fault};
+use crate::json::{Json, rounded};
+use crate::tool::Executor;
 
 /// What the definition says about arguments: what is executed, which must fit in their place. Of
 /// what the caller gave, the place of an environment variable is not kept.
@@ -43,6 +44,21 @@ pub(super) fn check_args(tool: &Compiled, args: &Value) -> Result<(), Error> {
     if tool.rules.is_some() { Ok(()) } else { fits(tool, args) }
 }
 
+/// Requests and cards are written from what was read: a number that is another by then is not
+/// sent.
+fn check_numbers(tool: &Compiled, given: &Json) -> Result<(), Error> {
+    if !matches!(tool.definition.executor, Executor::Http | Executor::Utp) {
+        return Ok(());
+    }
+    let Some(number) = rounded(given.text()) else { return Ok(()) };
+    let shown: String = number.chars().take(80).collect();
+    let name = &tool.definition.name;
+    let message = format!(
+        "{shown} has more than 64 bits: {name} would get another number; give it as a text"
+    );
+    Err(Fault::new(Code::ValidationError, message).not_happened().into())
+}
+
 fn fits(tool: &Compiled, args: &Value) -> Result<(), Error> {
     let problems = tool.input.problems(args);
     if problems.is_empty() {
@@ -65,6 +81,7 @@ impl Inner {
         let tool = found.ok_or_else(|| not_found(catalog, caller, &asked.tool))?;
         check_envelope(asked, self.limits.max_args_bytes)?;
         check_args(&tool, args)?;
+        check_numbers(&tool, &asked.args)?;
         check_client(catalog, caller, &tool, asked.client_id.as_deref())?;
         if let Some(url) = &asked.callback_url {
             asked.callback_url = Some(self.check_callback(caller, url)?);

@@ -45,6 +45,23 @@ impl Engine {
     /// Keeps a card that somebody wrote. Answers with it, and whether it is new. The same card
     /// again is the same; another under its id, or a second result of a call, is a conflict.
     pub async fn put_card(&self, caller: &Caller, given: &Value) -> Result<(Card, bool), Error> {
+        let card = self.read_card(caller, given).await?;
+        match self.inner.store.utp().put_card(card.clone()).await.map_err(unavailable)? {
+            CardPut::New => Ok((card, true)),
+            CardPut::Same => Ok((card, false)),
+            CardPut::Other(known) => {
+                let message = match known.card_id == card.card_id {
+                    true => format!("there is another card \"{}\"", known.card_id),
+                    false => format!("the call has its result already: \"{}\"", known.card_id),
+                };
+                let detail = json!({ "card_id": known.card_id });
+                Err(Fault::new(Code::Conflict, message).with_detail(detail).into())
+            }
+        }
+    }
+
+    /// A card as somebody wrote it, checked and completed, and not kept yet.
+    pub(super) async fn read_card(&self, caller: &Caller, given: &Value) -> Result<Card, Error> {
         let inner = &self.inner;
         let limit = inner.limits.max_result_bytes;
         if given.to_string().len() > limit + 4_096 {
@@ -61,18 +78,7 @@ impl Engine {
             }
             inner.inherit(&mut card).await?;
         }
-        match inner.store.utp().put_card(card.clone()).await.map_err(unavailable)? {
-            CardPut::New => Ok((card, true)),
-            CardPut::Same => Ok((card, false)),
-            CardPut::Other(known) => {
-                let message = match known.card_id == card.card_id {
-                    true => format!("there is another card \"{}\"", known.card_id),
-                    false => format!("the call has its result already: \"{}\"", known.card_id),
-                };
-                let detail = json!({ "card_id": known.card_id });
-                Err(Fault::new(Code::Conflict, message).with_detail(detail).into())
-            }
-        }
+        Ok(card)
     }
 
     /// A tool service has looked at what it is to do: it has taken the call. Written down soon,
@@ -144,7 +150,11 @@ impl Inner {
             let written = self.store.utp().result_card(&call.project, turn, id).await;
             let status = ToolStatus::of(call).map(ToolStatus::as_str);
             let by_tool = call.taken_by.is_some();
-            let same = |card: &Card| by_tool && card.content_text("status") == status;
+            // One that came too late may say the same word, but not why the call ended.
+            let error = call.outcome.as_ref().and_then(|outcome| outcome.error.as_ref());
+            let said = |card: &Card| card::fault_of(card.content.get("error"));
+            let why = |card: &Card| error.is_none_or(|e| e.message == said(card).message);
+            let same = |card: &Card| by_tool && card.content_text("status") == status && why(card);
             if let Some(card) = written.map_err(unavailable)?.filter(same) {
                 return Ok(Some(card));
             }

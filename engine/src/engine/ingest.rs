@@ -15,6 +15,7 @@ use crate::event::{Kind, Record};
 use crate::fault::{Code, Error, Fault};
 use crate::json::Json;
 use crate::lifecycle::{Event, Refusal, Told};
+use crate::store::utp::CardPut;
 use crate::tool::Executor;
 use crate::utp::card::{self, Card, TOOL_RESULT};
 use crate::utp::{AfterExecution, DeadLetter, MAX_DEPTH, Route, ToolStatus};
@@ -154,7 +155,7 @@ impl Engine {
         let (status, expected) = inner.checked_fields(&call, &report).await?;
         let card = match inner.implied_card(&call, &report)? {
             Some(card) => card,
-            None => self.reported_card(caller, &report).await?,
+            None => self.reported_card(caller, &call, &report, status).await?,
         };
         check_card(&card, &route, status)?;
         if let Some(traceparent) = report.traceparent.clone() {
@@ -170,25 +171,37 @@ impl Engine {
         Ok(ingested)
     }
 
-    async fn reported_card(&self, caller: &Caller, report: &ToolReport) -> Result<Card, Rejected> {
+    /// The card of a report. One that comes with it is stored once it is known to fit: what is
+    /// refused leaves nothing behind that could be taken for a result later.
+    async fn reported_card(
+        &self,
+        caller: &Caller,
+        call: &Call,
+        report: &ToolReport,
+        status: ToolStatus,
+    ) -> Result<Card, Rejected> {
         if let Some(given) = &report.card {
             let named = given.get("card_id").and_then(Value::as_str);
             if report.card_id.is_some() && named != report.card_id.as_deref() {
                 let message = "tool_result_card_id is not the id of the card that came with it";
                 return Err(reject("wrong_card", Code::BadRequest, message));
             }
-            match self.put_card(caller, given).await {
-                Ok((card, _)) => return Ok(card),
-                // Its first result stands, whichever the second is.
-                Err(error) if error.code() == Code::Conflict => {}
-                Err(error) => return Err(error.into()),
-            }
-            let text = |name: &str| given.get(name).and_then(Value::as_str).unwrap_or_default();
-            let known = self.inner.store.utp();
+            let card = self.read_card(caller, given).await?;
+            check_card(&card, &Route::of(call), status)?;
+            let there = match self.inner.store.utp().put_card(card.clone()).await {
+                Ok(CardPut::Other(there)) => there.card_id,
+                stored => return stored.map(|_| card).map_err(|error| unavailable(error).into()),
+            };
+            let utp = self.inner.store.utp();
             let (turn, id) = (&report.turn_id, &report.tool_call_id);
-            let known = known.result_card(&caller.project, turn, id).await.map_err(unavailable)?;
-            let message = format!("card \"{}\" contradicts one that is there", text("card_id"));
-            return known.ok_or_else(|| reject("wrong_card", Code::Conflict, message));
+            let known = utp.result_card(&caller.project, turn, id).await.map_err(unavailable)?;
+            // The first result stands. Another one must not pass for it while the call is open.
+            let now = self.inner.call_of(&call.project, &call.id).await?;
+            let ended = now.is_none_or(|call| call.status.is_terminal());
+            let stands = |known: &Card| ended || known.content == card.content;
+            let message = format!("card \"{}\" contradicts \"{there}\"", card.card_id);
+            let contradicts = || reject("wrong_card", Code::Conflict, message);
+            return known.filter(stands).ok_or_else(contradicts);
         }
         let Some(card_id) = report.card_id.as_deref().filter(|id| !id.trim().is_empty()) else {
             let message = "tool_result_card_id is missing";

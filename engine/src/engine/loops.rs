@@ -18,7 +18,7 @@ use sha2::{Digest, Sha256};
 
 use super::{CallQuery, Engine, unavailable};
 use crate::bus::Topic;
-use crate::call::Status;
+use crate::call::{Call, Status};
 use crate::caller::Caller;
 use crate::fault::{Code, Error, Fault};
 use crate::json::canonical;
@@ -195,7 +195,8 @@ impl Engine {
             vec![Entry::new(EntryKind::Canceled, now_ms, data)]
         });
         let run = self.inner.surely(canceled).await?;
-        self.cancel_calls(caller, &run).await;
+        let own = |call: &Call| call.asked.agent == run.asker.agent;
+        self.cancel_open(caller, &run.id, "its run was canceled", own).await;
         Ok(run)
     }
 
@@ -339,18 +340,23 @@ impl Engine {
     }
 
     /// Those calls of a run that go on are of no more use. Calls of others who gave theirs the same
-    /// name are none of it.
-    async fn cancel_calls(&self, caller: &Caller, run: &Run) {
+    /// name are none of its own.
+    pub(super) async fn cancel_open(
+        &self,
+        caller: &Caller,
+        run_id: &str,
+        why: &str,
+        own: impl Fn(&Call) -> bool,
+    ) {
         for status in [Status::Pending, Status::Running] {
-            let (run_id, status) = (Some(run.id.clone()), Some(status));
+            let (run_id, status) = (Some(run_id.to_owned()), Some(status));
             let mut query = CallQuery { run_id, status, limit: 200, ..CallQuery::default() };
             loop {
                 let Ok(page) = self.calls(caller, query.clone()).await else { break };
-                let own = page.calls.iter().filter(|call| call.asked.agent == run.asker.agent);
-                for call in own {
-                    let reason = Some("its run was canceled".to_owned());
+                for call in page.calls.iter().filter(|call| own(call)) {
+                    let reason = Some(why.to_owned());
                     if let Err(error) = self.cancel(caller, &call.id, reason).await {
-                        tracing::debug!(%error, call = %call.id, "a call of a canceled run");
+                        tracing::debug!(%error, call = %call.id, "not canceled");
                     }
                 }
                 query.before = page.before;

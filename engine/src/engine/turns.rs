@@ -3,6 +3,7 @@
 //! whatever names an older one is refused.
 
 mod dispatch;
+mod refused;
 mod stop;
 
 use serde_json::{Value, json};
@@ -134,6 +135,7 @@ impl Engine {
                 status: TurnStatus::Running,
                 channel,
                 step_id: None,
+                steps: Vec::new(),
                 lease_until_ms: now_ms + lease_ms,
                 lease_ms,
                 resume_deadline_ms: None,
@@ -164,11 +166,13 @@ impl Engine {
         })
     }
 
-    /// The calls of the step that is out, or was last.
+    /// The calls that are out, or were last: of every step that the turn waits for.
     pub async fn step_calls(&self, turn: &Turn) -> Result<Vec<Waiting>, Error> {
-        let Some(step_id) = &turn.step_id else { return Ok(Vec::new()) };
-        let found = self.inner.store.utp().waiting(&turn.project, &turn.turn_id, step_id).await;
-        found.map_err(unavailable)
+        let mut calls = Vec::new();
+        for step_id in turn.last_steps() {
+            calls.extend(self.inner.calls_of(turn, step_id).await?);
+        }
+        Ok(calls)
     }
 
     /// Keeps the lease of a running turn.
@@ -182,7 +186,7 @@ impl Engine {
         self.change_running(caller, agent_id, turn_id, epoch, Wish::Renew).await
     }
 
-    /// Suspends a turn until the calls of its step are in.
+    /// Suspends a turn until its calls are in.
     pub async fn suspend(
         &self,
         caller: &Caller,
@@ -193,8 +197,9 @@ impl Engine {
         self.change_running(caller, agent_id, turn_id, epoch, Wish::Suspend).await
     }
 
-    /// Goes on with the results of the step, once all of them are in; waits for that, but not
-    /// longer than this. With a result that terminates, the turn has ended instead.
+    /// Goes on with the results of all that was dispatched since it last did, once they are in;
+    /// waits for that, but not longer than this. With a result that terminates, the turn has ended
+    /// instead.
     pub async fn resume(
         &self,
         caller: &Caller,
@@ -240,6 +245,7 @@ impl Engine {
         let now_ms = inner.clock.now_ms();
         let mut turn = next(turn);
         turn.epoch += 1;
+        turn.steps.clear();
         turn.resume_deadline_ms = None;
         turn.lease_until_ms = now_ms + turn.lease_ms;
         turn.status = match ends {
@@ -247,7 +253,8 @@ impl Engine {
             None => TurnStatus::Running,
         };
         turn.reason = ends.map(|result| format!("terminated by {}", result.tool_name));
-        let change = TurnChange { takes_inbox: true, ..TurnChange::default() };
+        let taken = calls.into_iter().filter_map(|call| call.inbox_id).collect();
+        let change = TurnChange { taken, ..TurnChange::default() };
         let new_card_ids = results.iter().map(|result| result.card_id.clone()).collect();
         let step = Some(Step { phase: "completed", new_card_ids });
         let news = News { step, task: ends.map(|_| ended_by(&results)), ..News::default() };
@@ -300,13 +307,14 @@ impl Engine {
                 turn.lease_until_ms = self.inner.clock.now_ms() + turn.lease_ms;
                 Ok(None)
             }
-            Wish::Suspend if turn.step_id.is_none() => {
-                Err(conflict(turn, "there is nothing to wait for: no call is out".into()))
-            }
             Wish::Suspend => {
+                let calls = self.step_calls(turn).await?;
+                if !calls.iter().any(|call| call.epoch == turn.epoch) {
+                    let message = "there is nothing to wait for: no call is out";
+                    return Err(conflict(turn, message.into()));
+                }
                 turn.status = TurnStatus::Suspended;
-                let waiting = open_calls(&self.step_calls(turn).await?);
-                Ok(Some(News { waiting, ..News::default() }))
+                Ok(Some(News { waiting: open_calls(&calls), ..News::default() }))
             }
             Wish::Finish(reason) => {
                 turn.status = TurnStatus::Finished;
@@ -374,6 +382,8 @@ fn taken_over(known: Turn, agent_id: &str, now_ms: u64, lease_ms: u64) -> Result
     turn.lease_ms = lease_ms;
     turn.lease_until_ms = now_ms + lease_ms;
     turn.step_id = None;
+    turn.steps.clear();
+    turn.resume_deadline_ms = None;
     Ok(turn)
 }
 
@@ -429,6 +439,11 @@ impl Inner {
                 Err(conflict(&turn, message.to_owned()))
             }
         }
+    }
+
+    async fn calls_of(&self, turn: &Turn, step_id: &str) -> Result<Vec<Waiting>, Error> {
+        let found = self.store.utp().waiting(&turn.project, &turn.turn_id, step_id).await;
+        found.map_err(unavailable)
     }
 
     async fn results(&self, turn: &Turn, calls: &[Waiting]) -> Result<Vec<StepResult>, Error> {

@@ -31,8 +31,8 @@ pub enum Delivered {
 pub struct TurnChange {
     /// The calls of a new step.
     pub waiting: Vec<Waiting>,
-    /// Whether what waits for the agent from this turn has been taken by this.
-    pub takes_inbox: bool,
+    /// What the agent has taken out of its inbox by this.
+    pub taken: Vec<String>,
     pub inbox: Vec<InboxItem>,
     pub letters: Vec<Letter>,
 }

@@ -153,6 +153,7 @@ async fn run_tool(engine: &Engine, caller: &Caller, job: Job) -> Answer {
         let mut asked = Invocation::new(name.as_str(), &job.args.to_string())
             .map_err(|error| Error::refused(Code::BadRequest, error.to_string()))?;
         asked.traceparent = Some(job.traceparent.clone());
+        asked.turn = Some(Box::new(job.route.clone()));
         let left_ms = job.deadline_ms.map(|at_ms| at_ms.saturating_sub(engine.now_ms()).max(1));
         asked.timeout_ms = left_ms;
         let ticket = engine.invoke(caller, asked).await?;

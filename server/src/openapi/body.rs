@@ -1,12 +1,14 @@
 //! The body of an operation: its fields become arguments, or all of it becomes one.
 
+use std::collections::BTreeMap;
+
 use serde_json::{Value, json};
 
 use super::At;
 use super::document::Document;
-use super::operations::Arguments;
+use super::operations::{Arguments, style};
 use super::schema::Schemas;
-use crate::operation::{BodyPlan, Encoding};
+use crate::operation::{BodyPlan, Encoding, Field};
 
 /// In the order of preference.
 const KINDS: [(&str, Encoding); 3] = [
@@ -33,9 +35,12 @@ pub(super) fn read(
     let content_type = (kind != KINDS[encoding as usize].0).then(|| kind.to_owned());
     let anything = json!({});
     let schema = media.get("schema").unwrap_or(&anything);
-    let whole = document.resolved(schema)?;
-    if let Some(args) = fields(whole, schemas, arguments, required)? {
-        return Ok(Some(BodyPlan { arg: None, args, encoding, content_type }));
+    let styles = if encoding == Encoding::Form { styles(media)? } else { BTreeMap::new() };
+    if !document.says_more(schema)
+        && let Some(args) = fields(document, schema, schemas, arguments, required)?
+    {
+        let fields = styles;
+        return Ok(Some(BodyPlan { arg: None, args, encoding, fields, content_type }));
     }
     let name = ["body", "request_body", "http_request_body"]
         .into_iter()
@@ -49,7 +54,21 @@ pub(super) fn read(
     }
     arguments.add(name, schema, required);
     let arg = Some(name.to_owned());
-    Ok(Some(BodyPlan { arg, args: Vec::new(), encoding, content_type }))
+    Ok(Some(BodyPlan { arg, args: Vec::new(), encoding, fields: styles, content_type }))
+}
+
+/// How fields of a form are written, where the document says.
+fn styles(media: &Value) -> Result<BTreeMap<String, Field>, String> {
+    let mut styles = BTreeMap::new();
+    for (name, given) in media["encoding"].as_object().into_iter().flatten() {
+        let style = style(given, &format!("the field {name}"))?;
+        let explode = given["explode"].as_bool();
+        // Said beside these, the type of the content does not count.
+        let plain = style.is_none() && explode.is_none();
+        let json = plain && given["contentType"].as_str().is_some_and(|kind| kind.contains("json"));
+        styles.insert(name.clone(), Field { style, explode, json });
+    }
+    Ok(styles)
 }
 
 fn chosen(body: &Value) -> Option<(&str, Encoding, &Value)> {
@@ -67,11 +86,13 @@ fn chosen(body: &Value) -> Option<(&str, Encoding, &Value)> {
 
 /// The fields of a plain object, when each can be an argument of its own; none otherwise.
 fn fields(
+    document: &Document<'_>,
     schema: &Value,
     schemas: &mut Schemas<'_>,
     arguments: &mut Arguments,
     required: bool,
 ) -> Result<Option<Vec<String>>, String> {
+    let schema = document.resolved(schema)?;
     let Some(properties) = schema["properties"].as_object() else { return Ok(None) };
     let composed = ["allOf", "anyOf", "oneOf", "not", "patternProperties", "if", "$ref"];
     let open = schema.get("additionalProperties").is_some_and(|more| *more != json!(false));
@@ -87,7 +108,7 @@ fn fields(
     let mut names = Vec::new();
     for (name, property) in properties {
         // What only answers have is not sent.
-        if property["readOnly"] == json!(true) {
+        if document.only_answered(property) {
             continue;
         }
         let translated = schemas.translated(property)?;

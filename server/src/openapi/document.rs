@@ -1,10 +1,14 @@
 //! A document and the references within it.
 
+use std::collections::HashSet;
+
 use percent_encoding::percent_decode_str;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 /// How often a reference may lead to another.
 const MAX_HOPS: usize = 16;
+/// Most parts of a composed schema that are looked at.
+const MAX_PARTS: usize = 200;
 
 /// A document that says it is OpenAPI 3.
 pub(super) struct Document<'a> {
@@ -48,7 +52,10 @@ impl<'a> Document<'a> {
     }
 
     /// The same, or what it refers to.
-    pub(super) fn resolved(&self, given: &'a Value) -> Result<&'a Value, String> {
+    pub(super) fn resolved<'b>(&self, given: &'b Value) -> Result<&'b Value, String>
+    where
+        'a: 'b,
+    {
         let mut value = given;
         for _ in 0..MAX_HOPS {
             match value.get("$ref").and_then(Value::as_str) {
@@ -57,5 +64,46 @@ impl<'a> Document<'a> {
             }
         }
         Err(format!("a $ref leads on more than {MAX_HOPS} times, or in a circle"))
+    }
+
+    /// Whether a schema says something beside its `$ref` that arguments must fit, which counts
+    /// since 3.1.
+    pub(super) fn says_more(&self, schema: &Value) -> bool {
+        const WORDS: [&str; 6] =
+            ["$ref", "description", "title", "example", "examples", "deprecated"];
+        let more = |fields: &Map<String, Value>| {
+            fields.contains_key("$ref")
+                && fields
+                    .keys()
+                    .any(|name| !WORDS.contains(&name.as_str()) && !name.starts_with("x-"))
+        };
+        !self.old && schema.as_object().is_some_and(more)
+    }
+
+    /// Whether only answers have a property: it is not sent, whatever says that it is required.
+    pub(super) fn only_answered(&self, property: &Value) -> bool {
+        let said = |schema: &Value| schema["readOnly"] == Value::Bool(true);
+        said(property) || self.resolved(property).is_ok_and(said)
+    }
+
+    /// The names of an object's properties that only answers have, also of those that it is
+    /// composed of.
+    pub(super) fn answered_names<'b>(&self, schema: &'b Value) -> Vec<String>
+    where
+        'a: 'b,
+    {
+        let (mut names, mut seen, mut left) = (Vec::new(), HashSet::new(), vec![schema]);
+        while let Some(schema) = left.pop() {
+            // What leads in circles ends, and so does what is very large.
+            if seen.len() >= MAX_PARTS || !seen.insert(std::ptr::from_ref(schema)) {
+                continue;
+            }
+            let properties = schema["properties"].as_object().into_iter().flatten();
+            let own = properties.filter(|(_, property)| self.only_answered(property));
+            names.extend(own.map(|(name, _)| name.clone()));
+            left.extend(schema["$ref"].as_str().and_then(|reference| self.find(reference).ok()));
+            left.extend(schema["allOf"].as_array().into_iter().flatten());
+        }
+        names
     }
 }

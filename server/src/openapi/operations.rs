@@ -117,13 +117,7 @@ fn parameter(
     if place == Place::Header && ignored.contains(&name.to_ascii_lowercase().as_str()) {
         return Ok(None);
     }
-    let style = given["style"].as_str();
-    let style: Option<Style> = match style {
-        None => None,
-        Some(style) => Some(serde_json::from_value(json!(style)).map_err(|_| {
-            format!("the parameter {name} has the style \"{style}\", which is not written")
-        })?),
-    };
+    let style = style(given, &format!("the parameter {name}"))?;
     let content = given["content"].as_object().and_then(|content| content.iter().next());
     let (json, schema) = match content {
         Some((kind, media)) => (kind.contains("json"), &media["schema"]),
@@ -144,6 +138,13 @@ fn parameter(
         explode: given["explode"].as_bool(),
         json,
     }))
+}
+
+/// How lists and objects are written, where it is said.
+pub(super) fn style(given: &Value, whose: &str) -> Result<Option<Style>, String> {
+    let Some(style) = given["style"].as_str() else { return Ok(None) };
+    let read = serde_json::from_value(json!(style));
+    read.map(Some).map_err(|_| format!("{whose} has the style \"{style}\", which is not written"))
 }
 
 /// Two parameters may have one name in two places; arguments have one place.

@@ -26,7 +26,7 @@ impl<'a> Schemas<'a> {
 
     /// One schema.
     pub(super) fn translated(&mut self, schema: &Value) -> Result<Value, String> {
-        self.walk(schema, 0)
+        self.walk(schema, 0, &[])
     }
 
     /// What the translated schemas refer to.
@@ -34,18 +34,30 @@ impl<'a> Schemas<'a> {
         self.defs.into_values().filter_map(|(name, schema)| Some((name, schema?))).collect()
     }
 
-    fn walk(&mut self, schema: &Value, depth: usize) -> Result<Value, String> {
+    /// `hidden` are properties that only answers have, of the whole that this is a part of.
+    fn walk(&mut self, schema: &Value, depth: usize, hidden: &[String]) -> Result<Value, String> {
         if depth > MAX_DEPTH {
             return Err(format!("a schema is deeper than {MAX_DEPTH}"));
         }
         let Value::Object(fields) = schema else { return Ok(schema.clone()) };
+        let mut made = Map::new();
         if let Some(reference) = fields.get("$ref").and_then(Value::as_str) {
             let name = self.referred(reference, depth)?;
-            return Ok(json!({ "$ref": format!("#/$defs/{name}") }));
+            made.insert("$ref".into(), format!("#/$defs/{name}").into());
+            // What stands beside it counts since 3.1.
+            if self.document.old {
+                return Ok(Value::Object(made));
+            }
         }
-        let mut made = Map::new();
+        let mut hidden = hidden.to_vec();
+        hidden.extend(self.document.answered_names(schema));
         for (name, value) in fields {
             let value = match name.as_str() {
+                "$ref" if made.contains_key("$ref") => continue,
+                "required" => match without(value, &hidden) {
+                    Some(value) => value,
+                    None => continue,
+                },
                 // Said for people and for other programs; a model reads the rest.
                 "example" | "xml" | "externalDocs" | "discriminator" | "$schema" | "$id" => {
                     continue;
@@ -61,14 +73,9 @@ impl<'a> Schemas<'a> {
                 | "contains"
                 | "propertyNames"
                 | "unevaluatedProperties"
-                | "unevaluatedItems" => self.walk(value, depth + 1)?,
-                "allOf" | "anyOf" | "oneOf" | "prefixItems" => match value {
-                    Value::Array(all) => {
-                        let all = all.iter().map(|inner| self.walk(inner, depth + 1));
-                        Value::Array(all.collect::<Result<_, _>>()?)
-                    }
-                    other => other.clone(),
-                },
+                | "unevaluatedItems" => self.walk(value, depth + 1, &[])?,
+                "allOf" | "anyOf" | "oneOf" => self.all(value, depth, &hidden)?,
+                "prefixItems" => self.all(value, depth, &[])?,
                 name if name.starts_with("x-") => continue,
                 _ => value.clone(),
             };
@@ -84,9 +91,15 @@ impl<'a> Schemas<'a> {
         Ok(Value::Object(made))
     }
 
+    fn all(&mut self, schemas: &Value, depth: usize, hidden: &[String]) -> Result<Value, String> {
+        let Value::Array(schemas) = schemas else { return Ok(schemas.clone()) };
+        let all = schemas.iter().map(|inner| self.walk(inner, depth + 1, hidden));
+        all.collect::<Result<_, _>>().map(Value::Array)
+    }
+
     fn each(&mut self, schemas: &Value, depth: usize) -> Result<Value, String> {
         let Value::Object(schemas) = schemas else { return Ok(schemas.clone()) };
-        let each = schemas.iter().map(|(n, s)| Ok((n.clone(), self.walk(s, depth + 1)?)));
+        let each = schemas.iter().map(|(n, s)| Ok((n.clone(), self.walk(s, depth + 1, &[])?)));
         each.collect::<Result<Map<_, _>, String>>().map(Value::Object)
     }
 
@@ -111,10 +124,18 @@ impl<'a> Schemas<'a> {
             n += 1;
         }
         self.defs.insert(reference.to_owned(), (name.clone(), None));
-        let made = self.walk(target, depth + 1)?;
+        let made = self.walk(target, depth + 1, &[])?;
         self.defs.insert(reference.to_owned(), (name.clone(), Some(made)));
         Ok(name)
     }
+}
+
+/// The names that are required without those that only answers have; nothing when none is left.
+fn without(required: &Value, hidden: &[String]) -> Option<Value> {
+    let Value::Array(names) = required else { return Some(required.clone()) };
+    let sent = |name: &&Value| !name.as_str().is_some_and(|n| hidden.iter().any(|h| h == n));
+    let left: Vec<Value> = names.iter().filter(sent).cloned().collect();
+    (!left.is_empty() || names.is_empty()).then_some(Value::Array(left))
 }
 
 /// `nullable`, and limits that are excluded by a yes or no.

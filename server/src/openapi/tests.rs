@@ -274,3 +274,144 @@ fn parameters_of_one_name_are_arguments_of_their_own() {
     let second = &options["parameters"][2];
     assert_eq!((&second["name"], &second["arg"]), (&json!("id"), &json!("query_id_")));
 }
+
+/// A document with one operation, `POST /x`, that has this body.
+fn with_body(version: &str, kind: &str, media: Value) -> Import {
+    let ro = json!({ "type": "object", "required": ["id", "at", "name"], "properties": {
+        "id": { "type": "integer", "readOnly": true },
+        "at": { "$ref": "#/components/schemas/Stamp" },
+        "name": { "type": "string" },
+    }});
+    let document = json!({
+        "openapi": version, "servers": [{ "url": "https://a.b" }],
+        "paths": { "/x": { "post": { "operationId": "x", "requestBody": {
+            "required": true, "content": { kind: media } } } } },
+        "components": { "schemas": {
+            "Ro": ro, "Stamp": { "type": "string", "readOnly": true },
+        }},
+    });
+    import(&document, "p", &Wanted::default(), 30_000).unwrap()
+}
+
+fn fits(definition: &Definition, args: Value) -> Vec<String> {
+    let entry = toolcrib::engine::CatalogEntry::compile(definition.clone()).unwrap();
+    entry.input.problems(&args).iter().map(|problem| format!("{problem:?}")).collect()
+}
+
+#[test]
+fn what_only_answers_have_is_required_nowhere_in_a_request() {
+    let reference = json!({ "$ref": "#/components/schemas/Ro" });
+    let more = json!({ "type": "object", "required": ["id", "z"],
+        "properties": { "z": { "type": "string" } } });
+    for (schema, body) in [
+        (json!({ "type": "array", "items": reference }), json!([{ "name": "n" }])),
+        (json!({ "allOf": [reference, more] }), json!({ "name": "n", "z": "q" })),
+        (
+            json!({ "type": "object", "additionalProperties": reference }),
+            json!({ "a": { "name": "n" } }),
+        ),
+    ] {
+        let import = with_body("3.0.3", "application/json", json!({ "schema": schema }));
+        let (definition, http) = tool(&import, "x");
+        assert_eq!(http["body"]["arg"], "body");
+        let problems = fits(&definition, json!({ "body": body }));
+        assert!(problems.is_empty(), "{schema}: {problems:?}");
+        let mut without = body.clone();
+        let lacks = match &mut without {
+            Value::Array(items) => &mut items[0],
+            Value::Object(fields) if fields.contains_key("a") => &mut fields["a"],
+            other => other,
+        };
+        lacks.as_object_mut().unwrap().remove("name");
+        assert!(!fits(&definition, json!({ "body": without })).is_empty(), "{schema}");
+    }
+    // What is composed of itself, many times over, ends.
+    let round = json!({ "$ref": "#/paths/~1x/post/requestBody/content/application~1json/schema" });
+    let round = json!({ "allOf": vec![round; 20], "required": ["id"] });
+    let import = with_body("3.0.3", "application/json", json!({ "schema": round }));
+    assert_eq!(import.tools.len() + import.skipped.len(), 1);
+    let import = with_body("3.0.3", "application/json", json!({ "schema": reference }));
+    let (definition, http) = tool(&import, "x");
+    assert_eq!(http["body"]["args"], json!(["name"]), "also where the property is a reference");
+    assert!(fits(&definition, json!({ "name": "n" })).is_empty());
+}
+
+#[test]
+fn what_stands_beside_a_reference_counts_since_3_1() {
+    let property = json!({ "$ref": "#/components/schemas/Ro", "description": "Which one",
+        "required": ["z"] });
+    let schema = json!({ "type": "object", "properties": { "one": property } });
+    let made = |version: &str| {
+        let import = with_body(version, "application/json", json!({ "schema": schema }));
+        tool(&import, "x").0.input_schema.value()["properties"]["one"].clone()
+    };
+    let expected = json!({ "$ref": "#/$defs/Ro", "description": "Which one", "required": ["z"] });
+    assert_eq!(made("3.1.0"), expected);
+    assert_eq!(made("3.0.3"), json!({ "$ref": "#/$defs/Ro" }));
+    // A body that is more than what it refers to stays one argument, with all of it.
+    let narrow = json!({ "$ref": "#/components/schemas/Ro", "required": ["z"] });
+    let import = with_body("3.1.0", "application/json", json!({ "schema": narrow }));
+    let (definition, http) = tool(&import, "x");
+    assert_eq!(http["body"]["arg"], "body");
+    assert!(!fits(&definition, json!({ "body": { "name": "n" } })).is_empty());
+    assert!(fits(&definition, json!({ "body": { "name": "n", "z": 1 } })).is_empty());
+    let described = json!({ "$ref": "#/components/schemas/Ro", "description": "It" });
+    let import = with_body("3.1.0", "application/json", json!({ "schema": described }));
+    assert_eq!(tool(&import, "x").1["body"]["args"], json!(["name"]));
+}
+
+#[test]
+fn fields_of_a_form_are_written_as_the_document_says() {
+    let kind = "application/x-www-form-urlencoded";
+    let schema = json!({ "type": "object", "properties": {
+        "amount": { "type": "integer" }, "metadata": { "type": "object" },
+        "csv": { "type": "array", "items": { "type": "string" } },
+        "many": { "type": "array", "items": { "type": "string" } },
+        "raw": { "type": "object" },
+    }});
+    let encoding = json!({
+        "metadata": { "style": "deepObject", "explode": true },
+        "csv": { "explode": false },
+        "raw": { "contentType": "application/json" },
+    });
+    let args = json!({ "amount": 1, "metadata": { "order": "7" }, "csv": ["a", "b"],
+        "many": ["a", "b"], "raw": { "x": [1] } });
+    let sent = |import: &Import, args: &Value| {
+        let options = tool(import, "x").0.utp.unwrap().options.value();
+        let crate::operation::Plan::Http(operation) = crate::operation::Plan::of(&options).unwrap()
+        else {
+            panic!("{options}")
+        };
+        let made = operation.request(args.as_object().unwrap(), Default::default(), &|_| None);
+        let (_, bytes) = made.unwrap().body.unwrap();
+        let pairs: Vec<(String, String)> = reqwest::Url::parse("http://x/?")
+            .map(|mut url| {
+                url.set_query(Some(std::str::from_utf8(&bytes).unwrap()));
+                url.query_pairs().into_owned().collect()
+            })
+            .unwrap();
+        pairs.iter().map(|(name, value)| format!("{name}={value}")).collect::<Vec<_>>().join("&")
+    };
+    let expected = r#"amount=1&csv=a,b&many=a&many=b&metadata[order]=7&raw={"x":[1]}"#;
+    let media = json!({ "schema": schema, "encoding": encoding });
+    assert_eq!(sent(&with_body("3.0.3", kind, media), &args), expected);
+    // Also where all of the form is one argument.
+    let open = json!({ "type": "object", "additionalProperties": true });
+    let media = json!({ "schema": open, "encoding": encoding });
+    assert_eq!(sent(&with_body("3.0.3", kind, media), &json!({ "body": args })), expected);
+    let strange = json!({ "schema": schema, "encoding": { "csv": { "style": "matrix" } } });
+    let reason = with_body("3.0.3", kind, strange).skipped[0].reason.clone();
+    assert!(reason.contains("csv") && reason.contains("matrix"), "{reason}");
+}
+
+#[test]
+fn a_call_has_at_least_the_time_that_its_answer_may_take() {
+    for (said, expected) in [(2.5, 30_000), (75.0, 75_000)] {
+        let document = json!({
+            "openapi": "3.1.0", "servers": [{ "url": "https://a.b" }],
+            "paths": { "/x": { "get": { "operationId": "x", "x-toolcrib-timeout-s": said } } },
+        });
+        let import = import(&document, "p", &Wanted::default(), 30_000).unwrap();
+        assert_eq!(tool(&import, "x").0.timeout_ms, expected);
+    }
+}

@@ -239,7 +239,7 @@ fn headers(
 }
 
 /// The first that is positive.
-fn timeout_s(options: &Value) -> Option<f64> {
+pub(super) fn timeout_s(options: &Value) -> Option<f64> {
     let tables = [&options["jina"], &options["openapi"], options];
     let said = tables.into_iter().flat_map(|table| [&table["timeout_s"], &table["timeout"]]);
     said.filter_map(Value::as_f64).find(|seconds| *seconds > 0.0)

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use toolcrib::fault::{Code, Fault};
 
 use super::secrets::Secrets;
-use super::{Auth, BodyPlan, Encoding, Mapping, Operation, Parameter, Place, Style, bad};
+use super::{Auth, BodyPlan, Encoding, Field, Mapping, Operation, Parameter, Place, Style, bad};
 
 /// Looks a variable up, when it may be looked up and is set to something.
 pub type Environment<'a> = &'a (dyn Fn(&str) -> Option<String> + Sync);
@@ -217,7 +217,9 @@ impl BodyPlan {
             (Encoding::Json, _) => ("application/json", value.to_string().into_bytes()),
             (Encoding::Form, Value::Object(fields)) => {
                 let mut pairs = Vec::new();
-                into_query(fields, &mut pairs);
+                for (name, value) in fields.iter().filter(|(_, value)| !value.is_null()) {
+                    self.field(name).pairs(value, &mut pairs);
+                }
                 let text: Vec<String> =
                     pairs.iter().map(|(n, v)| format!("{}={}", encoded(n), encoded(v))).collect();
                 ("application/x-www-form-urlencoded", text.join("&").into_bytes())
@@ -226,6 +228,17 @@ impl BodyPlan {
             (Encoding::Text, _) => ("text/plain; charset=utf-8", scalar(&value).into_bytes()),
         };
         Ok(Some((self.content_type.clone().unwrap_or_else(|| usual.to_owned()), bytes)))
+    }
+
+    /// A field of a form is written as a parameter of a query is.
+    fn field(&self, name: &str) -> Parameter {
+        let plain = Parameter::plain(name, Place::Query);
+        match self.fields.get(name) {
+            Some(Field { style, explode, json }) => {
+                Parameter { style: *style, explode: *explode, json: *json, ..plain }
+            }
+            None => plain,
+        }
     }
 }
 

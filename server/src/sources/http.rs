@@ -29,7 +29,7 @@ use toolcrib::tool::{Definition, Executor};
 use crate::operation::allow::Allowed;
 use crate::operation::jina::{self, Places};
 use crate::operation::secrets::Secrets;
-use crate::operation::{Plan, Request, bad};
+use crate::operation::{Plan, Request, bad, in_ms};
 use crate::outbound::Outbound;
 use client::Upstream;
 
@@ -179,7 +179,7 @@ impl HttpTools {
             return Err(Fault::new(Code::Internal, "the definition is gone").not_happened());
         };
         let request = self.request(&command.binding.options.value(), &attempt.args)?;
-        let own_ms = request.timeout_s.map(|seconds| (seconds * 1_000.0).max(1.0) as u64);
+        let own_ms = request.timeout_s.map(in_ms);
         let now_ms = u64::try_from(jiff::Timestamp::now().as_millisecond()).unwrap_or_default();
         let left_ms = attempt.deadline_ms.saturating_sub(now_ms);
         let limit = Duration::from_millis(own_ms.unwrap_or(self.settings.timeout_ms).min(left_ms));

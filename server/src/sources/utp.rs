@@ -4,7 +4,8 @@
 //! in: so the open calls are the outbox of commands, and what a crash kept from being published is
 //! started again by the next process. A command waits while the broker is away, until its call has
 //! ended. The broker and the tool service both know a command by the call's id, so one that is
-//! published twice is executed once.
+//! published twice is executed once; what the broker has forgotten by then is looked for before it
+//! is published again.
 
 mod post;
 

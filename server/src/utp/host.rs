@@ -44,8 +44,8 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use toolcrib::fault::{Code, Fault};
 use toolcrib::tool::hex;
-use toolcrib::utp::ToolStatus;
 use toolcrib::utp::card::{error_of, mirrored};
+use toolcrib::utp::{Route, ToolStatus};
 
 use super::DEFAULT_VERSION;
 use super::link::{Address, Link};
@@ -78,6 +78,8 @@ pub struct Job {
     pub traceparent: String,
     /// When nobody waits for it any more, where that is known.
     pub deadline_ms: Option<u64>,
+    /// Where in which turn it was made.
+    pub route: Route,
 }
 
 /// How it went.
@@ -397,7 +399,7 @@ impl Serving {
                     (true, _) => not_begun(&tool_name),
                     (false, true) => Answer::failed(unknown_outcome(&tool_name)),
                     (false, false) => {
-                        let running = self.run(command, &tool_name, args);
+                        let running = self.run(command, &tool_name, args, &meta);
                         if looked { running.await } else { self.say_soon(command, running).await }
                     }
                 };
@@ -440,12 +442,12 @@ impl Serving {
         self.returned.lock().remove(&command.anchor()) == Some(deliveries - 1)
     }
 
-    async fn run(&self, command: &Command, tool_name: &str, args: Value) -> Answer {
+    async fn run(&self, command: &Command, tool_name: &str, args: Value, meta: &Value) -> Answer {
         let Some(run) = self.tools.get(tool_name).or(self.any.as_ref()) else {
             let message = format!("there is no tool \"{tool_name}\" here");
             return Answer::failed(Fault::new(Code::NotFound, message).not_happened());
         };
-        let job = command.job(tool_name, args);
+        let job = command.job(tool_name, args, meta);
         // Also what it does before there is anything to wait for.
         let running = async move { run(job).await };
         match std::panic::AssertUnwindSafe(running).catch_unwind().await {

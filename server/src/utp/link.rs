@@ -1,16 +1,20 @@
 //! The connection to NATS: made in the background, kept, and made again. Streams are created when
 //! they are missing, so a broker that lost everything is set up like a new one.
 
+use std::collections::HashSet;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use async_nats::connection::State;
 use async_nats::header::NATS_MESSAGE_ID;
+use async_nats::jetstream::consumer::DeliverPolicy;
+use async_nats::jetstream::consumer::pull::OrderedConfig;
 use async_nats::jetstream::context::{PublishError, PublishErrorKind};
 use async_nats::jetstream::stream::{Config as StreamConfig, RetentionPolicy, StorageType};
 use async_nats::jetstream::{self, message::PublishMessage};
 use async_nats::{Client, ConnectOptions, HeaderMap};
+use futures::StreamExt;
 use tokio::sync::Notify;
 use tokio::sync::futures::Notified;
 
@@ -19,6 +23,9 @@ use super::wire;
 
 /// How long a publish may take before it is tried again.
 const ACK_PATIENCE: Duration = Duration::from_secs(5);
+/// For how long the broker remembers what it was sent. It keeps these ids in memory, so a day of
+/// them would be too many; what is older than this is looked for before it is published again.
+const REMEMBERS: Duration = Duration::from_secs(120);
 /// How long commands are kept.
 pub const DAY: Duration = Duration::from_secs(86_400);
 
@@ -67,6 +74,8 @@ pub struct Link {
     version: Arc<str>,
     came_up: Arc<Notify>,
     streams_known: Arc<AtomicBool>,
+    /// How long the stream of commands, whoever made it, remembers ids.
+    remembers_ms: Arc<AtomicU64>,
     followers: Arc<Followers>,
     /// Whoever publishes the outbox fell over, and has not come round since.
     outbox_down: Arc<AtomicBool>,
@@ -115,8 +124,16 @@ impl Link {
         let mut jetstream = jetstream::new(client.clone());
         jetstream.set_timeout(ACK_PATIENCE);
         let version = address.version.as_str().into();
-        let (followers, outbox_down) = (Arc::default(), Arc::default());
-        Ok(Self { client, jetstream, version, came_up, streams_known, followers, outbox_down })
+        Ok(Self {
+            client,
+            jetstream,
+            version,
+            came_up,
+            streams_known,
+            remembers_ms: Arc::default(),
+            followers: Arc::default(),
+            outbox_down: Arc::default(),
+        })
     }
 
     /// The connection itself.
@@ -184,10 +201,50 @@ impl Link {
         ];
         for (name, subject, max_age) in streams {
             let made = self.jetstream.get_or_create_stream(stream(name, subject, max_age)).await;
-            made.map_err(|error| NotPublished::Later(format!("no stream: {error}")))?;
+            let made = made.map_err(|error| NotPublished::Later(format!("no stream: {error}")))?;
+            let config = &made.cached_info().config;
+            if config.name == self.command_stream() {
+                let remembers_ms = config.duplicate_window.as_millis() as u64;
+                self.remembers_ms.store(remembers_ms, Ordering::Release);
+            }
         }
         self.streams_known.store(true, Ordering::Release);
         Ok(())
+    }
+
+    /// For how long the broker drops a command that it has.
+    pub fn remembers_ms(&self) -> u64 {
+        self.remembers_ms.load(Ordering::Acquire)
+    }
+
+    /// Which of these ids the commands have that were published on a subject since then.
+    pub async fn published(
+        &self,
+        subject: &str,
+        since_ms: u64,
+        ids: &HashSet<String>,
+    ) -> Result<HashSet<String>, async_nats::Error> {
+        let start_time = async_nats::datetime::from_nanos(i128::from(since_ms) * 1_000_000)?;
+        let config = OrderedConfig {
+            filter_subject: subject.to_owned(),
+            deliver_policy: DeliverPolicy::ByStartTime { start_time },
+            headers_only: true,
+            ..OrderedConfig::default()
+        };
+        let stream = self.jetstream.get_stream(self.command_stream()).await?;
+        let consumer = stream.create_consumer(config).await?;
+        let mut found = HashSet::new();
+        let mut left = consumer.cached_info().num_pending;
+        let mut messages = consumer.messages().await?;
+        while left > 0 && found.len() < ids.len() {
+            let next = tokio::time::timeout(ACK_PATIENCE, messages.next()).await?;
+            let message = next.ok_or("the stream of commands has ended")??;
+            left = message.info()?.pending;
+            let headers = message.headers.as_ref();
+            let id = headers.and_then(|headers| headers.get(NATS_MESSAGE_ID));
+            found.extend(id.and_then(|id| ids.get(id.as_str())).cloned());
+        }
+        Ok(found)
     }
 
     /// JetStream itself.
@@ -230,7 +287,7 @@ pub fn stream(name: String, subject: String, max_age: Duration) -> StreamConfig 
         storage: StorageType::File,
         num_replicas: 1,
         max_age,
-        duplicate_window: Duration::from_secs(120),
+        duplicate_window: REMEMBERS,
         ..StreamConfig::default()
     }
 }

@@ -11,5 +11,6 @@ mod projects;
 mod reports;
 mod services;
 mod sharing;
+mod steps;
 mod together;
 mod turns;

@@ -5,18 +5,17 @@ use futures::future::join_all;
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 
-use super::super::inbox::inbox_id_of;
 use super::super::{Engine, Inner, unavailable};
+use super::refused::failed_card;
 use super::{TRIES, conflict, invalid, next, open_calls, too_fast};
 use crate::caller::Caller;
 use crate::fault::{Code, Error, Fault};
 use crate::json::Json;
-use crate::policy::matches;
 use crate::store::utp::TurnChange;
 use crate::tool::hex;
-use crate::utp::card::{self, Card, TOOL_CALL, TOOL_RESULT, into_map};
+use crate::utp::card::{self, TOOL_CALL};
 use crate::utp::news::{News, Step};
-use crate::utp::{AfterExecution, InboxItem, Route, Turn, TurnStatus, Waiting, is_token, trace};
+use crate::utp::{InboxItem, Route, Turn, TurnStatus, Waiting, is_token};
 
 use super::super::invoke::Invocation;
 
@@ -79,11 +78,12 @@ impl Engine {
     async fn dispatched(&self, turn: Turn, asked: &Dispatch) -> Result<Option<Dispatched>, Error> {
         let runs_on = turn.status == TurnStatus::Running && !asked.suspend;
         let stands = runs_on || turn.status == TurnStatus::Suspended;
-        let same = turn.epoch == asked.epoch && turn.step_id == asked.step_id;
-        if !stands || !same || asked.step_id.is_none() {
+        let step_id = asked.step_id.as_deref().filter(|_| stands && turn.epoch == asked.epoch);
+        let Some(step_id) = step_id else { return Ok(None) };
+        let calls = self.inner.calls_of(&turn, step_id).await?;
+        if calls.is_empty() || calls.iter().any(|call| call.epoch != turn.epoch) {
             return Ok(None);
         }
-        let calls = self.step_calls(&turn).await?;
         self.refuse_other(&turn, &calls, &asked.calls).await?;
         Ok(Some(Dispatched { turn, calls }))
     }
@@ -101,6 +101,8 @@ impl Engine {
         let mint = || inner.minter.text("step_", now_ms);
         let step_id = asked.step_id.clone().unwrap_or_else(mint);
         self.refuse_used(&turn, &step_id, &asked.calls).await?;
+        let mut out = self.step_calls(&turn).await?;
+        out.retain(|call| call.epoch == turn.epoch && call.step_id != step_id);
         let agent = Caller { agent: agent_id.to_owned(), ..caller.clone() };
         let waiting_inbox = inner.store.utp().inbox(&caller.project, agent_id, 1).await;
         let inbox_open = !waiting_inbox.map_err(unavailable)?.is_empty();
@@ -108,24 +110,23 @@ impl Engine {
             let route = route(&turn, &step_id, call);
             self.send(&agent, &turn, route, call, inbox_open)
         });
-        let mut change = TurnChange::default();
-        let mut deadline_ms = now_ms;
-        for sent in join_all(sent).await {
-            let Sent { waiting, deadline_ms: due_ms, inbox } = sent?;
-            deadline_ms = deadline_ms.max(due_ms);
-            let letters = inbox.iter().filter_map(|item| inner.wakeup(item, &turn.channel));
-            change.letters.extend(letters.collect::<Vec<_>>());
-            change.inbox.extend(inbox);
-            change.waiting.push(waiting);
-        }
+        let Gathered { change, deadline_ms, refused } = inner.gather(&turn, join_all(sent).await);
         let calls = change.waiting.clone();
+        if let Some(error) = refused {
+            self.leave_begun(caller, &turn, &calls).await;
+            return Err(error);
+        }
+        out.extend(calls.iter().cloned());
+        let mut steps: Vec<String> = out.iter().map(|call| call.step_id.clone()).collect();
+        steps.dedup();
         let step = Turn {
             step_id: Some(step_id),
-            resume_deadline_ms: Some(deadline_ms),
+            steps,
+            resume_deadline_ms: turn.resume_deadline_ms.max(Some(deadline_ms)),
             status: if asked.suspend { TurnStatus::Suspended } else { turn.status },
             ..turn.clone()
         };
-        let turn = match self.store_step(caller, &turn, step, change).await {
+        let turn = match self.store_step(caller, &turn, step, change, open_calls(&out)).await {
             Ok(turn) => turn,
             Err(error) => {
                 self.take_back(caller, &calls).await;
@@ -134,8 +135,18 @@ impl Engine {
         };
         self.deliver_what_ended(&turn, &calls).await?;
         inner.announce_inbox(&turn.project, agent_id, true);
-        let calls = self.step_calls(&turn).await?;
+        let step_id = turn.step_id.clone().unwrap_or_default();
+        let calls = inner.calls_of(&turn, &step_id).await?;
         Ok(Dispatched { turn, calls })
+    }
+
+    /// What went out before one call was refused stays out: the same request again finds it, and
+    /// `stop` cancels it. In a turn that has gone on meanwhile nobody would.
+    async fn leave_begun(&self, caller: &Caller, turn: &Turn, calls: &[Waiting]) {
+        let now = self.turn(caller, &turn.agent_id, &turn.turn_id).await;
+        if now.is_ok_and(|now| now.epoch != turn.epoch) {
+            self.take_back(caller, calls).await;
+        }
     }
 
     /// Stores a step whose calls are out. A lease that was renewed meanwhile does not stand in its
@@ -146,11 +157,12 @@ impl Engine {
         before: &Turn,
         mut step: Turn,
         change: TurnChange,
+        waiting: Vec<String>,
     ) -> Result<Turn, Error> {
         let new_card_ids: Vec<String> = change.waiting.iter().filter_map(call_card).collect();
         for _ in 0..TRIES {
             let news = News {
-                waiting: open_calls(&change.waiting),
+                waiting: waiting.clone(),
                 step: Some(Step { phase: "executing", new_card_ids: new_card_ids.clone() }),
                 task: None,
             };
@@ -202,10 +214,9 @@ impl Engine {
         calls: &[StepCall],
     ) -> Result<(), Error> {
         let utp = self.inner.store.utp();
-        let known = utp.waiting(&turn.project, &turn.turn_id, step_id).await;
-        let known = known.map_err(unavailable)?;
+        let known = self.inner.calls_of(turn, step_id).await?;
         if !known.is_empty() {
-            if turn.step_id.as_deref() != Some(step_id) {
+            if known.iter().any(|call| call.epoch != turn.epoch) {
                 let message = format!("step_id \"{step_id}\" was used in this turn before");
                 return Err(conflict(turn, message));
             }
@@ -300,10 +311,42 @@ impl Engine {
     }
 }
 
-struct Sent {
-    waiting: Waiting,
+/// A call that is out, or has failed at once.
+pub(super) struct Sent {
+    pub(super) waiting: Waiting,
+    pub(super) deadline_ms: u64,
+    pub(super) inbox: Option<InboxItem>,
+}
+
+/// What became of the calls of a step.
+struct Gathered {
+    change: TurnChange,
+    /// When the last of them must be in.
     deadline_ms: u64,
-    inbox: Option<InboxItem>,
+    /// Why one of them could not be sent.
+    refused: Option<Error>,
+}
+
+impl Inner {
+    fn gather(&self, turn: &Turn, sent: Vec<Result<Sent, Error>>) -> Gathered {
+        let (mut change, mut refused) = (TurnChange::default(), None);
+        let mut deadline_ms = self.clock.now_ms();
+        for sent in sent {
+            let Sent { waiting, deadline_ms: due_ms, inbox } = match sent {
+                Ok(sent) => sent,
+                Err(error) => {
+                    refused.get_or_insert(error);
+                    continue;
+                }
+            };
+            deadline_ms = deadline_ms.max(due_ms);
+            let letters = inbox.iter().filter_map(|item| self.wakeup(item, &turn.channel));
+            change.letters.extend(letters.collect::<Vec<_>>());
+            change.inbox.extend(inbox);
+            change.waiting.push(waiting);
+        }
+        Gathered { change, deadline_ms, refused }
+    }
 }
 
 fn check(asked: &Dispatch) -> Result<(), Error> {
@@ -359,12 +402,6 @@ fn call_card(call: &Waiting) -> Option<String> {
     Some(card::id_of(&id, TOOL_CALL))
 }
 
-/// A card of a call that there could not be.
-fn failed_card(project: &str, turn_id: &str, tool_call_id: &str, end: &str) -> String {
-    let inbox_id = inbox_id_of(project, turn_id, tool_call_id);
-    format!("{end}{}", inbox_id.trim_start_matches("inbox_"))
-}
-
 fn key(turn: &Turn, call: &StepCall) -> String {
     let named = json!([turn.turn_id, call.tool_call_id]).to_string();
     format!("utp:{}", hex(&Sha256::digest(named.as_bytes())))
@@ -382,10 +419,16 @@ fn route(turn: &Turn, step_id: &str, call: &StepCall) -> Route {
         tracestate: turn.tracestate.clone(),
         context_box_id: turn.context_box_id.clone(),
         depth: turn.depth,
+        project: None,
     }
 }
 
-fn waiting(turn: &Turn, route: &Route, call: &StepCall, call_id: Option<String>) -> Waiting {
+pub(super) fn waiting(
+    turn: &Turn,
+    route: &Route,
+    call: &StepCall,
+    call_id: Option<String>,
+) -> Waiting {
     Waiting {
         project: turn.project.clone(),
         agent_id: turn.agent_id.clone(),
@@ -397,103 +440,5 @@ fn waiting(turn: &Turn, route: &Route, call: &StepCall, call_id: Option<String>)
         call_id,
         result_card_id: None,
         inbox_id: None,
-    }
-}
-
-impl Inner {
-    /// What the roster and the protocol refuse before the engine is asked.
-    fn refuse_call(&self, agent: &Caller, call: &StepCall, inbox_open: bool) -> Option<Fault> {
-        let tool = &call.tool_name;
-        let Some(member) = self.member(&agent.project, &agent.agent) else {
-            let message = format!("agent \"{}\" is not on the roster any more", agent.agent);
-            return Some(Fault::new(Code::PermissionDenied, message).not_happened());
-        };
-        let allowed = member.allowed_tools;
-        if allowed.is_some_and(|list| !list.iter().any(|pattern| matches(pattern, tool))) {
-            let message = format!("{tool} is not among the agent's allowed tools");
-            return Some(Fault::new(Code::PermissionDenied, message).not_happened());
-        }
-        let found = self.catalog().find(&agent.project, tool);
-        let ends = found.and_then(|entry| entry.definition.utp.clone());
-        if inbox_open && ends.is_some_and(|utp| utp.after_execution == AfterExecution::Terminate) {
-            let message = "inbox_not_empty: take what waits in the inbox before the turn ends";
-            return Some(Fault::new(Code::Conflict, message).not_happened());
-        }
-        None
-    }
-
-    /// A call that there cannot be: its cards, and its place in the inbox.
-    async fn failed_at_once(
-        &self,
-        turn: &Turn,
-        route: &Route,
-        call: &StepCall,
-        args: &Value,
-        fault: &Fault,
-    ) -> Result<Sent, Error> {
-        let now_ms = self.clock.now_ms();
-        let inbox_id = inbox_id_of(&turn.project, &route.turn_id, &route.tool_call_id);
-        let error = card::error_of(fault, "worker");
-        let trace_id = turn.traceparent.as_deref().and_then(trace::parse).map(|(id, _)| id);
-        let mut metadata = into_map(json!({
-            "agent_turn_id": route.turn_id,
-            "step_id": route.step_id,
-            "tool_call_id": route.tool_call_id,
-            "trace_id": trace_id,
-            "parent_step_id": route.parent_step_id,
-        }));
-        let make = |kind: &str, end: &str, content: Value, metadata: &Map<String, Value>| Card {
-            card_id: failed_card(&turn.project, &route.turn_id, &route.tool_call_id, end),
-            project: turn.project.clone(),
-            kind: kind.to_owned(),
-            content: into_map(content),
-            created_ms: now_ms,
-            author_id: turn.agent_id.clone(),
-            metadata: metadata.clone(),
-            tool_calls: None,
-            tool_call_id: Some(route.tool_call_id.clone()),
-            ttl_seconds: None,
-        };
-        let asked = json!({
-            "__type__": "ToolCallContent", "tool_name": call.tool_name, "arguments": args,
-            "status": "called", "target_subject": null,
-        });
-        let asked = make(TOOL_CALL, "call", asked, &metadata);
-        metadata.insert("role".into(), "tool".into());
-        metadata.insert("function_name".into(), call.tool_name.as_str().into());
-        let result = json!({
-            "__type__": "ToolResultContent", "status": "failed", "after_execution": "suspend",
-            "result": card::mirrored(&error), "error": error,
-        });
-        let result = make(TOOL_RESULT, "result", result, &metadata);
-        let card_id = result.card_id.clone();
-        for card in [asked, result] {
-            self.store.utp().put_card(card).await.map_err(unavailable)?;
-        }
-        let mut waiting = waiting(turn, route, call, None);
-        waiting.result_card_id = Some(card_id.clone());
-        waiting.inbox_id = Some(inbox_id.clone());
-        let parent = turn.traceparent.clone().unwrap_or_default();
-        let inbox = InboxItem {
-            project: turn.project.clone(),
-            agent_id: turn.agent_id.clone(),
-            message_type: "tool_result".to_owned(),
-            turn_id: route.turn_id.clone(),
-            tool_call_id: route.tool_call_id.clone(),
-            payload: into_map(json!({
-                "tool_call_id": route.tool_call_id, "agent_turn_id": route.turn_id,
-                "turn_epoch": route.epoch, "agent_id": route.agent_id,
-                "after_execution": "suspend", "status": "failed",
-                "tool_result_card_id": card_id, "step_id": route.step_id,
-            })),
-            traceparent: trace::child(&parent, &inbox_id),
-            tracestate: route.tracestate.clone(),
-            parent_step_id: Some(route.step_id.clone()),
-            source_agent_id: Some(turn.agent_id.clone()),
-            depth: route.depth,
-            created_ms: now_ms,
-            inbox_id,
-        };
-        Ok(Sent { waiting, deadline_ms: now_ms, inbox: Some(inbox) })
     }
 }

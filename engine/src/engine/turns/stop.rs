@@ -3,6 +3,7 @@
 use serde_json::json;
 
 use super::{TRIES, conflict, next, too_fast};
+use crate::call::Call;
 use crate::caller::Caller;
 use crate::engine::inbox::inbox_id_of;
 use crate::engine::{Engine, Inner};
@@ -31,7 +32,6 @@ impl Engine {
             if turn.status.is_over() {
                 return Err(conflict(&turn, "the turn has ended already".into()));
             }
-            let calls = self.step_calls(&turn).await?;
             let mut turn = next(turn);
             turn.epoch += 1;
             turn.status = TurnStatus::Stopped;
@@ -48,9 +48,12 @@ impl Engine {
                 Err(error) if error.code() == Code::Conflict => continue,
                 Err(error) => return Err(error),
             };
-            for call in calls.iter().filter(|call| call.inbox_id.is_none()) {
-                self.cancel_quietly(caller, call, "the turn was stopped").await;
-            }
+            // Whichever step it was made in, and also one whose step there is not: its dispatch was
+            // refused half way.
+            let own = |call: &Call| {
+                call.asked.turn.as_ref().is_some_and(|route| route.turn_id == turn_id)
+            };
+            self.cancel_open(caller, turn_id, "the turn was stopped", own).await;
             inner.announce_inbox(&stopped.project, agent_id, true);
             return Ok(stopped);
         }

@@ -149,14 +149,20 @@ impl UtpStore for Utp {
             return Ok(Saved::Stale);
         }
         for waiting in change.waiting {
-            let number = state.next();
-            state.waiting.insert(number, waiting);
+            let same = |known: &Waiting| {
+                (&known.project, &known.turn_id, &known.tool_call_id)
+                    == (&waiting.project, &waiting.turn_id, &waiting.tool_call_id)
+            };
+            if !state.waiting.values().any(same) {
+                let number = state.next();
+                state.waiting.insert(number, waiting);
+            }
         }
-        if change.takes_inbox {
-            let mine =
-                |item: &InboxItem| (&item.project, &item.turn_id) == (&turn.project, &turn.turn_id);
-            state.inbox.values_mut().filter(|(item, _)| mine(item)).for_each(|row| row.1 = false);
-        }
+        let gone = |item: &InboxItem| {
+            (&item.project, &item.agent_id) == (&turn.project, &turn.agent_id)
+                && change.taken.contains(&item.inbox_id)
+        };
+        state.inbox.values_mut().filter(|(item, _)| gone(item)).for_each(|row| row.1 = false);
         for item in change.inbox {
             state.put_into_inbox(item);
         }

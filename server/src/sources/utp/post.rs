@@ -1,6 +1,6 @@
 //! The way of commands to the broker: one task for all of them, which publishes what waits and
 //! takes the acknowledgements. What is not acknowledged is published again until it is, or until
-//! its call has ended; the broker drops what it has.
+//! its call has ended; the broker drops what it has, and what it may have forgotten is looked for.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use futures::StreamExt;
 use parking_lot::Mutex;
 use serde::Deserialize;
 use serde_json::value::RawValue;
-use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::time::MissedTickBehavior;
 use toolcrib::CallId;
 use toolcrib::source::Attempt;
@@ -31,6 +31,11 @@ const MANY: usize = 256;
 const PATIENCE: Duration = Duration::from_secs(5);
 /// How often it is looked for what has to be published again.
 const LOOK: Duration = Duration::from_millis(100);
+/// How long before the broker forgets a command it is not relied on to know it; and by how much
+/// its clock may be another.
+const MARGIN_MS: u64 = 20_000;
+/// How long after a search in vain the next is tried.
+const SEARCH_AGAIN: Duration = Duration::from_millis(500);
 /// Most that is sent beforehand in one message, and a card that is too large to be.
 const AHEAD_BYTES: usize = 262_144;
 const LARGE: usize = 65_536;
@@ -45,6 +50,8 @@ pub(super) struct Outgoing {
     /// What it says; none when it was published before and has to be written again.
     written: Option<(HeaderMap, Vec<u8>)>,
     tries: u32,
+    /// The broker may have it already: it was sent before, by this process or one before it.
+    perhaps_there: bool,
 }
 
 impl Outgoing {
@@ -52,7 +59,8 @@ impl Outgoing {
     pub(super) fn new(version: &str, attempt: Attempt) -> Result<Option<Self>, String> {
         let Some(command) = &attempt.command else { return Ok(None) };
         let (subject, headers, payload) = wire::command(version, &attempt, command)?;
-        Ok(Some(Self { subject, written: Some((headers, payload)), attempt, tries: 0 }))
+        let (written, perhaps_there) = (Some((headers, payload)), attempt.again);
+        Ok(Some(Self { subject, written, attempt, tries: 0, perhaps_there }))
     }
 
     pub(super) fn place(&self) -> (CallId, u32) {
@@ -72,6 +80,15 @@ impl Outgoing {
         Some((headers, payload))
     }
 
+    fn created_ms(&self) -> u64 {
+        self.attempt.command.as_ref().map_or(0, |command| command.call.created_ms)
+    }
+
+    /// Whether it may be there, and the broker not know it any more.
+    fn is_doubtful(&self, now_ms: u64, remembers_ms: u64) -> bool {
+        self.perhaps_there && now_ms.saturating_sub(self.created_ms()) + MARGIN_MS > remembers_ms
+    }
+
     /// Who is sent its card beforehand, and the card.
     fn card(&self, link: &Link) -> Option<(Arc<str>, Box<RawValue>)> {
         let target = subject::parse(&self.subject)?.target;
@@ -80,6 +97,42 @@ impl Outgoing {
         let card = card::of_call(&command.call, Some(&command.binding));
         let text = serde_json::value::to_raw_value(&wire::CardBody::of(&card)).ok()?;
         (text.get().len() < LARGE).then_some((inbox, text))
+    }
+}
+
+/// Looks whether the broker has these. Those that it has not come back, to be published.
+async fn search(
+    link: Link,
+    waiting: Waiting,
+    back: UnboundedSender<Outgoing>,
+    subject: String,
+    mut some: Vec<Outgoing>,
+) {
+    loop {
+        some.retain(|outgoing| waiting.lock().contains(&outgoing.place()));
+        let Some(oldest_ms) = some.iter().map(Outgoing::created_ms).min() else { return };
+        let ids = some.iter().map(Outgoing::id).collect();
+        let since_ms = oldest_ms.saturating_sub(MARGIN_MS);
+        let error = match link.published(&subject, since_ms, &ids).await {
+            Ok(found) => {
+                for mut outgoing in some {
+                    if found.contains(&outgoing.id()) {
+                        waiting.lock().remove(&outgoing.place());
+                        continue;
+                    }
+                    outgoing.perhaps_there = false;
+                    // Nobody takes it only when the server is going down.
+                    let _ = back.send(outgoing);
+                }
+                return;
+            }
+            Err(error) => error,
+        };
+        tracing::debug!(%error, subject, "commands that may be there will be looked for again");
+        tokio::select! {
+            () = tokio::time::sleep(SEARCH_AGAIN) => {}
+            () = back.closed() => return,
+        }
     }
 }
 
@@ -123,6 +176,7 @@ impl Post {
         let mut look = tokio::time::interval(LOOK);
         look.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut some = Vec::with_capacity(MANY);
+        let (back, mut not_there) = unbounded_channel();
         loop {
             let acks = self.link.client().subscribe(format!("{}.*", self.inbox)).await;
             let Ok(mut acks) = acks else {
@@ -140,13 +194,17 @@ impl Post {
                         if count == 0 {
                             return;
                         }
-                        self.publish(&mut some).await;
+                        self.publish(&mut some, &back).await;
+                    }
+                    Some(outgoing) = not_there.recv() => {
+                        some.push(outgoing);
+                        self.publish(&mut some, &back).await;
                     }
                     () = until(self.held), if self.held.is_some() => self.held = None,
                     _ = look.tick(), if !self.sent.is_empty() => {
                         some.extend(self.overdue());
                         if !some.is_empty() {
-                            self.publish(&mut some).await;
+                            self.publish(&mut some, &back).await;
                         }
                     }
                 }
@@ -196,7 +254,7 @@ impl Post {
         self.sent.extract_if(|_, sent| sent.again <= now).map(|(_, sent)| sent.outgoing).collect()
     }
 
-    async fn publish(&mut self, some: &mut Vec<Outgoing>) {
+    async fn publish(&mut self, some: &mut Vec<Outgoing>, back: &UnboundedSender<Outgoing>) {
         self.link.up().await;
         if let Err(error) = self.link.ensure_streams().await {
             tracing::debug!(%error, "the streams are not there yet");
@@ -207,6 +265,7 @@ impl Post {
             let waiting = self.waiting.lock();
             some.retain(|outgoing| waiting.contains(&outgoing.place()));
         }
+        self.set_aside(some, back);
         self.send_cards(some).await;
         for mut outgoing in some.drain(..) {
             let Some((mut headers, payload)) = outgoing.written(self.link.version()) else {
@@ -214,6 +273,7 @@ impl Post {
             };
             headers.insert(async_nats::header::NATS_MESSAGE_ID, outgoing.id());
             let subject = outgoing.subject.clone();
+            outgoing.perhaps_there = true;
             let number = self.keep(outgoing, PATIENCE);
             self.held = Some((number, tokio::time::Instant::now() + TOGETHER));
             let reply = format!("{}.{number}", self.inbox);
@@ -226,6 +286,20 @@ impl Post {
                 tracing::debug!(command = outgoing.id(), %error, "will be published again");
                 self.later(outgoing);
             }
+        }
+    }
+
+    /// What the broker may have and not know any more is looked for first, while others go out.
+    fn set_aside(&self, some: &mut Vec<Outgoing>, back: &UnboundedSender<Outgoing>) {
+        let now_ms = u64::try_from(jiff::Timestamp::now().as_millisecond()).unwrap_or_default();
+        let remembers_ms = self.link.remembers_ms();
+        let mut doubtful: HashMap<String, Vec<Outgoing>> = HashMap::new();
+        for outgoing in some.extract_if(.., |one| one.is_doubtful(now_ms, remembers_ms)) {
+            doubtful.entry(outgoing.subject.clone()).or_default().push(outgoing);
+        }
+        for (subject, some) in doubtful {
+            let (link, waiting) = (self.link.clone(), self.waiting.clone());
+            tokio::spawn(search(link, waiting, back.clone(), subject, some));
         }
     }
 

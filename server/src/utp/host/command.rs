@@ -4,7 +4,7 @@ use async_nats::jetstream::Message;
 use serde_json::{Map, Value};
 use toolcrib::fault::{Code, Fault};
 use toolcrib::utp::card::{error_of, mirrored};
-use toolcrib::utp::{AfterExecution, ToolStatus, subject, trace};
+use toolcrib::utp::{AfterExecution, Route, ToolStatus, subject, trace};
 
 use super::super::wire;
 use super::{Answer, Job};
@@ -154,7 +154,8 @@ impl Command {
         self.tool_name.as_deref().unwrap_or("unknown")
     }
 
-    pub(super) fn job(&self, tool_name: &str, args: Value) -> Job {
+    /// What is to be executed; `meta` is its card's metadata.
+    pub(super) fn job(&self, tool_name: &str, args: Value, meta: &Value) -> Job {
         Job {
             tool_name: tool_name.to_owned(),
             args,
@@ -164,6 +165,25 @@ impl Command {
             tool_call_id: self.tool_call_id.clone(),
             traceparent: self.traceparent.clone(),
             deadline_ms: self.deadline_ms(),
+            route: self.route(meta),
+        }
+    }
+
+    fn route(&self, meta: &Value) -> Route {
+        let text = |value: Option<&Value>| value.and_then(Value::as_str).map(str::to_owned);
+        let depth = self.depth.as_deref().and_then(|depth| depth.trim().parse().ok());
+        Route {
+            agent_id: self.agent_id.clone(),
+            turn_id: self.turn_id.clone(),
+            epoch: u64::try_from(self.epoch).unwrap_or_default(),
+            step_id: self.step_id.clone().unwrap_or_default(),
+            tool_call_id: self.tool_call_id.clone(),
+            channel: self.channel.clone(),
+            parent_step_id: text(meta.get("parent_step_id")),
+            tracestate: self.tracestate.clone(),
+            context_box_id: text(self.fields.get("context_box_id")),
+            depth: depth.unwrap_or_default(),
+            project: Some(self.project.clone()),
         }
     }
 }

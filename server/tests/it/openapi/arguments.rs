@@ -167,3 +167,46 @@ async fn wrong_options_are_refused_and_named() {
     let body = json!({ "tool_name": "import", "options": { "http": { "url": "https://a.b" } } });
     server.api().post("/projects/default/tools", body).await.refused(400, "BAD_REQUEST");
 }
+
+#[tokio::test]
+async fn a_number_that_would_be_another_on_its_way_is_refused() {
+    let upstream = Upstream::start().await;
+    let server = upstream.server().await;
+    let api = server.api();
+    let http = json!({ "url": upstream.url("/pay"), "method": "POST" });
+    define(&api, json!({ "tool_name": "api.pay", "options": { "http": http } })).await;
+    let target = "cmd.tool.hand.run";
+    let sent =
+        json!({ "tool_name": "hand.pay", "target_subject": target, "after_execution": "suspend" });
+    define(&api, sent).await;
+    for tool in ["api.pay", "hand.pay"] {
+        let body = r#"{"run_id":"r1","args":{"to":[{"wei":123456789012345678901234567890}]}}"#;
+        let path = format!("/v1/tools/{tool}/invoke");
+        let error = api.post_raw(&path, body).await.refused(422, "VALIDATION_ERROR");
+        let message = error["message"].as_str().unwrap();
+        assert!(message.contains("123456789012345678901234567890"), "{message}");
+    }
+    assert!(upstream.asked().is_empty());
+    let args = json!({ "wei": "123456789012345678901234567890", "n": u64::MAX });
+    let paid = call(&api, "api.pay", args.clone()).await;
+    assert_eq!(serde_json::from_str::<Value>(&upstream.last().body).unwrap(), args, "{paid}");
+}
+
+#[tokio::test]
+async fn a_call_has_at_least_the_time_that_its_answer_may_take() {
+    let upstream = Upstream::start().await;
+    let server = upstream.server().await;
+    let api = server.api();
+    let options =
+        |seconds: f64| json!({ "http": { "url": upstream.url("/x"), "timeout_s": seconds } });
+    for (more, expected) in [
+        (json!({ "options": options(75.0) }), 75_000),
+        (json!({ "options": options(2.0) }), 30_000),
+        (json!({ "options": options(75.0), "timeout_ms": 5_000 }), 5_000),
+        (json!({ "options": { "jina": { "mode": "search", "timeout_s": 60 } } }), 60_000),
+    ] {
+        let mut tool = json!({ "tool_name": "api.slow" });
+        tool.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        assert_eq!(define(&api, tool).await["timeout_ms"], expected, "{more}");
+    }
+}

@@ -1,11 +1,13 @@
 //! The broker comes and goes, and so does the server: calls wait and go out, nothing is lost.
 
 use std::sync::Arc;
+use std::time::Duration;
 
+use async_nats::jetstream::{self, message::PublishMessage};
 use serde_json::json;
 use tokio::sync::Notify;
 
-use crate::support::nats::{Nats, report, result_card, tool};
+use crate::support::nats::{Hand, Nats, report, result_card, tool};
 use crate::support::{process, until};
 
 #[tokio::test]
@@ -145,4 +147,61 @@ async fn without_nats_the_http_side_works() {
     let taken = api.post("/v1/tool_results", report(&command, "r1", "success")).await.is(200);
     assert_eq!(taken["duplicate"], false);
     assert_eq!(api.finished(&id).await["result"], json!({ "done": true }));
+}
+
+/// A stream of commands that somebody has made, which soon forgets what it was sent.
+async fn forgetful(hand: &Hand) -> jetstream::Context {
+    let jetstream = jetstream::new(hand.client.clone());
+    let config = jetstream::stream::Config {
+        name: "cg_cmd_v1r3".to_owned(),
+        subjects: vec!["cg.v1r3.*.*.cmd.*.*.>".to_owned()],
+        duplicate_window: Duration::from_millis(200),
+        ..Default::default()
+    };
+    jetstream.create_stream(config).await.unwrap();
+    jetstream
+}
+
+/// Returns when the broker has forgotten all that it was sent before.
+async fn forgotten(jetstream: &jetstream::Context) {
+    let publish = async || {
+        let message = PublishMessage::build().message_id("probe").payload("{}".into());
+        let subject = "cg.v1r3.default.public.cmd.tool.probe.run";
+        jetstream.send_publish(subject, message).await.unwrap().await.unwrap()
+    };
+    assert!(!publish().await.duplicate);
+    until("the broker to forget", || async { (!publish().await.duplicate).then_some(()) }).await;
+}
+
+#[tokio::test]
+async fn a_command_that_the_broker_has_is_not_published_again_however_late() {
+    let Some(mut nats) = Nats::start().await else { return };
+    let hand = nats.hand().await;
+    let jetstream = forgetful(&hand).await;
+    let mut server = nats.server().await;
+    let long = json!({ "timeout_ms": 600_000, "effect": "irreversible" });
+    server.api().post("/projects/default/tools", tool("hand.work", "hand", long)).await.is(201);
+    let first = server.api().invoke("hand.work", json!({})).await;
+    let next = hand.next("hand").await;
+    next.ack().await;
+    assert_eq!(next.payload["tool_call_id"], first.as_str());
+    forgotten(&jetstream).await;
+    server = server.restart().await;
+    let second = server.api().invoke("hand.work", json!({})).await;
+    let next = hand.next("hand").await;
+    assert_eq!(next.payload["tool_call_id"], second.as_str(), "{:?}", next.payload);
+    // What the broker does not have goes out, once.
+    nats.down();
+    let third = server.api().invoke("hand.work", json!({})).await;
+    server = server.restart().await;
+    nats.up().await;
+    let hand = nats.hand().await;
+    let next = async || {
+        let given = hand.next_on("cg.v1r3.*.*.cmd.tool.hand.>", "from_the_beginning").await;
+        given.ack().await;
+        given.payload["tool_call_id"].clone()
+    };
+    assert_eq!([next().await, next().await, next().await], [first, second, third]);
+    let fourth = server.api().invoke("hand.work", json!({})).await;
+    assert_eq!(next().await, fourth.as_str());
 }

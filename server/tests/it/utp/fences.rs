@@ -26,6 +26,24 @@ impl World {
         self.api.post(&format!("/v1/agents/ada/turns/{turn}/{what}"), body).await
     }
 
+    /// A turn whose lease runs out soon, and what was dispatched in it before. Where the machine
+    /// was too slow for that, the next one is longer.
+    async fn under_a_short_lease(&self) -> (String, Value) {
+        for lease_ms in [1_000, 4_000, 16_000] {
+            let turn = format!("t{lease_ms}");
+            let wanted = json!({ "agent_turn_id": turn, "lease_ms": lease_ms });
+            self.api.post("/v1/agents/ada/turns", wanted).await.is(201);
+            let calls = json!([call("c", "hand.work", json!({}))]);
+            let body = json!({ "turn_epoch": 1, "calls": calls, "suspend": false });
+            let sent = self.act(&turn, "dispatch", body).await;
+            if sent.status == 200 {
+                return (turn, sent.body);
+            }
+            sent.refused(409, "CONFLICT");
+        }
+        panic!("no lease was long enough to dispatch a call");
+    }
+
     async fn command(&self) -> Given {
         let command = self.hand.next("hand").await;
         command.ack().await;
@@ -47,11 +65,8 @@ fn success(command: &Value, card: &str) -> Value {
 #[tokio::test]
 async fn a_result_for_an_epoch_that_is_over_is_refused() {
     let Some(world) = World::new().await else { return };
-    let wanted = json!({ "agent_turn_id": "t1", "lease_ms": 1_000 });
-    world.api.post("/v1/agents/ada/turns", wanted.clone()).await.is(201);
-    let calls = json!([call("c", "hand.work", json!({}))]);
-    let body = json!({ "turn_epoch": 1, "calls": calls, "suspend": false });
-    let sent = world.act("t1", "dispatch", body).await.is(200);
+    let (turn, sent) = world.under_a_short_lease().await;
+    let wanted = json!({ "agent_turn_id": turn });
     let id = sent["calls"][0]["call_id"].as_str().unwrap().to_owned();
     let command = world.command().await;
     // Whoever dispatched it is gone; somebody else has the turn.
@@ -74,6 +89,49 @@ async fn a_result_for_an_epoch_that_is_over_is_refused() {
     assert_eq!(world.api.get("/v1/agents/ada/inbox").await.is(200)["items"], json!([]));
     world.api.post(&format!("/v1/tool_calls/{id}/cancel"), json!({})).await.is(200);
     assert!(world.api.history(&id).await.contains(&"tool.call.late".to_owned()));
+}
+
+#[tokio::test]
+async fn a_stopped_turn_cancels_what_was_left_behind_when_its_lease_ran_out() {
+    let Some(world) = World::new().await else { return };
+    let (turn, sent) = world.under_a_short_lease().await;
+    let id = sent["calls"][0]["call_id"].as_str().unwrap().to_owned();
+    until("the lease to run out", || async {
+        let wanted = json!({ "agent_turn_id": turn });
+        (world.api.post("/v1/agents/ada/turns", wanted).await.status == 201).then_some(())
+    })
+    .await;
+    assert_eq!(world.api.call(&id).await["status"], "PENDING");
+    world.act(&turn, "stop", json!({})).await.is(200);
+    assert_eq!(world.api.finished(&id).await["status"], "CANCELED");
+}
+
+#[tokio::test]
+async fn a_late_report_does_not_change_the_card_that_a_call_ended_with() {
+    let Some(world) = World::new().await else { return };
+    let body = json!({ "run_id": "r1", "args": {}, "timeout_ms": 2_000 });
+    let id = world.api.post("/v1/tools/hand.work/invoke", body).await.body["tool_call_id"].clone();
+    let id = id.as_str().unwrap();
+    // A tool service has begun it, and says too late that its own time was over.
+    let asked = format!("card_{}_call", id.trim_start_matches("tc_"));
+    world.hand.ask("sys.cards.get", json!({ "card_ids": [asked] })).await;
+    until("the call to be taken", || async {
+        (world.api.call(id).await["status"] != "PENDING").then_some(())
+    })
+    .await;
+    assert_eq!(world.api.finished(id).await["status"], "TIMEOUT");
+    let shown = async || world.api.get(&format!("/v1/tool_calls/{id}/cards")).await.is(200);
+    let before = shown().await;
+    assert_eq!(before["cards"][1]["author_id"], "worker.watchdog", "{before}");
+    let command = json!({
+        "tool_call_id": id, "agent_turn_id": "r1", "turn_epoch": 1, "agent_id": "default",
+        "after_execution": "suspend", "step_id": before["cards"][0]["metadata"]["step_id"],
+    });
+    let mut said = report(&command, "late", "timeout");
+    said["card"] = result_card(&command, "late", "timeout", Value::Null);
+    let late = world.hand.ask("sys.l0.report", said).await;
+    assert_eq!((&late["ok"], &late["late"]), (&json!(true), &json!(true)), "{late}");
+    assert_eq!(shown().await, before);
 }
 
 #[tokio::test]

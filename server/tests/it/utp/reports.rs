@@ -197,6 +197,56 @@ async fn the_same_report_again_is_the_same_and_a_late_one_is_written_down() {
     assert_eq!(world.api.get("/v1/dead_letters").await.is(200)["dead_letters"], json!([]));
 }
 
+/// A report with its card.
+fn whole(command: &Value, card_id: &str, status: &str, card: Value) -> Value {
+    let mut body = report(command, card_id, status);
+    body["card"] = card;
+    body
+}
+
+#[tokio::test]
+async fn a_card_that_came_with_a_refused_report_is_nobodys_result() {
+    let Some(world) = World::new().await else { return };
+    let (id, command) = world.call().await;
+    let (other, another) = world.call().await;
+    let (command, another) = (&command.payload, &another.payload);
+    // The card is of another call that is open.
+    let strange = result_card(another, "x1", "success", json!({ "of": "the first" }));
+    world.refused(&id, whole(command, "x1", "success", strange), "bad_request", "wrong_card").await;
+    world.api.get("/v1/cards/x1").await.refused(404, "NOT_FOUND");
+    assert_eq!(world.api.call(&other).await["status"], "PENDING");
+    let own = result_card(another, "x2", "success", json!({ "of": "the second" }));
+    let taken = world.report(whole(another, "x2", "success", own)).await;
+    assert_eq!(taken["ok"], true, "{taken}");
+    assert_eq!(world.api.finished(&other).await["result"], json!({ "of": "the second" }));
+    // The card says something else than the report; corrected, under the same id, it is taken.
+    let failed = result_card(command, "x3", "failed", json!(1));
+    world.refused(&id, whole(command, "x3", "success", failed), "bad_request", "wrong_card").await;
+    let right = result_card(command, "x3", "success", json!({ "of": "the first" }));
+    let taken = world.report(whole(command, "x3", "success", right)).await;
+    assert_eq!(taken["ok"], true, "{taken}");
+    assert_eq!(world.api.finished(&id).await["result"], json!({ "of": "the first" }));
+}
+
+#[tokio::test]
+async fn a_report_does_not_take_another_result_for_its_own() {
+    let Some(world) = World::new().await else { return };
+    let (id, command) = world.call().await;
+    let command = &command.payload;
+    world.put(command, "r1", "success").await;
+    let other = result_card(command, "r2", "success", json!({ "n": "r2" }));
+    world.refused(&id, whole(command, "r2", "success", other), "conflict", "wrong_card").await;
+    // Under another id, it says what is there.
+    let same = result_card(command, "r3", "success", json!({ "n": "r1" }));
+    assert_eq!(world.report(whole(command, "r3", "success", same)).await["ok"], true);
+    assert_eq!(world.api.finished(&id).await["result"], json!({ "n": "r1" }));
+    // Once the call has ended, its first result stands, and the rest is late.
+    let other = result_card(command, "r4", "success", json!({ "n": "r4" }));
+    let late = world.report(whole(command, "r4", "success", other)).await;
+    assert_eq!(late["ok"], true, "{late}");
+    assert_eq!(world.api.call(&id).await["result"], json!({ "n": "r1" }));
+}
+
 #[tokio::test]
 async fn another_project_can_neither_report_nor_read() {
     let Some(world) = World::new().await else { return };

@@ -218,7 +218,16 @@ async fn one_projects_tools_can_be_served_to_everybody() {
     api.post("/projects", json!({ "project_id": "shop" })).await.is(201);
     let url = upstream.url("/pets/{id}");
     let pets = json!({ "tool_name": "pets.get", "options": { "http": { "url": url } } });
-    api.clone().project("shop").post("/projects/shop/tools", pets).await.is(201);
+    let fixed = json!({
+        "of": "{project_id}/{agent_turn_id}/{step_id}/{tool_call_id}/{agent_id}/{turn_epoch}",
+    });
+    let options = json!({ "http": { "url": upstream.url("/said") }, "args": { "fixed": fixed } });
+    let said = json!({ "tool_name": "ids.say", "options": options });
+    let gone = json!({ "tool_name": "ids.gone",
+        "options": { "http": { "url": upstream.url("/status/404") } } });
+    for tool in [pets, said, gone] {
+        api.clone().project("shop").post("/projects/shop/tools", tool).await.is(201);
+    }
     let data = shop.config.data_dir.clone();
     let _service = start(serving(&nats, &upstream, &data, &["--project", "shop"]), "serving").await;
     // Another crib, with nothing but a subject to send commands to.
@@ -228,6 +237,18 @@ async fn one_projects_tools_can_be_served_to_everybody() {
     let id = api.invoke("pets.get", json!({ "id": 7 })).await;
     let call = api.finished(&id).await;
     assert_eq!(call["result"]["path"], "/pets/7", "{call}");
+    // What it says about a call is what whoever made the call knows it by.
+    for name in ["ids.say", "ids.gone"] {
+        api.post("/projects/default/tools", tool(name, "crib", json!({}))).await.is(201);
+    }
+    let id = api.invoke("ids.say", json!({})).await;
+    let call = api.finished(&id).await;
+    let step = id.replace("tc_", "step_");
+    let expected = format!("/said?of=default%2Frun_1%2F{step}%2F{id}%2Fdefault%2F1");
+    assert_eq!(call["result"]["path"], expected, "{call}");
+    let id = api.invoke("ids.gone", json!({})).await;
+    let call = api.finished(&id).await;
+    assert_eq!(call["error"]["detail"]["tool_call_id"], id, "{call}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

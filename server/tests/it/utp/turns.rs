@@ -293,9 +293,12 @@ async fn a_call_that_times_out_wakes_the_agent_and_its_late_result_changes_nothi
     let turn = world.lease(json!({})).await;
     let mut slow = call("slow", "hand.work", json!({}));
     slow["timeout_ms"] = json!(300);
-    world.dispatch(&turn, json!([slow])).await;
-    let command = world.hand.next("hand").await;
-    command.ack().await;
+    let sent = world.dispatch(&turn, json!([slow])).await;
+    // Its command may not have been published by then; whoever has it knows this.
+    let command = json!({
+        "tool_call_id": "slow", "agent_turn_id": turn["agent_turn_id"], "turn_epoch": 1,
+        "agent_id": "ada", "after_execution": "suspend", "step_id": sent["step_id"],
+    });
     let item = world.inbox().await.remove(0);
     assert_eq!(
         (&item["message_type"], &item["payload"]["status"]),
@@ -308,8 +311,8 @@ async fn a_call_that_times_out_wakes_the_agent_and_its_late_result_changes_nothi
         (&json!("timeout"), &json!("tool_timeout"))
     );
     assert_eq!(result["error"]["source"], "watchdog");
-    let mut said = report(&command.payload, "late", "success");
-    said["card"] = result_card(&command.payload, "late", "success", json!(1));
+    let mut said = report(&command, "late", "success");
+    said["card"] = result_card(&command, "late", "success", json!(1));
     let late = world.hand.ask("sys.l0.report", said).await;
     assert_eq!((&late["ok"], &late["late"]), (&json!(true), &json!(true)), "{late}");
     let empty = world.api.get("/v1/agents/ada/inbox").await.is(200);
@@ -352,12 +355,14 @@ async fn a_lease_is_held_by_one_and_runs_out() {
     world.api.post("/v1/agents/ada/turns", deep).await.refused(422, "VALIDATION_ERROR");
     let dotted = json!({ "agent_turn_id": "a.b" });
     world.api.post("/v1/agents/ada/turns", dotted).await.refused(422, "VALIDATION_ERROR");
-    let turn = world.lease(json!({ "agent_turn_id": "t1", "lease_ms": 1_000 })).await;
-    let same = json!({ "agent_turn_id": "t1" });
-    world.api.post("/v1/agents/ada/turns", same.clone()).await.refused(409, "CONFLICT");
+    let turn = world.lease(json!({ "agent_turn_id": "t0" })).await;
+    let same = json!({ "agent_turn_id": "t0" });
+    world.api.post("/v1/agents/ada/turns", same).await.refused(409, "CONFLICT");
     let renewed = world.act(&turn, "renew", json!({ "turn_epoch": 1 })).await.is(200);
     assert!(renewed["lease_until_ms"].as_u64() >= turn["lease_until_ms"].as_u64());
     world.act(&turn, "suspend", json!({ "turn_epoch": 1 })).await.refused(409, "CONFLICT");
+    let turn = world.lease(json!({ "agent_turn_id": "t1", "lease_ms": 1_000 })).await;
+    let same = json!({ "agent_turn_id": "t1" });
     let again = until("the lease to run out", || async {
         let answer = world.api.post("/v1/agents/ada/turns", same.clone()).await;
         (answer.status == 201).then_some(answer.body)

@@ -50,15 +50,12 @@ pub(super) async fn save(
         ];
         session.execute(sql, bound).await?;
     }
-    if change.takes_inbox {
-        let sql = "UPDATE state.agent_inbox SET status = 'consumed', \
-                   processed_at = to_timestamp($1::bigint / 1000.0) WHERE project_id = $2 \
-                   AND toolcrib_turn_id = $3 AND toolcrib_accepted AND status = 'pending'";
-        let bound: Bound<'_> = &[&(turn.updated_ms as i64), &turn.project, &turn.turn_id];
-        session.execute(sql, bound).await?;
+    if !change.taken.is_empty() {
+        let (project, agent) = (turn.project.clone(), turn.agent_id.clone());
+        inbox::take(desk, &(project, agent, change.taken.clone(), turn.updated_ms)).await?;
     }
     for item in &change.inbox {
-        inbox::put(session, item).await?;
+        inbox::put(&desk.session, item).await?;
     }
     post(desk, &change.letters).await?;
     Ok(Saved::Yes)

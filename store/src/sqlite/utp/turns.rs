@@ -49,14 +49,7 @@ pub(super) fn save(
                 body(waiting)?
             ])?;
     }
-    if change.takes_inbox {
-        connection
-            .prepare_cached(
-                "UPDATE inbox SET taken_ms = ?1 \
-                 WHERE project = ?2 AND turn_id = ?3 AND taken_ms IS NULL",
-            )?
-            .execute(params![turn.updated_ms as i64, turn.project, turn.turn_id])?;
-    }
+    letters::take(connection, &turn.project, &turn.agent_id, &change.taken, turn.updated_ms)?;
     for item in &change.inbox {
         letters::put(connection, item)?;
     }

@@ -38,6 +38,7 @@ fn full_call() -> Call {
                 tracestate: Some("a=b".into()),
                 context_box_id: Some("box".into()),
                 depth: 2,
+                project: Some("shop".into()),
             })),
             callback_url: Some("https://hooks.example/a".into()),
             after: Some("tc_01ARZ3NDEKTSV4RRFFQ69G5FAV".parse().unwrap()),

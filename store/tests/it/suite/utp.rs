@@ -38,6 +38,7 @@ fn turn(turn_id: &str, version: u64) -> Turn {
         status: TurnStatus::Running,
         channel: "public".into(),
         step_id: Some("s1".into()),
+        steps: vec!["s1".into()],
         parent_step_id: None,
         traceparent: None,
         tracestate: None,
@@ -179,9 +180,12 @@ pub async fn an_outcome_is_delivered_once_and_in_order(store: &dyn Store) {
     assert_eq!(utp.inbox("p", "ada", 9).await.unwrap(), [item("ada", "a")]);
     let again = utp.deliver(item("ada", "b"), "r1", None).await.unwrap();
     assert_eq!(again, Delivered::Known("inbox_ada_b".into()), "also after it was taken");
-    let change = TurnChange { takes_inbox: true, ..TurnChange::default() };
+    utp.deliver(item("ada", "c"), "r4", None).await.unwrap();
+    let taken = vec!["inbox_ada_a".to_owned(), "inbox_eve_z".to_owned()];
+    let change = TurnChange { taken, ..TurnChange::default() };
     utp.save_turn(turn("t1", 2), change).await.unwrap();
-    assert_eq!(utp.inbox("p", "ada", 9).await.unwrap(), []);
+    assert_eq!(utp.inbox("p", "ada", 9).await.unwrap(), [item("ada", "c")], "no more than named");
+    assert_eq!(utp.inbox("p", "eve", 9).await.unwrap(), [item("eve", "z")], "only its own");
 }
 
 pub async fn an_outcome_before_its_step_is_not_forgotten(store: &dyn Store) {

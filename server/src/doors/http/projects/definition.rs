@@ -181,6 +181,10 @@ fn word<T: serde::de::DeserializeOwned>(
 impl Checked {
     fn draft(&self, project: &str, default_timeout_ms: u64, utp: Option<Binding>) -> Definition {
         let own_ms = utp.as_ref().and_then(Binding::timeout_ms);
+        let options = self.options.value();
+        // A call that ends before its answer may come could not have it.
+        let answer_ms = Plan::of(&options).ok().and_then(|plan| plan.timeout_ms(&options));
+        let answer_ms = answer_ms.unwrap_or_default().min(*TIMEOUT_MS_RANGE.end());
         Definition {
             project: Some(project.to_owned()),
             name: self.name.clone(),
@@ -191,7 +195,7 @@ impl Checked {
             },
             input_schema: self.parameters.clone(),
             output_schema: self.output_schema.clone(),
-            timeout_ms: self.timeout_ms.or(own_ms).unwrap_or(default_timeout_ms),
+            timeout_ms: self.timeout_ms.or(own_ms).unwrap_or(default_timeout_ms.max(answer_ms)),
             background: self.background,
             effect: self.effect,
             risk: self.risk,

@@ -1,0 +1,68 @@
+//! Whole numbers that cannot be kept as such. Pure.
+
+/// The first whole number of a JSON text that would be another once it was read: one that has more
+/// than 64 bits, and is not what the nearest floating-point number is.
+pub fn rounded(text: &str) -> Option<&str> {
+    let bytes = text.as_bytes();
+    let mut at = 0;
+    while at < bytes.len() {
+        match bytes[at] {
+            b'"' => at = after_text(bytes, at),
+            b'-' | b'0'..=b'9' => {
+                let part =
+                    |byte: &u8| matches!(byte, b'0'..=b'9' | b'+' | b'-' | b'.' | b'e' | b'E');
+                let end = at + bytes[at..].iter().take_while(|byte| part(byte)).count();
+                let number = &text[at..end];
+                if changes(number) {
+                    return Some(number);
+                }
+                at = end;
+            }
+            _ => at += 1,
+        }
+    }
+    None
+}
+
+/// Behind a text that begins here.
+fn after_text(bytes: &[u8], at: usize) -> usize {
+    let mut at = at + 1;
+    while at < bytes.len() && bytes[at] != b'"' {
+        at += if bytes[at] == b'\\' { 2 } else { 1 };
+    }
+    at + 1
+}
+
+fn changes(number: &str) -> bool {
+    let whole = !number.contains(['.', 'e', 'E']);
+    let kept = || number.parse::<i64>().is_ok() || number.parse::<u64>().is_ok();
+    let near = || number.parse().map_or(String::new(), |near: f64| format!("{near:.0}"));
+    whole && !kept() && near() != number
+}
+
+#[cfg(test)]
+mod tests {
+    use super::rounded;
+
+    #[test]
+    fn only_whole_numbers_that_would_change_are_found() {
+        for kept in [
+            "{}",
+            r#"{"a": 18446744073709551615, "b": -9223372036854775808, "c": -0}"#,
+            r#"[1.5e300, 3.14159265358979323846264338, 1e2, -1E-7]"#,
+            r#"{"wei": "123456789012345678901234567890", "\"1": 1}"#,
+            r#"{"a\\": 10000000000000000000000, "u": "é\""}"#,
+        ] {
+            assert_eq!(rounded(kept), None, "{kept}");
+        }
+        for (text, number) in [
+            (r#"{"wei":123456789012345678901234567890}"#, "123456789012345678901234567890"),
+            (r#"["\\", {"a": [-9223372036854775809]}]"#, "-9223372036854775809"),
+            (r#"18446744073709551617"#, "18446744073709551617"),
+        ] {
+            assert_eq!(rounded(text), Some(number), "{text}");
+        }
+        let long = "9".repeat(400);
+        assert_eq!(rounded(&long), Some(long.as_str()));
+    }
+}
