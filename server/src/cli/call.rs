@@ -104,15 +104,13 @@ impl CallArgs {
     }
 
     fn envelope(&self) -> Result<Value, Failure> {
-        let key = self.idempotency_key.clone();
-        let key = key.unwrap_or_else(|| format!("cli-{}", ulid::Ulid::generate()));
         let mut body = Map::new();
         body.insert("run_id".into(), self.run.as_str().into());
         body.insert("args".into(), arguments(self.args.as_deref(), &self.pairs)?);
         let more = [
             ("timeout_ms", self.timeout.map(|time| json!(time.as_millis() as u64))),
             ("retry", self.retry.map(Value::from)),
-            ("idempotency_key", Some(key.into())),
+            ("idempotency_key", self.idempotency_key.clone().map(Value::from)),
             ("client_id", self.client.clone().map(Value::from)),
         ];
         for (name, value) in more {
@@ -152,9 +150,12 @@ pub async fn run(context: &Context, mut args: CallArgs) -> Result<(), Failure> {
 async fn hand_over(
     client: &Client,
     path: &[&str],
-    body: Value,
+    mut body: Value,
     until: Instant,
 ) -> Result<Value, Failure> {
+    if body["idempotency_key"].is_null() {
+        body["idempotency_key"] = format!("cli-{}", ulid::Ulid::generate()).into();
+    }
     let mut sent = false;
     loop {
         match client.ask(Ask::post(path, body.clone()).calls_tool()).await {
