@@ -22,7 +22,8 @@ pub(super) struct View {
     began: HashMap<String, u64>,
     /// What was printed of the answer under way.
     said: String,
-    /// Words of it are missing here, so what follows them is not printed before the whole.
+    /// Its beginning was not heard, or words of it are missing: what follows is not printed before
+    /// the whole. Who comes in the middle of an answer is not told so.
     gap: bool,
     /// The last step whose whole answer was shown.
     step: Option<u64>,
@@ -40,7 +41,7 @@ impl View {
             wanted: HashMap::new(),
             began: HashMap::new(),
             said: String::new(),
-            gap: false,
+            gap: true,
             step: None,
             in_line: false,
             end: None,
@@ -175,6 +176,7 @@ impl View {
             }
         }
         self.begin();
+        self.gap = true;
         self.new_line()?;
         for call in event["calls"].as_array().into_iter().flatten() {
             self.wanted.insert(text(call, "id").to_owned(), text(call, "arguments").to_owned());
