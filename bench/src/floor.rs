@@ -1,12 +1,13 @@
-//! The floor: the least that a durable tool-call server on this stack can be.
+//! The baseline: the minimal durable tool-call server on this stack.
 //!
-//! axum on tokio in front, one SQLite database behind, one writer thread that commits in groups.
-//! A call is written as RUNNING and flushed, then executed (the tool does nothing), then written
-//! as SUCCEEDED and flushed, then told. That is the shape of the product, and there is nothing
+//! axum on tokio serves requests; one writer thread commits to one SQLite database in groups. A
+//! call is stored as RUNNING and flushed, then executed (the tool does nothing), then stored as
+//! SUCCEEDED and flushed, then reported. That is the flow of the product, and there is nothing
 //! else: no authentication, no schemas, no policies, no retries, no events, no logs.
 //!
-//! It never answers before the flush that the answer speaks of, and it is never to be made slower
-//! to flatter the product: whatever storage trick the product uses, the floor uses too.
+//! The baseline never responds before the flush of the state that it reports, and it must never be
+//! made slower to flatter the product: every storage optimization of the product is also in the
+//! baseline.
 
 use std::path::Path;
 use std::pin::Pin;
@@ -30,24 +31,24 @@ use ulid::Ulid;
 
 mod storage;
 
-/// The one tool there is: it does nothing and returns `{}`.
+/// The only tool: it does nothing and returns `{}`.
 pub const TOOL: &str = "bench.noop";
 /// Name of the database file within the directory given to [`serve`].
 pub const DATABASE: &str = "floor.sqlite";
 
-/// What is done for a call.
+/// The work that a call does.
 pub type Tool = Arc<dyn Fn() -> Pin<Box<dyn Future<Output = ()> + Send>> + Send + Sync>;
 
 const RESULT: &str = "{}";
 const SOURCE: &str = "builtin";
 
-/// Serves the floor on `listener` with its database in `dir`, until the future is dropped.
+/// Serves the baseline on `listener` with its database in `dir`, until the future is dropped.
 ///
-/// The database is `dir/floor.sqlite` and must not exist yet or be one of the floor's own. It is
-/// made ready first (a fraction of a second, mostly growing the write-ahead log); connections
-/// made meanwhile wait in the listener's queue.
+/// The database is `dir/floor.sqlite`; the file must not exist yet or must be a database of the
+/// baseline. It is prepared first (a fraction of a second, mostly for preallocating the write-ahead
+/// log); connections made meanwhile wait in the listener's queue.
 ///
-/// With a `tool`, that is what a call does between its two flushes.
+/// A `tool`, if given, runs in each call between its two flushes.
 ///
 /// Routes: `POST /v1/tools/bench.noop/invoke[?wait_ms=N]`, `GET /v1/tool_calls/{id}[?wait_ms=N]`,
 /// `GET /healthz`.
@@ -79,7 +80,7 @@ pub async fn serve(
         .route("/v1/tool_calls/{id}", get(read_call))
         .route("/healthz", get(async || "ok"))
         .with_state(floor);
-    // Answers are small and whole: holding them back for more would only delay them.
+    // Responses are small and complete: delaying them to send more at once has no benefit.
     let listener = listener.tap_io(|stream| drop(stream.set_nodelay(true)));
     axum::serve(listener, router).await.context("the floor stopped serving")
 }
@@ -87,28 +88,28 @@ pub async fn serve(
 struct Floor {
     ops: mpsc::Sender<storage::Op>,
     reader: Mutex<Connection>,
-    /// Changes with every commit; who waits for a call looks at it again then.
+    /// Changes with every commit; requests that wait for a call then read it again.
     committed: watch::Receiver<()>,
     tool: Option<Tool>,
 }
 
 impl Floor {
-    /// Hands a change to the writer; the receiver yields once it is flushed.
+    /// Sends a change to the writer; the receiver resolves once the change is flushed.
     fn change(&self, change: storage::Change) -> oneshot::Receiver<()> {
         let (done, flushed) = oneshot::channel();
-        // If the writer is gone the sender is dropped here and the receiver tells.
+        // If the writer has stopped, the sender is dropped here and the receiver returns an error.
         let _ = self.ops.send(storage::Op { change, done });
         flushed
     }
 
     fn find(&self, id: &str) -> Result<Option<Call>, Failure> {
-        // A read of one row from memory is shorter than the way to another thread and back.
+        // Reading one row from memory takes less time than a round trip to another thread.
         let reader = self.reader.lock().unwrap_or_else(PoisonError::into_inner);
         storage::find(&reader, id).optional().map_err(Failure::storage)
     }
 }
 
-/// A call, as stored and as told.
+/// A call, as stored and as returned.
 #[derive(Debug, Clone, Serialize)]
 struct Call {
     tool_call_id: String,
@@ -172,7 +173,7 @@ async fn invoke(
     });
     floor.change(storage::Change::Insert(Arc::clone(&call))).await.map_err(Failure::lost)?;
 
-    // The tool is executed here, between the two flushes. It does nothing, unless there is one.
+    // The tool runs here, between the two flushes. Without a tool, nothing runs.
     if let Some(tool) = &floor.tool {
         tool().await;
     }
@@ -180,17 +181,17 @@ async fn invoke(
     let id = call.tool_call_id.clone();
     let finish = storage::Change::Finish(id, completed_at.clone());
     let Some(deadline) = deadline else {
-        // The writer finishes the call whether or not anybody waits for it.
+        // The writer finishes the call even if no request waits for it.
         drop(floor.change(finish));
         let ticket = Ticket { tool_call_id: &call.tool_call_id, status: call.status };
         return json(StatusCode::ACCEPTED, &ticket);
     };
     match tokio::time::timeout_at(deadline, floor.change(finish)).await {
         Ok(flushed) => flushed.map_err(Failure::lost)?,
-        // Too late to wait any longer: told as it was when last known to be flushed.
+        // The wait has timed out: return the last state that is known to be flushed.
         Err(_) => return json(StatusCode::ACCEPTED, &*call),
     }
-    // The writer has let go of its share by now, so this takes the call and copies nothing.
+    // The writer has dropped its reference by now, so this takes the call without a copy.
     let mut call = Arc::unwrap_or_clone(call);
     call.status = "SUCCEEDED";
     call.result = RawValue::from_string(RESULT.to_owned()).ok();
@@ -206,7 +207,7 @@ async fn read_call(
     let deadline = wait.deadline();
     let mut committed = floor.committed.clone();
     loop {
-        // Marked before the read: a commit that falls between read and wait is not missed.
+        // Marked before the read, so that a commit between the read and the wait is not missed.
         committed.mark_unchanged();
         let found = floor.find(&id)?;
         let call =
@@ -232,7 +233,7 @@ fn json(status: StatusCode, value: &impl Serialize) -> Result<Response, Failure>
     Ok((status, [(header::CONTENT_TYPE, "application/json")], body).into_response())
 }
 
-/// An answer that is no success.
+/// A response that reports an error.
 struct Failure(StatusCode, String);
 
 impl Failure {

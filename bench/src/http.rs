@@ -1,8 +1,8 @@
-//! The smallest HTTP/1.1 client that measures honestly: one request at a time on one connection.
+//! A minimal HTTP/1.1 client for measurements: one request at a time on one connection.
 //!
-//! It shares two cores with the server it measures, so a request is a ready-made run of bytes and
-//! an answer is parsed in place. It never follows redirects, never retries, never pipelines and
-//! speaks no TLS: `load` decides what a failure means.
+//! It shares two cores with the server it measures, so requests are prepared as bytes in advance
+//! and responses are parsed in place. It never follows redirects, never retries, never pipelines
+//! and supports no TLS: `load` decides how a failure counts.
 
 use std::io;
 use std::ops::Range;
@@ -10,11 +10,11 @@ use std::ops::Range;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-/// An answer without end is a fault of the server, not a reason to run out of memory.
+/// An endless response is a fault of the server and must not exhaust the memory of the client.
 const MAX_ANSWER: usize = 64 * 1024 * 1024;
 const MAX_HEAD: usize = 64 * 1024;
 
-/// The bytes of a POST with a JSON body, to be sent any number of times.
+/// Returns the bytes of a POST with a JSON body, to be sent any number of times.
 #[must_use]
 pub fn post(addr: &str, path: &str, body: &str, bearer: Option<&str>) -> Vec<u8> {
     let length = body.len();
@@ -26,7 +26,7 @@ pub fn post(addr: &str, path: &str, body: &str, bearer: Option<&str>) -> Vec<u8>
     .into_bytes()
 }
 
-/// The bytes of a POST with a JSON body and headers of one's own.
+/// Returns the bytes of a POST with a JSON body and custom headers.
 #[must_use]
 pub fn post_with(addr: &str, path: &str, headers: &[(&str, &str)], body: &str) -> Vec<u8> {
     let length = body.len();
@@ -38,7 +38,7 @@ pub fn post_with(addr: &str, path: &str, headers: &[(&str, &str)], body: &str) -
     .into_bytes()
 }
 
-/// The bytes of a GET, to be sent any number of times.
+/// Returns the bytes of a GET, to be sent any number of times.
 #[must_use]
 pub fn get(addr: &str, path: &str, bearer: Option<&str>) -> Vec<u8> {
     let auth = authorization(bearer);
@@ -49,30 +49,30 @@ fn authorization(bearer: Option<&str>) -> String {
     bearer.map_or_else(String::new, |token| format!("authorization: Bearer {token}\r\n"))
 }
 
-/// An answer, borrowed from the connection it came in on.
+/// A response, borrowed from its connection.
 #[derive(Debug)]
 pub struct Answer<'a> {
     /// The status code.
     pub status: u16,
-    /// The body with any chunking taken off.
+    /// The body, with any chunked encoding removed.
     pub body: &'a [u8],
 }
 
 impl Answer<'_> {
-    /// Whether the status is 2xx.
+    /// Returns true if the status is 2xx.
     #[must_use]
     pub fn is_success(&self) -> bool {
         (200..300).contains(&self.status)
     }
 
-    /// Whether the status is 2xx and the body says that the call has succeeded.
+    /// Returns true if the status is 2xx and the body reports that the call succeeded.
     #[must_use]
     pub fn has_succeeded(&self) -> bool {
         const WORD: &[u8] = b"SUCCEEDED";
         self.is_success() && self.body.windows(WORD.len()).any(|part| part == WORD)
     }
 
-    /// Of how many calls of a batch the body says that they went well.
+    /// Returns the number of calls of a batch that the body reports as successful.
     #[must_use]
     pub fn went_well(&self) -> usize {
         const WORD: &[u8] = b"\"ok\":true";
@@ -85,7 +85,7 @@ impl Answer<'_> {
 pub struct Connection {
     stream: TcpStream,
     input: Vec<u8>,
-    /// A chunked body, put together.
+    /// The body of a chunked response, reassembled.
     joined: Vec<u8>,
     open: bool,
 }
@@ -95,27 +95,28 @@ impl Connection {
     ///
     /// # Errors
     ///
-    /// When the connection is refused or the address is none.
+    /// When the connection is refused or the address is invalid.
     pub async fn open(addr: &str) -> io::Result<Self> {
         let stream = TcpStream::connect(addr).await?;
         stream.set_nodelay(true)?;
         Ok(Self { stream, input: Vec::with_capacity(4096), joined: Vec::new(), open: true })
     }
 
-    /// Whether another request may be sent; false once the server said that it will close, and
-    /// after any failure.
+    /// Returns true if another request may be sent: false once the server announced that it will
+    /// close the connection, and after any failure.
     #[must_use]
     pub fn is_open(&self) -> bool {
         self.open
     }
 
-    /// Sends a request made by [`post`] or [`get`] and reads the whole answer.
+    /// Sends a request made by [`post`] or [`get`] and reads the whole response.
     ///
     /// # Errors
     ///
-    /// When the connection breaks or the answer is no HTTP. The connection is of no use then.
+    /// When the connection breaks or the response is not HTTP. The connection is unusable
+    /// afterwards.
     pub async fn round_trip(&mut self, request: &[u8]) -> io::Result<Answer<'_>> {
-        // Closed until the answer is whole: also when the caller gives up half way through.
+        // Closed until the response is complete, so that a cancelled request also leaves it closed.
         if !std::mem::replace(&mut self.open, false) {
             return Err(io::ErrorKind::NotConnected.into());
         }
@@ -132,7 +133,7 @@ impl Connection {
             if self.input.len() > MAX_ANSWER {
                 return Err(bad("the answer has no end"));
             }
-            // Grows with the answer, so that a long page is not read in tiny pieces.
+            // Grows with the response, so that a long page is not read in tiny pieces.
             self.input.reserve(self.input.len().max(2048));
             ended = self.stream.read_buf(&mut self.input).await? == 0;
         };
@@ -173,10 +174,10 @@ struct Head {
     keep_alive: bool,
 }
 
-/// Parses one answer from the start of `input`; `None` means that more bytes are needed.
+/// Parses one response from the start of `input`; `None` means that more bytes are needed.
 ///
-/// It starts anew each time: most answers arrive in one piece, so there is no state worth the
-/// trouble of keeping.
+/// It starts from the beginning each time: most responses arrive in one read, so keeping state is
+/// not worth the effort.
 fn parse(input: &[u8], ended: bool, joined: &mut Vec<u8>) -> io::Result<Option<Parsed>> {
     let mut start = 0;
     let (head, at) = loop {
@@ -186,7 +187,7 @@ fn parse(input: &[u8], ended: bool, joined: &mut Vec<u8>) -> io::Result<Option<P
         };
         let head = parse_head(rest.get(..length).unwrap_or_default())?;
         start += length;
-        // 1xx is an aside: the answer itself is still to come.
+        // 1xx is an interim response: the final one is still to come.
         if head.status >= 200 {
             break (head, start);
         }
@@ -212,7 +213,7 @@ fn parse(input: &[u8], ended: bool, joined: &mut Vec<u8>) -> io::Result<Option<P
     Ok(Some(Parsed { status: head.status, body, used, keep_alive: head.keep_alive }))
 }
 
-/// Length of the head with its empty line.
+/// Returns the length of the head, including its empty line.
 fn head_length(input: &[u8]) -> Option<usize> {
     input.windows(4).position(|part| part == b"\r\n\r\n").map(|at| at + 4)
 }
@@ -247,7 +248,8 @@ fn parse_head(head: &[u8]) -> io::Result<Head> {
     Ok(parsed)
 }
 
-/// Takes the chunking off; gives where the answer ends, or `None` if it has not all arrived.
+/// Removes the chunked encoding and returns the position where the response ends, or `None` if it
+/// is incomplete.
 fn join_chunks(input: &[u8], start: usize, joined: &mut Vec<u8>) -> io::Result<Option<usize>> {
     joined.clear();
     let mut at = start;
@@ -256,7 +258,7 @@ fn join_chunks(input: &[u8], start: usize, joined: &mut Vec<u8>) -> io::Result<O
             return Ok(None);
         };
         at = next;
-        // What follows a semicolon is an extension, which may be ignored.
+        // Extensions follow a semicolon and may be ignored.
         let digits = line.split(|&byte| byte == b';').next().unwrap_or_default().trim_ascii();
         let size = std::str::from_utf8(digits)
             .ok()
@@ -285,7 +287,7 @@ fn join_chunks(input: &[u8], start: usize, joined: &mut Vec<u8>) -> io::Result<O
     Ok(None)
 }
 
-/// The line that starts at `at`, without its end, and where the next one starts.
+/// Returns the line that starts at `at`, without its terminator, and the position of the next line.
 fn take_line(input: &[u8], at: usize) -> Option<(&[u8], usize)> {
     let rest = input.get(at..)?;
     let length = rest.windows(2).position(|part| part == b"\r\n")?;
@@ -297,7 +299,7 @@ fn take_line(input: &[u8], at: usize) -> Option<(&[u8], usize)> {
 mod tests {
     use super::*;
 
-    /// Feeds the answer byte by byte: it must be whole at the last byte and not before.
+    /// Parses every prefix of the response: it must be complete at the last byte and not before.
     fn feed(text: &str) -> (Parsed, Vec<u8>) {
         let bytes = text.as_bytes();
         let mut joined = Vec::new();

@@ -1,28 +1,28 @@
-//! The floor that Toolcrib's speed is stated against, and the load generator that measures both.
+//! The baseline that Toolcrib's speed is compared with, and the load generator that measures both.
 //!
-//! A figure such as "3000 calls a second" says more about the disk than about the program. So
-//! every figure of Toolcrib is given as a ratio against a *floor* measured on the same machine in
-//! the same run: the same HTTP stack (axum on tokio) and the same storage (SQLite with group
-//! commit) in the same shape (invoke, ticket, result; every state change flushed before it is
-//! told) and nothing else.
+//! A figure such as "3000 calls a second" says more about the disk than about the program. Every
+//! figure of Toolcrib is therefore a ratio to a *baseline* measured on the same machine in the same
+//! run: the same HTTP stack (axum on tokio) and the same storage (SQLite with group commit) with
+//! the same flow (invoke, ticket, result; every state change flushed before it is reported) and
+//! nothing else.
 //!
-//! This crate never starts a process, reads no configuration and prints nothing but the floor's
-//! storage errors: the command `toolcrib bench` starts the product and the floor as child
-//! processes and calls what is here.
+//! This crate never starts a process, reads no configuration and prints nothing but the baseline's
+//! storage errors: the command `toolcrib bench` starts the product and the baseline as child
+//! processes and calls this crate.
 //!
-//! | module      | what it holds                                                            |
-//! |-------------|--------------------------------------------------------------------------|
-//! | [`floor`]   | the comparison server: [`floor::serve`]                                  |
-//! | [`load`]    | closed loop, burst, GET latencies, time to the first answer              |
-//! | [`http`]    | the small HTTP/1.1 client that [`load`] drives                           |
-//! | [`sample`]  | what a load run gives back, and the percentiles                          |
-//! | [`sink`]    | an OTLP endpoint that counts what it is sent                             |
-//! | [`model`]   | a language model that follows a script, over the real wire                |
-//! | [`machine`] | facts of the machine, among them how often it can flush                  |
-//! | [`process`] | resident memory of a child process, a free loopback port                 |
-//! | [`report`]  | measures, their limits, the table and the JSON                           |
+//! | module       | content                                                                 |
+//! |--------------|-------------------------------------------------------------------------|
+//! | [`baseline`] | the comparison server: [`baseline::serve`]                              |
+//! | [`load`]     | closed loop, burst, GET latencies, time to the first success            |
+//! | [`http`]     | the small HTTP/1.1 client that [`load`] uses                            |
+//! | [`sample`]   | the results of a load run, and percentiles                              |
+//! | [`sink`]     | an OTLP endpoint that counts the bytes it receives                      |
+//! | [`model`]    | a language model that follows a script, over the real wire protocols    |
+//! | [`machine`]  | facts about the machine, among them its flush rate                      |
+//! | [`process`]  | resident memory of a child process, a free loopback port                |
+//! | [`report`]   | measurements, their limits, the table and the JSON                      |
 //!
-//! A run, from the side of the caller:
+//! A run, from the caller's side:
 //!
 //! ```no_run
 //! use std::time::Duration;

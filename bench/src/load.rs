@@ -1,16 +1,18 @@
-//! The load generator: it drives any server that speaks the invoke API and times the answers.
+//! The load generator: drives any server that implements the invoke API and times its responses.
 //!
-//! It runs on the same cores as the server it measures, so it does as little as it can: requests
-//! are built once, answers are searched and not parsed as JSON, latencies go to plain lists. It
-//! never retries a failed call to make it good: the failure is counted and the next call is made.
+//! It runs on the same cores as the server it measures, so it does as little as possible: requests
+//! are built once, responses are searched and not parsed as JSON, latencies are pushed onto plain
+//! lists. It never retries a failed call: it counts the failure and makes the next call.
 //!
-//! In all functions `addr` is `127.0.0.1:port`, `path` is the path with its query, `body` the
-//! JSON body sent as it is with every call, and `bearer` the token for the `Authorization`
-//! header, if the server wants one. A call is *ok* when its status is 2xx and its body contains
-//! `SUCCEEDED`; so `path` should ask to wait: `/v1/tools/bench.noop/invoke?wait_ms=10000`.
+//! In all functions `addr` is `127.0.0.1:port`, `path` is the path with its query, `body` the JSON
+//! body sent unchanged with every call, and `bearer` the token for the `Authorization` header, if
+//! the server requires one. A call is *ok* when its status is 2xx and its body contains
+//! `SUCCEEDED`; `path` should therefore request to wait:
+//! `/v1/tools/bench.noop/invoke?wait_ms=10000`.
 //!
-//! Call them from a tokio runtime with time and I/O enabled; a `current_thread` runtime is the
-//! cheapest and enough. Run one at a time, and warm the server up with a short loop first.
+//! Call these functions from a tokio runtime with time and I/O enabled; a `current_thread` runtime
+//! is the cheapest and sufficient. Run one at a time, and warm up the server with a short loop
+//! first.
 
 use std::io;
 use std::sync::Arc;
@@ -22,20 +24,20 @@ use tokio::task::JoinSet;
 use crate::http::{self, Answer, Connection};
 use crate::sample::{BurstSample, Sample, micros};
 
-/// How long a call may stay unanswered after the time is over before it is given up.
+/// Maximum time to wait for outstanding responses after the measured time is over.
 const GRACE: Duration = Duration::from_secs(30);
-/// Pause after a connection has failed: a dead server must not turn the worker into a spinner.
+/// Pause after a failed connection, so that a dead server does not make the worker spin.
 const AFTER_FAILURE: Duration = Duration::from_millis(10);
-/// Pause between two attempts while waiting for a server to come up; it bounds the error of
-/// [`first_answer`].
+/// Pause between two attempts while a server starts; it bounds the error of
+/// [`time_to_first_success`].
 const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(1);
 
-/// A server and a request to it, ready to be sent.
+/// A server and a prepared request to it.
 #[derive(Clone)]
 struct Target {
     addr: Arc<str>,
     request: Arc<[u8]>,
-    /// What counts as a good answer.
+    /// Decides if a response counts as good.
     ok: Judge,
 }
 
@@ -61,22 +63,22 @@ impl Target {
         Ok(connections)
     }
 
-    /// One call, on a new connection if the old one is no longer open; how long its answer took,
-    /// if it was ok.
+    /// Makes one call, on a new connection if the old one is no longer open. Returns its latency if
+    /// the response was ok.
     async fn call(&self, connection: &mut Connection) -> io::Result<Option<Duration>> {
         let begun = Instant::now();
         if !connection.is_open() {
             *connection = Connection::open(&self.addr).await?;
         }
         let answer = connection.round_trip(&self.request).await?;
-        // Judging a long answer takes time that is not the server's.
+        // Checking a long response takes time that must not count as the server's.
         let took = begun.elapsed();
         Ok((self.ok)(&answer).then_some(took))
     }
 }
 
-/// What one worker saw. It outlives the worker's future, so that nothing is lost when the worker
-/// is cut off in the middle of a call.
+/// The results of one worker. They outlive the worker's future, so that nothing is lost when the
+/// worker is cancelled during a call.
 #[derive(Default)]
 struct Tally {
     latencies: Vec<u64>,
@@ -84,7 +86,7 @@ struct Tally {
 }
 
 impl Tally {
-    /// Makes one call and notes how it went.
+    /// Makes one call and records its result.
     async fn call(&mut self, target: &Target, connection: &mut Connection) {
         match target.call(connection).await {
             Ok(Some(took)) => self.latencies.push(micros(took)),
@@ -102,17 +104,17 @@ impl Tally {
     }
 }
 
-/// `concurrency` workers, each on a connection of its own, each sending its next call as soon as
-/// the last was answered, until `duration` is over.
+/// Runs `concurrency` workers until `duration` is over. Each has its own connection and sends its
+/// next call as soon as the last one has its response.
 ///
-/// All connections are open before the clock starts. Calls under way when the time is over are
-/// waited for (at most 30 s, then counted as errors) and counted; the rate is taken over the time
-/// until the last answer.
+/// All connections are open before the clock starts. Calls in flight when the time is over are
+/// awaited (at most 30 s, then counted as errors) and counted; the rate covers the time until the
+/// last response.
 ///
 /// # Errors
 ///
-/// When the connections cannot be opened. Calls that fail later are counted in
-/// [`Sample::errors`], which the caller should look at.
+/// When the connections cannot be opened. Calls that fail later are counted in [`Sample::errors`],
+/// which the caller should check.
 pub async fn closed_loop(
     addr: &str,
     concurrency: usize,
@@ -124,11 +126,11 @@ pub async fn closed_loop(
     closed_loop_of(addr, concurrency, duration, http::post(addr, path, body, bearer)).await
 }
 
-/// The same with a request that is ready to be sent.
+/// Like [`closed_loop`], with a prepared request.
 ///
 /// # Errors
 ///
-/// As [`closed_loop`].
+/// Like [`closed_loop`].
 pub async fn closed_loop_of(
     addr: &str,
     concurrency: usize,
@@ -150,7 +152,7 @@ pub async fn closed_loop_of(
                     tally.call(&target, &mut connection).await;
                 }
             };
-            // One timer for the whole worker, because one for each call would cost.
+            // One timer for the whole worker: a timer per call would be expensive.
             if tokio::time::timeout_at((end + GRACE).into(), work).await.is_err() {
                 tally.errors += 1;
             }
@@ -164,10 +166,11 @@ pub async fn closed_loop_of(
     Ok(Sample::from_latencies(total.latencies, total.errors, begun.elapsed()))
 }
 
-/// `n` calls at once, timed from the first byte sent until all results are in; `rounds` times on
-/// the same `n` connections, which are open before the first round.
+/// Sends `n` calls at once and measures the time from the first byte sent until all results have
+/// arrived; repeats this `rounds` times on the same `n` connections, which are open before the
+/// first round.
 ///
-/// A round that is not over after 30 s is cut off, its open calls counted as errors.
+/// A round that is not over after 30 s is cancelled, and its open calls are counted as errors.
 ///
 /// # Errors
 ///
@@ -210,13 +213,13 @@ pub async fn burst(
     Ok(BurstSample::from_rounds(n, times, count, total.errors))
 }
 
-/// Batches one after the other on one connection until `duration` is over; ok is a 2xx whose body
-/// says of `entries` calls that they went well.
+/// Sends batches one after the other on one connection until `duration` is over. A batch is ok when
+/// its status is 2xx and its body reports `entries` successful calls.
 ///
 /// # Errors
 ///
-/// When the connection cannot be opened, or a batch stays unanswered for 30 s. Batches that are
-/// answered otherwise are counted in [`Sample::errors`].
+/// When the connection cannot be opened, or a batch has no response after 30 s. Batches with
+/// another response are counted in [`Sample::errors`].
 pub async fn batches(
     addr: &str,
     entries: usize,
@@ -239,12 +242,12 @@ pub async fn batches(
     Ok(Sample::from_latencies(tally.latencies, tally.errors, begun.elapsed()))
 }
 
-/// `count` GETs of `path` one after the other on one connection; ok is any 2xx.
+/// Sends `count` GETs of `path` one after the other on one connection; any 2xx is ok.
 ///
 /// # Errors
 ///
-/// When the connection cannot be opened, or a GET stays unanswered for 30 s. GETs that are
-/// answered otherwise are counted in [`Sample::errors`].
+/// When the connection cannot be opened, or a GET has no response after 30 s. GETs with another
+/// response are counted in [`Sample::errors`].
 pub async fn get_latencies(
     addr: &str,
     path: &str,
@@ -268,16 +271,14 @@ pub async fn get_latencies(
     Ok(Sample::from_latencies(tally.latencies, tally.errors, begun.elapsed()))
 }
 
-/// How long a server takes from `since` until it has answered its first call with success.
+/// Measures the time from `since` until a server answers its first call successfully.
 ///
-/// Take `since` just before the server's process is started. The server is tried every
-/// millisecond; refused connections and answers that are not ok are what a server that is coming
-/// up gives, and are tried again.
+/// Take `since` just before the server's process is started. The server is tried every millisecond;
+/// a starting server refuses connections or gives responses that are not ok, so these are retried.
 ///
 /// # Errors
 ///
-/// When there is no success before `give_up` has passed since `since`; the error names what was
-/// last seen.
+/// When no call succeeds within `give_up` of `since`; the error names the last result.
 pub async fn first_answer(
     addr: &str,
     since: Instant,
@@ -304,7 +305,7 @@ pub async fn first_answer(
     })
 }
 
-/// `None` when the call was ok, else what came instead.
+/// Returns `None` when the call was ok, else a description of the response.
 async fn first_attempt(addr: &str, request: &[u8]) -> io::Result<Option<String>> {
     let mut connection = Connection::open(addr).await?;
     let answer = connection.round_trip(request).await?;

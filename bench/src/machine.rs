@@ -1,8 +1,9 @@
-//! Facts of the machine a report was made on, among them how often it can flush a block.
+//! Facts about the machine on which a report was made, among them the rate at which it can flush a
+//! block.
 //!
 //! The flush rate is the one figure that explains the absolute numbers: a durable call cannot be
-//! told sooner than its flush returns. The probe writes one small file of its own in the
-//! directory given, removes it again, and never touches another file.
+//! acknowledged before its flush returns. The probe writes one small file in the given directory,
+//! removes it again, and never touches another file.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -14,28 +15,28 @@ use anyhow::Context;
 use serde::{Deserialize, Serialize};
 
 const BLOCK: usize = 4096;
-/// Blocks overwritten in turn: enough that no block is hot, little enough to write at once.
+/// Number of blocks overwritten in turn: enough that no block is hot, few enough to write at once.
 const BLOCKS: u64 = 256;
 const PROBE_TIME: Duration = Duration::from_millis(500);
 
-/// What the reader of a report needs to know of the machine.
+/// The facts about the machine that a reader of a report needs.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Machine {
-    /// Cores this process may use.
+    /// Number of cores this process may use.
     pub cores: usize,
     /// The kernel's release, or "unknown".
     pub kernel: String,
     /// Flushes per second of a file that grows by a block each time.
     pub fsync_append_per_s: f64,
-    /// Flushes per second of a file whose blocks are there already.
+    /// Flushes per second of a file whose blocks already exist.
     pub fsync_overwrite_per_s: f64,
 }
 
 impl Machine {
-    /// Gathers the facts; takes about a second, most of it flushing a file in `dir`.
+    /// Gathers the facts; takes about a second, most of it to flush a file in `dir`.
     ///
-    /// `dir` should be on the disk that the measured servers keep their data on. Blocking: call
-    /// it while nothing is being measured.
+    /// `dir` should be on the disk that holds the data of the measured servers. This function
+    /// blocks: call it while nothing is being measured.
     ///
     /// # Errors
     ///
@@ -45,7 +46,7 @@ impl Machine {
             .map_or_else(|_| "unknown".to_owned(), |text| text.trim().to_owned());
         let path = dir.join(format!(".flush-probe-{}", std::process::id()));
         let rates = flush_rates(&path);
-        // The rates are what counts; a file that cannot be removed spoils nothing.
+        // Only the rates matter; a file that cannot be removed does no harm.
         let _ = std::fs::remove_file(&path);
         let (append, overwrite) =
             rates.with_context(|| format!("the flush probe failed in {}", dir.display()))?;
@@ -68,7 +69,8 @@ fn flush_rates(path: &Path) -> io::Result<(f64, f64)> {
     Ok((append, overwrite))
 }
 
-/// Writes and flushes one block after the other for a while, at the places that `place` names.
+/// Writes and flushes one block after the other for `PROBE_TIME`, at the positions that `place`
+/// returns.
 fn flush_rate(file: &File, place: impl Fn(u64) -> u64) -> io::Result<f64> {
     let block = [2; BLOCK];
     let begun = Instant::now();

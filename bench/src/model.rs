@@ -1,8 +1,8 @@
-//! A language model that says what a script tells it to, over the real wire: OpenAI's chat
-//! completions and Anthropic's messages, streaming or not. For tests and for measuring the loop.
+//! A language model that follows a script, over the real wire protocols: OpenAI's chat completions
+//! and Anthropic's messages, streaming or not. Used by tests and to measure the agent loop.
 //!
-//! It can also misbehave as real endpoints do: refuse with `Retry-After`, cut the connection in the
-//! middle of a call's arguments, fall silent, or never stop talking.
+//! It can also misbehave like real endpoints: refuse with `Retry-After`, cut the connection in the
+//! middle of a call's arguments, stall, or stream without end.
 
 mod wire;
 
@@ -21,101 +21,101 @@ use axum::routing::post;
 use futures::{StreamExt, stream};
 use serde_json::{Value, json};
 
-/// What the model does when it is asked.
+/// The scripted reaction to one request.
 #[derive(Debug, Clone)]
 pub enum Turn {
-    /// It answers.
+    /// Answers.
     Say(Answer),
-    /// It refuses with this status, `Retry-After` and body.
+    /// Refuses with this status, `Retry-After` and body.
     Refuse(u16, Option<&'static str>, Value),
-    /// The connection breaks after so many events of the stream.
+    /// Breaks the connection after this many events of the stream.
     Cut(Answer, usize),
-    /// The stream ends after so many events, as if that were all.
+    /// Ends the stream after this many events, as if it were complete.
     End(Answer, usize),
-    /// It says so many events, and then nothing, for ever.
+    /// Sends this many events, and then nothing, forever.
     Stall(Answer, usize),
-    /// It never stops talking.
+    /// Streams events without end.
     Endless,
-    /// It says exactly this, with this content type.
+    /// Sends exactly these bytes, with this content type.
     Raw(&'static str, Vec<u8>),
 }
 
-/// An answer that makes sense.
+/// A valid answer.
 #[derive(Debug, Clone, Default)]
 pub struct Answer {
     pub text: String,
-    /// Id, name and arguments of each call.
+    /// Id, name and arguments of each tool call.
     pub calls: Vec<(String, String, String)>,
-    /// Instead of what follows from the calls: `length`, `content_filter`, ….
+    /// Replaces the finish reason that follows from the calls: `length`, `content_filter`, ….
     pub finish: Option<&'static str>,
     /// Prompt and completion tokens.
     pub usage: (u64, u64),
-    /// How long it thinks before the first event.
+    /// Delay before the first event.
     pub thinks: Duration,
-    /// How many characters of text or arguments an event has.
+    /// Number of characters of text or arguments per event.
     pub piece: usize,
 }
 
 impl Answer {
-    /// Some text.
+    /// Creates an answer with this text.
     #[must_use]
     pub fn text(text: impl Into<String>) -> Self {
         Self { text: text.into(), usage: (10, 5), piece: 7, ..Self::default() }
     }
 
-    /// A call more.
+    /// Adds a tool call.
     #[must_use]
     pub fn call(mut self, id: &str, name: &str, arguments: impl Into<String>) -> Self {
         self.calls.push((id.to_owned(), name.to_owned(), arguments.into()));
         self
     }
 
-    /// The same after a while.
+    /// Delays the answer.
     #[must_use]
     pub fn after(self, thinks: Duration) -> Self {
         Self { thinks, ..self }
     }
 }
 
-/// An answer with text alone.
+/// Creates an answer with text only.
 #[must_use]
 pub fn say(text: impl Into<String>) -> Turn {
     Turn::Say(Answer::text(text))
 }
 
-/// An answer with one call.
+/// Creates an answer with one tool call.
 #[must_use]
 pub fn call(id: &str, name: &str, arguments: &Value) -> Turn {
     Turn::Say(Answer::text("").call(id, name, arguments.to_string()))
 }
 
-/// What came in.
+/// A request that the model received.
 #[derive(Debug, Clone)]
 pub struct Asked {
     pub path: String,
     pub headers: HeaderMap,
     pub body: Value,
-    /// When the first event of the answer was handed to the connection.
+    /// The time when the first event of the answer was passed to the connection.
     pub first: Arc<Mutex<Option<Instant>>>,
-    /// Whether who asked hung up while the model stalled.
+    /// True if the requester disconnected while the model stalled.
     pub left: Arc<AtomicBool>,
 }
 
 impl Asked {
-    /// The messages of the conversation.
+    /// Returns the messages of the conversation.
     #[must_use]
     pub fn messages(&self) -> &[Value] {
         self.body["messages"].as_array().map_or(&[], Vec::as_slice)
     }
 
-    /// The content of the last message, as text.
+    /// Returns the content of the last message as text.
     #[must_use]
     pub fn last(&self) -> String {
         let content = self.messages().last().map_or(&Value::Null, |message| &message["content"]);
         content.as_str().map_or_else(|| content.to_string(), str::to_owned)
     }
 
-    /// The names of the tools it was offered.
+    /// Returns the names of the tools in the request.
     #[must_use]
     pub fn tools(&self) -> Vec<String> {
         let tools = self.body["tools"].as_array().map_or(&[][..], Vec::as_slice);
@@ -126,7 +126,7 @@ impl Asked {
         tools.iter().map(name).collect()
     }
 
-    /// When the first event of its answer left, if it did.
+    /// Returns the time when the first event of the answer was sent, if it was.
     #[must_use]
     pub fn first_said(&self) -> Option<Instant> {
         *self.first.lock().unwrap_or_else(PoisonError::into_inner)
@@ -135,17 +135,17 @@ impl Asked {
 
 type Script = dyn Fn(&Asked) -> Turn + Send + Sync;
 
-/// A running model; it lasts as long as the runtime.
+/// A running model; it lives as long as the runtime.
 #[derive(Clone)]
 pub struct Scripted {
-    /// What `base_url` must be.
+    /// The value for the setting `base_url`.
     pub url: String,
     seen: Arc<Mutex<Vec<Asked>>>,
     script: Arc<Script>,
 }
 
 impl Scripted {
-    /// Starts one that decides by what it is asked.
+    /// Starts a model that chooses its reaction from the request.
     ///
     /// # Errors
     ///
@@ -173,7 +173,7 @@ impl Scripted {
         Ok(model)
     }
 
-    /// Starts one that answers with these, one after the other, and then that it has no more.
+    /// Starts a model that reacts with these one after the other, and then refuses.
     ///
     /// # Errors
     ///
@@ -189,7 +189,7 @@ impl Scripted {
         .await
     }
 
-    /// What it was asked, in order.
+    /// Returns the requests that it received, in order.
     #[must_use]
     pub fn asked(&self) -> Vec<Asked> {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner).clone()
@@ -245,7 +245,7 @@ fn first_of(events: Vec<String>, count: usize) -> Vec<String> {
     events.into_iter().take(count).collect()
 }
 
-/// Notes that nobody reads any more.
+/// Records that the reader of a stream has disconnected.
 struct Leaving(Arc<AtomicBool>);
 
 impl Drop for Leaving {
@@ -254,7 +254,7 @@ impl Drop for Leaving {
     }
 }
 
-/// What follows the events of a stream.
+/// The way in which a stream continues after its events.
 #[derive(Clone, Copy)]
 enum Then {
     End,
@@ -273,8 +273,8 @@ fn stream_of(asked: &Asked, thinks: Duration, events: Vec<String>, then: Then) -
                 tokio::time::sleep(thinks).await;
                 *first.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
             } else {
-                // Each event is a write of its own, as it is when a model thinks of one after
-                // the other.
+                // Each event is a separate write, as it is when a model generates one after the
+                // other.
                 tokio::task::yield_now().await;
             }
             Ok::<Bytes, std::io::Error>(Bytes::from(event))
@@ -284,7 +284,7 @@ fn stream_of(asked: &Asked, thinks: Duration, events: Vec<String>, then: Then) -
         Then::End => Body::from_stream(said),
         Then::Break => {
             let broken = stream::once(async {
-                // While nothing more is ready, what was said is written out.
+                // While no further event is ready, the previous ones are written to the socket.
                 tokio::task::yield_now().await;
                 Err(std::io::Error::other("cut"))
             });

@@ -1,33 +1,35 @@
-//! Small helpers for whoever runs the measured servers as child processes.
+//! Helpers for running the measured servers as child processes.
 //!
-//! They only look: nothing here starts, signals or ends a process.
+//! They only observe: nothing here starts, signals or ends a process.
 
 use std::net::{Ipv4Addr, TcpListener};
 
 use anyhow::Context;
 
-/// Resident memory of a process in bytes (`VmRSS` of `/proc/<pid>/status`).
+/// Returns the resident memory of a process in bytes (`VmRSS` of `/proc/<pid>/status`).
 ///
 /// # Errors
 ///
-/// When the process is gone or is not ours to see, or the system has no such `/proc`.
+/// When the process does not exist or is not visible to this user, or the system has no such
+/// `/proc`.
 pub fn resident_bytes(pid: u32) -> anyhow::Result<u64> {
     figure(pid, "VmRSS:")
 }
 
-/// The most that the resident memory of a process has been, in bytes (`VmHWM`).
+/// Returns the peak resident memory of a process in bytes (`VmHWM`).
 ///
 /// # Errors
 ///
-/// As for [`resident_bytes`].
+/// Like [`resident_bytes`].
 pub fn peak_resident_bytes(pid: u32) -> anyhow::Result<u64> {
     figure(pid, "VmHWM:")
 }
 
-/// A loopback port that was free a moment ago, for a child that must be told its address.
+/// Returns a loopback port that was free a moment ago, for a child process that needs its address
+/// in advance.
 ///
-/// The port is let go before this returns, so another process could take it first; the kernel
-/// hands out ports in turn, so on a quiet machine it does not.
+/// The port is released before this returns, so another process could take it first; the kernel
+/// assigns ports in turn, so on a quiet machine that does not happen.
 ///
 /// # Errors
 ///
@@ -44,7 +46,7 @@ fn figure(pid: u32, name: &str) -> anyhow::Result<u64> {
     line(&status, name).with_context(|| format!("no {name} in {path}"))
 }
 
-/// `VmRSS:  12345 kB`, where the kernel's "kB" is 1024 bytes.
+/// Parses `VmRSS:  12345 kB`, where the kernel's "kB" is 1024 bytes.
 fn line(status: &str, name: &str) -> Option<u64> {
     let line = status.lines().find_map(|line| line.strip_prefix(name))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;

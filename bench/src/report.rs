@@ -1,8 +1,8 @@
-//! Measures, the limits they are held to, and the report as a table and as JSON.
+//! Measurements, their limits, and the report as a table and as JSON.
 //!
-//! Nothing here measures: it judges figures that others took. A measure that could not be
-//! compared (a floor of zero, a value that is no number) misses its limit, because a limit that
-//! cannot be shown to hold does not.
+//! Nothing here measures: this module evaluates given figures. A measurement that cannot be
+//! compared (a baseline of zero, a value that is not a number) misses its limit, because a limit
+//! that cannot be shown to hold does not hold.
 
 use std::fmt::Write as _;
 
@@ -10,21 +10,21 @@ use serde::{Deserialize, Serialize};
 
 use crate::machine::Machine;
 
-/// What a measure is held to: its ratio when it has a floor, else its value.
+/// The limit of a measurement: applies to its ratio when it has a baseline, else to its value.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Limit {
-    /// More is better, and no less than this will do.
+    /// More is better, and the figure must be at least this.
     AtLeast(f64),
-    /// Less is better, and no more than this will do.
+    /// Less is better, and the figure must be at most this.
     AtMost(f64),
-    /// Told for information; it can be neither met nor missed.
+    /// Reported for information; it can be neither met nor missed.
     #[default]
     None,
 }
 
 impl Limit {
-    /// Whether `figure` is within the limit. No number is within any but [`Limit::None`].
+    /// Returns true if `figure` is within the limit. NaN is within no limit but [`Limit::None`].
     #[must_use]
     pub fn allows(self, figure: f64) -> bool {
         match self {
@@ -38,22 +38,22 @@ impl Limit {
 /// One figure of the report.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Measure {
-    /// What was measured, as the reader of the table should see it.
+    /// The name of the measurement in the table.
     pub name: String,
-    /// The unit of `value` and `floor`: `calls/s`, `µs`, `MiB`.
+    /// The unit of `value` and `baseline`: `calls/s`, `µs`, `MiB`.
     pub unit: String,
-    /// What the product reached.
+    /// The figure of the product.
     pub value: f64,
-    /// What the floor reached in the same run.
+    /// The figure of the baseline in the same run.
     pub floor: Option<f64>,
-    /// `value / floor`; absent when there is no floor or it was not above zero.
+    /// `value / baseline`; absent when there is no baseline or it was not above zero.
     pub ratio: Option<f64>,
-    /// What the figure is held to.
+    /// The limit that the figure has to meet.
     pub limit: Limit,
 }
 
 impl Measure {
-    /// A measure with a floor: the limit applies to `value / floor`.
+    /// Creates a measurement with a baseline: the limit applies to `value / baseline`.
     #[must_use]
     pub fn against_floor(
         name: impl Into<String>,
@@ -66,7 +66,7 @@ impl Measure {
         Self { floor: Some(floor), ratio, ..Self::alone(name, unit, value, limit) }
     }
 
-    /// A measure without a floor: the limit applies to `value`.
+    /// Creates a measurement without a baseline: the limit applies to `value`.
     #[must_use]
     pub fn alone(
         name: impl Into<String>,
@@ -77,7 +77,7 @@ impl Measure {
         Self { name: name.into(), unit: unit.into(), value, floor: None, ratio: None, limit }
     }
 
-    /// Whether the limit holds (always, when there is none).
+    /// Returns true if the limit holds (always, when there is none).
     #[must_use]
     pub fn passed(&self) -> bool {
         let judged = if self.floor.is_some() { self.ratio.unwrap_or(f64::NAN) } else { self.value };
@@ -86,7 +86,7 @@ impl Measure {
 
     fn cells(&self) -> [String; 6] {
         let with_unit = |value: f64| format!("{} {}", figure(value), self.unit);
-        // A limit on a ratio is told as a ratio, so that the two columns can be read together.
+        // A limit on a ratio is printed as a ratio, so that the two columns can be compared.
         let bound = |sign: &str, bound: f64| {
             if self.floor.is_some() {
                 format!("{sign} {bound:.2}x")
@@ -115,38 +115,39 @@ impl Measure {
     }
 }
 
-/// All measures of one run and the machine they were taken on.
+/// All measurements of one run, and the machine on which they were taken.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Report {
-    /// Version of the product measured.
+    /// Version of the measured product.
     pub version: String,
-    /// When it was measured, as the caller wrote it: this crate does not choose a format.
+    /// The time of the measurement, as the caller wrote it: this crate does not choose a format.
     pub date: String,
-    /// Where it was measured.
+    /// The machine on which it was measured.
     pub machine: Machine,
-    /// The figures, in the order they are to be told.
+    /// The measurements, in the order in which they are printed.
     pub measures: Vec<Measure>,
 }
 
 impl Report {
-    /// A report without measures yet.
+    /// Creates a report without measurements.
     #[must_use]
     pub fn new(version: impl Into<String>, date: impl Into<String>, machine: Machine) -> Self {
         Self { version: version.into(), date: date.into(), machine, measures: Vec::new() }
     }
 
-    /// Adds a measure at the end.
+    /// Adds a measurement at the end.
     pub fn push(&mut self, measure: Measure) {
         self.measures.push(measure);
     }
 
-    /// Whether every limit holds.
+    /// Returns true if every limit holds.
     #[must_use]
     pub fn passed(&self) -> bool {
         self.measures.iter().all(Measure::passed)
     }
 
-    /// The report for a person: the facts in two lines, then one aligned line for each measure.
+    /// Formats the report for people: the facts in two lines, then one aligned line per
+    /// measurement.
     #[must_use]
     pub fn table(&self) -> String {
         let machine = &self.machine;
@@ -175,7 +176,7 @@ impl Report {
         text
     }
 
-    /// The report for a program.
+    /// Formats the report for programs.
     ///
     /// # Errors
     ///
@@ -188,7 +189,8 @@ impl Report {
 fn push_row(text: &mut String, row: &[String; 6], widths: &[usize; 6]) {
     let mut line = String::new();
     for (column, (cell, &width)) in row.iter().zip(widths).enumerate() {
-        // Names and outcomes are words and start left; what lies between ends in a unit.
+        // Names and outcomes are words and align left; the columns between them end in a unit and
+        // align right.
         // Writing to a String cannot fail.
         let _ = match column {
             0 => write!(line, "{cell:<width$}"),
@@ -200,7 +202,8 @@ fn push_row(text: &mut String, row: &[String; 6], widths: &[usize; 6]) {
     text.push('\n');
 }
 
-/// Digits enough to compare by: none after the point from a hundred on, more for small figures.
+/// Formats a figure with enough digits to compare: none after the decimal point from a hundred on,
+/// more for small figures.
 fn figure(value: f64) -> String {
     match value.abs() {
         size if size >= 100.0 => format!("{value:.0}"),

@@ -1,19 +1,19 @@
-//! What a load run gives back, and how the percentiles are taken.
+//! The results of a load run, and the computation of percentiles.
 //!
-//! Percentiles are nearest-rank over every latency recorded: nothing is binned, interpolated or
-//! thrown away, so each figure is a time that some call really took.
+//! Percentiles are nearest-rank over all recorded latencies: nothing is binned, interpolated or
+//! discarded, so each figure is the latency of an actual call.
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// The outcome of many calls made one after the other by one or more workers.
+/// The results of many calls that one or more workers made one after the other.
 ///
-/// Latencies cover the calls that were answered as expected; a call that failed is counted in
-/// `errors` and in nothing else, so that a server that fails fast does not look quick.
+/// Latencies cover the calls with the expected response. A failed call is counted in `errors` and
+/// in nothing else, so that a server that fails fast does not look fast.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Sample {
-    /// Calls answered as expected, per second of `elapsed_us`.
+    /// Calls with the expected response, per second of `elapsed_us`.
     pub calls_per_s: f64,
     /// Half of the calls took no longer than this, in microseconds.
     pub p50_us: u64,
@@ -23,16 +23,16 @@ pub struct Sample {
     pub p99_us: u64,
     /// The longest call, in microseconds.
     pub max_us: u64,
-    /// How many calls were answered as expected.
+    /// Number of calls with the expected response.
     pub count: u64,
-    /// How many calls were answered otherwise, or not at all.
+    /// Number of calls with another response, or with none.
     pub errors: u64,
-    /// From the first call sent to the last answer, in microseconds.
+    /// Time from the first request to the last response, in microseconds.
     pub elapsed_us: u64,
 }
 
 impl Sample {
-    /// Works out the figures from the latencies (in microseconds, in any order).
+    /// Computes the figures from the latencies (in microseconds, in any order).
     #[must_use]
     pub fn from_latencies(mut latencies: Vec<u64>, errors: u64, elapsed: Duration) -> Self {
         latencies.sort_unstable();
@@ -51,27 +51,27 @@ impl Sample {
     }
 }
 
-/// The outcome of sending `n` calls at once, some rounds over.
+/// The results of several rounds that each send `n` calls at once.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct BurstSample {
-    /// How many calls each round sent at once.
+    /// Number of calls that each round sends at once.
     pub n: usize,
-    /// From the first call sent until the last result is in, in microseconds; the median round.
+    /// Time from the first request to the last result in the median round, in microseconds.
     pub median_us: u64,
-    /// The same of the quickest round.
+    /// The same for the fastest round.
     pub min_us: u64,
-    /// The same of the slowest round.
+    /// The same for the slowest round.
     pub max_us: u64,
-    /// The same of every round, in the order they were run.
+    /// The same for every round, in the order in which they ran.
     pub rounds_us: Vec<u64>,
-    /// How many calls were answered as expected, over all rounds.
+    /// Number of calls with the expected response, in all rounds.
     pub count: u64,
-    /// How many calls were answered otherwise or not at all, over all rounds.
+    /// Number of calls with another response or with none, in all rounds.
     pub errors: u64,
 }
 
 impl BurstSample {
-    /// Works out the figures from the time of each round (in microseconds).
+    /// Computes the figures from the time of each round (in microseconds).
     #[must_use]
     pub fn from_rounds(n: usize, rounds_us: Vec<u64>, count: u64, errors: u64) -> Self {
         let mut sorted = rounds_us.clone();
@@ -88,8 +88,8 @@ impl BurstSample {
     }
 }
 
-/// The nearest-rank percentile of a list sorted upwards: the smallest member that at least
-/// `percent` of a hundred members do not exceed. An empty list gives 0.
+/// Returns the nearest-rank percentile of a list in ascending order: the smallest element that at
+/// least `percent` percent of the elements do not exceed. Returns 0 for an empty list.
 #[must_use]
 pub fn percentile(sorted: &[u64], percent: f64) -> u64 {
     let rank = (percent / 100.0 * sorted.len() as f64).ceil() as usize;
@@ -97,7 +97,7 @@ pub fn percentile(sorted: &[u64], percent: f64) -> u64 {
     sorted.get(at).copied().unwrap_or(0)
 }
 
-/// Whole microseconds of a duration.
+/// Returns the whole microseconds of a duration.
 #[must_use]
 pub fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)

@@ -1,5 +1,5 @@
-//! An endpoint that takes what is exported by OTLP/HTTP and counts it: as little as a collector can
-//! do, so that what tracing costs is measured at the server and not here.
+//! An OTLP/HTTP endpoint that counts the exported data. It does as little as a collector can do, so
+//! that the cost of tracing is measured at the server and not here.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,15 +10,15 @@ use axum::body::Bytes;
 use axum::extract::DefaultBodyLimit;
 use axum::routing::post;
 
-/// A running endpoint, in a thread of its own; it lasts as long as the process.
+/// A running endpoint, on its own thread; it lives as long as the process.
 pub struct Sink {
-    /// Where to export to: `http://127.0.0.1:port`.
+    /// The export URL: `http://127.0.0.1:port`.
     pub url: String,
     bytes: Arc<AtomicU64>,
 }
 
 impl Sink {
-    /// Starts one on a free loopback port.
+    /// Starts an endpoint on a free loopback port.
     ///
     /// # Errors
     ///
@@ -30,7 +30,7 @@ impl Sink {
         let url = format!("http://{}", listener.local_addr()?);
         let bytes = Arc::new(AtomicU64::new(0));
         let traces = bytes.clone();
-        // An empty body is the protobuf of "all of it was taken".
+        // An empty body is the protobuf message for complete success.
         let take_traces = async move |body: Bytes| {
             traces.fetch_add(body.len() as u64, Ordering::Relaxed);
         };
@@ -39,8 +39,8 @@ impl Sink {
             .route("/v1/metrics", post(async |_: Bytes| ()))
             .layer(DefaultBodyLimit::disable());
         let listener = listener.into_std()?;
-        // Not in the thread that makes the load: taking a batch would hold up the next calls, and
-        // that would be counted as a cost of tracing.
+        // Not on the thread that generates the load: receiving a batch there would delay the next
+        // calls, and the delay would be counted as a cost of tracing.
         let serve = move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
             runtime.block_on(async move {
@@ -55,7 +55,7 @@ impl Sink {
         Ok(Self { url, bytes })
     }
 
-    /// Bytes of spans that came.
+    /// Returns the number of bytes of spans received.
     #[must_use]
     pub fn trace_bytes(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)

@@ -1,4 +1,4 @@
-//! How arguments are made from other arguments. Pure.
+//! Maps the arguments of a call to those of a fallback tool, and applies argument rules. Pure.
 
 mod rules;
 
@@ -9,20 +9,20 @@ use serde_json::{Map, Value};
 
 pub use rules::{Applied, Rules, Vars, envs};
 
-/// For each argument of the alternate tool, where its value comes from.
+/// For each argument of the fallback tool, the source of its value.
 pub type Mapping = BTreeMap<String, From>;
 
-/// Where one argument comes from.
+/// Source of one argument's value.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum From {
-    /// A JSON pointer into the first tool's arguments; what is not there is left out.
+    /// A JSON pointer into the first tool's arguments. A missing value leaves the argument out.
     From(String),
     /// A fixed value.
     Value(Value),
 }
 
-/// The alternate's arguments.
+/// Builds the fallback tool's arguments. Without a mapping they equal the first tool's.
 pub fn mapped(mapping: Option<&Mapping>, args: &Value) -> Value {
     let Some(mapping) = mapping else { return args.clone() };
     let mut made = Map::new();

@@ -1,15 +1,15 @@
-//! Batches: all the calls of tools that a model asked for at once.
+//! Batches: all tool calls that a model requests in one message.
 //!
-//! A batch is not a thing of its own. Every entry is a call, taken, stored and settled by itself
-//! through [`Engine::invoke`], and one that is refused or fails takes no other with it. What the
-//! batch adds is which of them run side by side, one wait for all, and answers in the form in which
-//! each was asked for.
+//! A batch is not stored as a unit. Every entry is a call that [`Engine::invoke`] accepts, stores
+//! and runs on its own, and an entry that is refused or fails does not affect the others. The batch
+//! adds three things: a plan of which entries run concurrently, one wait for all of them, and an
+//! answer to each entry in the format of its request.
 //!
-//! What was begun goes on whatever happens, and is answered with its ticket when it did not end in
-//! time. What has not begun by then is stored behind what goes on, and answered with its ticket
-//! too: its turn comes when the call before it has ended, also after a restart. Nothing is begun
-//! for who does not wait to be told of it; the same batch with the same idempotency key takes up
-//! where such a one was left.
+//! A call that has started runs to completion. If it has not ended when the wait is over, its
+//! answer is its ticket. An entry that has not started by then is stored behind the call that it
+//! waits for, and is answered with its ticket too: it starts when that predecessor has ended, also
+//! after a restart. If the caller disconnects during the wait, no further entry is started; the
+//! same batch with the same idempotency key resumes there.
 
 mod answer;
 mod run;
@@ -32,55 +32,59 @@ pub use answer::{BatchAnswer, Settled, State, pending};
 pub use run::Write;
 pub(crate) use shares::divided;
 
-/// The longest idempotency key of a batch: the keys of its entries are a little longer.
+/// Maximum length of a batch's idempotency key, in bytes. The keys derived for its entries are
+/// slightly longer.
 pub const MAX_KEY_BYTES: usize = 240;
 
-/// Which entries run side by side.
+/// Selects the entries of a batch that run concurrently.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Mode {
-    /// One after the other: the next begins when the one before has ended.
+    /// One after another: each entry starts when the one before it has ended.
     #[default]
     Serial,
-    /// Tools that only read side by side; the others one after the other, beside them.
+    /// Read-only tools run concurrently; the others run one after another, alongside them.
     Parallel,
-    /// All side by side, in no order.
+    /// All entries run concurrently, in no particular order.
     Unordered,
 }
 
-/// Calls of tools, asked for at once.
+/// Tool calls requested together.
 #[derive(Debug, Clone)]
 pub struct Batch {
     pub run_id: String,
-    /// Each in any form that [`crate::dialect`] reads.
+    /// The entries, each in any format that [`crate::dialect`] parses.
     pub entries: Vec<Json>,
     pub mode: Mode,
-    /// How many may be under way at the same time; unless said, as many as the limits permit.
+    /// Maximum number of entries in flight at the same time. Defaults to the engine's limit.
     pub max_parallel: Option<usize>,
-    /// How many tokens the messages may have together; unless said, as many as they have.
+    /// Maximum number of tokens of all messages together. Unlimited by default.
     pub budget_tokens: Option<usize>,
-    /// How long to wait for all of them; unless said, as long as the limits permit.
+    /// Maximum time to wait for all entries. Defaults to the engine's limit, which also caps it.
     pub wait_ms: Option<u64>,
-    /// Each entry that has no key of its own gets one made of this and its place.
+    /// Idempotency key of the batch. An entry without its own key gets one derived from this key
+    /// and the entry's index.
     pub idempotency_key: Option<String>,
-    /// Or the key of each entry, in their order.
+    /// Idempotency key of each entry, in the order of the entries. Takes precedence over keys
+    /// derived from the batch's key.
     pub keys: Vec<String>,
-    /// How long each entry has that says nothing itself.
+    /// Timeout of each entry that sets none itself.
     pub timeout_ms: Option<u64>,
-    /// How many attempts may follow the first of each entry that says nothing itself.
+    /// Number of retries of each entry that sets none itself.
     pub retry: Option<u32>,
-    /// A label; never used to decide anything.
+    /// A label; never used for a decision.
     pub user_id: Option<String>,
-    /// The trace it is asked in, as W3C's `traceparent`.
+    /// W3C `traceparent` of the trace that the batch belongs to.
     pub traceparent: Option<String>,
-    /// Who is told of the end of each call.
+    /// Webhook URL that is notified when each call ends, unless the entry has its own.
     pub callback_url: Option<String>,
-    /// What has not begun when the wait is over is begun later, each when the one before it has
-    /// ended; it has its ticket. Otherwise it is answered as a failure and is never begun.
+    /// If true, entries that have not started when the wait is over are stored and answered with a
+    /// ticket: each starts when its predecessor has ended. If false, they are answered with a fault
+    /// and never start.
     pub later: bool,
 }
 
 impl Batch {
-    /// These entries, one after the other.
+    /// Creates a batch that runs these entries one after another.
     pub fn new(run_id: impl Into<String>, entries: Vec<Json>) -> Self {
         Self {
             run_id: run_id.into(),
@@ -102,10 +106,10 @@ impl Batch {
 }
 
 impl Engine {
-    /// Runs a batch, and answers when all of it has ended or the wait is over.
+    /// Runs a batch and returns when all entries have ended or the wait is over.
     ///
-    /// Only a batch that makes no sense as a whole is refused; an entry that is denied, unknown or
-    /// invalid is answered as a failure of its own.
+    /// Refuses only a batch that is invalid as a whole. An entry that is denied, unknown or invalid
+    /// is answered with a fault.
     ///
     /// ```
     /// use toolcrib::{Batch, Caller, Effect, Engine, FnTool, Json, batch};
@@ -119,7 +123,7 @@ impl Engine {
     ///     Ok::<i64, String>(args.a + args.b)
     /// });
     /// let engine = Engine::builder().tool(add.effect(Effect::Read)).start().await?;
-    /// // As OpenAI's models write them; the second has arguments that are not JSON.
+    /// // In the OpenAI format; the arguments of the second call are not valid JSON.
     /// let calls = [r#"{\"a\":20,\"b\":22}"#, r#"{\"a\":20,"#].map(|arguments| {
     ///     format!(r#"{{"id":"call_0","type":"function",
     ///         "function":{{"name":"calc__add","arguments":"{arguments}"}}}}"#)
@@ -138,8 +142,10 @@ impl Engine {
         self.batch_written(caller, batch, None).await
     }
 
-    /// The same, with each result written as `write` does: as far as can be while the calls are
-    /// stored, so that nobody waits for it.
+    /// Runs a batch and renders each result with `write`.
+    ///
+    /// Where possible the rendering happens while the calls are being stored, so that it adds no
+    /// latency.
     pub async fn batch_written(
         &self,
         caller: &Caller,
@@ -152,7 +158,7 @@ impl Engine {
         }
         let read: Vec<_> = batch.entries.iter().map(dialect::parse).collect();
         if !caller.may_invoke() {
-            // No entry could be anything else, so this is the answer to the whole.
+            // Every entry would be refused for the same reason, so the whole batch is.
             let first = read.iter().flatten().next().map_or("", |entry| entry.name.as_str());
             self.inner.check_permission(&self.inner.catalog(), caller, first).await?;
         }

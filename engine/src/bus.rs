@@ -1,4 +1,4 @@
-//! The bus port: wakes, which carry no data. Losing one costs a timer tick, never a call.
+//! The bus port: wakeups without data. A lost wakeup costs one timer tick, never a call.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -9,39 +9,39 @@ use tokio::sync::Notify;
 
 use crate::id::CallId;
 
-/// What somebody may wait for.
+/// A subject that a listener waits on.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Topic {
-    /// Anything new on this call.
+    /// Any change to this call.
     Call(CallId),
-    /// Anything new on any call of this run.
+    /// Any change to any call of this run.
     Run { project: String, run_id: String },
-    /// Anything new in the project.
+    /// Any change in the project.
     Project(String),
-    /// Something new in an agent's inbox.
+    /// A new item in an agent's inbox.
     Inbox { project: String, agent: String },
-    /// Something new to publish.
+    /// A new message to publish.
     Outbox,
-    /// Tools, keys or rules changed.
+    /// A change to tools, keys or rules.
     Directory,
 }
 
-/// How often a topic was woken, and who waits for the next time.
+/// The number of wakeups of a topic, and the listeners that wait for the next one.
 #[derive(Default)]
 struct Wakes {
     count: AtomicU64,
     waiting: Notify,
 }
 
-/// Waits for wakes on one topic.
+/// Waits for wakeups on one topic.
 pub struct Listener {
     seen: u64,
-    // Also keeps the topic registered while somebody listens; see `LocalBus::wake`.
+    // Also keeps the topic registered while the listener exists; see `LocalBus::wake`.
     wakes: Arc<Wakes>,
     _followed: Option<Followed>,
 }
 
-/// Counts one listener for as long as it is kept.
+/// Counts one listener for as long as the guard lives.
 struct Followed(Arc<AtomicUsize>);
 
 impl Followed {
@@ -58,11 +58,11 @@ impl Drop for Followed {
 }
 
 impl Listener {
-    /// Returns at the first wake since the listener was made or last returned.
+    /// Waits for the first wakeup since the listener was created or last returned.
     pub async fn woken(&mut self) {
         loop {
             let mut woken = std::pin::pin!(self.wakes.waiting.notified());
-            // In line before looking, so that a wake between the two is not missed.
+            // Register before reading the count, so that a wakeup between the two is not missed.
             woken.as_mut().enable();
             let count = self.wakes.count.load(Ordering::Acquire);
             if count != self.seen {
@@ -74,25 +74,26 @@ impl Listener {
     }
 }
 
-/// Carries wakes.
+/// Delivers wakeups.
 pub trait Bus: Send + Sync + 'static {
-    /// Wakes everybody who listens.
+    /// Wakes every listener of the topic.
     fn wake(&self, topic: &Topic);
 
-    /// Listens from now on.
+    /// Creates a listener for wakeups from now on.
     fn listen(&self, topic: Topic) -> Listener;
 
-    /// Whether anybody could listen to more than single calls; asked before such a topic is made.
+    /// Returns true if a listener may wait on more than a single call. Callers check it before they
+    /// build such a topic.
     fn is_followed(&self) -> bool {
         true
     }
 }
 
-/// Wakes within one process.
+/// Delivers wakeups within one process.
 #[derive(Default)]
 pub struct LocalBus {
     topics: Mutex<HashMap<Topic, Arc<Wakes>>>,
-    /// How many runs, projects and directories are listened to.
+    /// Number of listeners on runs, projects, inboxes, the outbox and the directory.
     followed: Arc<AtomicUsize>,
 }
 
@@ -100,7 +101,8 @@ impl Bus for LocalBus {
     fn wake(&self, topic: &Topic) {
         let mut topics = self.topics.lock();
         let Some(wakes) = topics.get(topic) else { return };
-        // Nobody listens any more: forget the topic, so the map is as large as its listeners.
+        // The last listener is gone: remove the topic, so that the map never outgrows its
+        // listeners.
         if Arc::strong_count(wakes) == 1 {
             topics.remove(topic);
             return;

@@ -1,7 +1,7 @@
-//! The call: one request to run a tool, the ticket, and how it ended. Pure.
+//! The call: one request to run a tool, its ticket, and its outcome. Pure.
 //!
-//! A call has attempts and ends exactly once. Which status follows which is decided in
-//! [`crate::lifecycle`] alone.
+//! A call has attempts and ends exactly once. Only [`crate::lifecycle`] decides which status
+//! follows which.
 
 use std::str::FromStr;
 
@@ -14,7 +14,7 @@ use crate::json::Json;
 use crate::retry::Backoff;
 use crate::tool::{Effect, Executor};
 
-/// Where a call stands.
+/// Status of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Status {
     Pending,
@@ -36,7 +36,7 @@ impl Status {
         Self::Canceled,
     ];
 
-    /// As stored, and as HTTP v1 writes it.
+    /// Returns the status as stored and as HTTP v1 writes it.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Pending => "PENDING",
@@ -48,7 +48,7 @@ impl Status {
         }
     }
 
-    /// Whether the call has ended.
+    /// Returns true if the call has ended.
     pub fn is_terminal(self) -> bool {
         !matches!(self, Self::Pending | Self::Running)
     }
@@ -62,23 +62,23 @@ impl FromStr for Status {
     }
 }
 
-/// Why a PENDING call is not being executed yet.
+/// The reason why a PENDING call is not running yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Hold {
-    /// Waits for a free place.
+    /// Waits for a free slot.
     Queue,
     /// Waits for its next attempt.
     Retry { at_ms: u64 },
-    /// Handed to whoever executes it, who has not taken it yet.
+    /// Handed to a remote executor that has not acknowledged it yet.
     Parked,
-    /// Waits for answers to what its tool has asked.
+    /// Waits for answers to its tool's elicitation.
     Input,
-    /// Waits for the end of the call before it ([`Asked::after`]); then it has this long.
+    /// Waits for its predecessor to end ([`Origin::predecessor`]), then has `timeout_ms` to finish.
     After { timeout_ms: u64 },
 }
 
 impl Hold {
-    /// As written on the wire.
+    /// Returns the name used on the wire.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Queue => "queue",
@@ -90,37 +90,37 @@ impl Hold {
     }
 }
 
-/// What exactly is executed: the tool asked for, or the alternate that took its place.
+/// The tool and arguments to execute: those of the request, or of the fallback in its place.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Target {
     pub tool: String,
-    /// The definition's fingerprint at the time the call was accepted.
+    /// Fingerprint of the definition at the time the call was accepted.
     pub version: String,
     pub executor: Executor,
     pub effect: Effect,
     pub args: Json,
 }
 
-/// Who asked, as far as the record keeps it.
+/// The requester of a call, and the data that came with the request.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Asked {
     pub agent: String,
-    /// The caller's own id for this call.
+    /// The caller's id for this call.
     pub call_id: Option<String>,
     /// The client this call is pinned to.
     pub client_id: Option<String>,
-    /// A label the caller gave; never used to decide anything.
+    /// A label from the caller; it never affects a decision.
     pub user_id: Option<String>,
     pub idempotency_key: Option<String>,
-    /// The trace it was asked in, as W3C's `traceparent`.
+    /// The trace of the request, as a W3C `traceparent`.
     pub traceparent: Option<String>,
-    /// Nobody waits for it: its result arrives later.
+    /// True for a background task: the caller does not wait, and the result arrives later.
     pub background: bool,
-    /// The turn it was made in; boxed, because most calls have none.
+    /// The UTP turn that made the call; boxed, because most calls have none.
     pub turn: Option<Box<crate::utp::Route>>,
-    /// Where to tell that it has ended.
+    /// The webhook URL to notify when the call has ended.
     pub callback_url: Option<String>,
-    /// The call whose end it waited for before it got in line.
+    /// The call that has to end before this one is queued.
     pub after: Option<CallId>,
 }
 
@@ -130,36 +130,36 @@ pub struct Call {
     pub id: CallId,
     pub project: String,
     pub run_id: String,
-    /// The tool that was asked for.
+    /// The requested tool.
     pub tool_name: String,
-    /// The arguments it was asked with; those of an alternate are the target's.
+    /// The requested arguments; those of a fallback are in `target`.
     pub args: Json,
     pub asked: Asked,
     pub target: Target,
-    /// What may still take the target's place, in order.
+    /// The remaining fallbacks for the target, in order.
     pub alternates: Vec<Target>,
     pub max_retries: u32,
     pub backoff: Backoff,
     pub status: Status,
     /// Set exactly while PENDING.
     pub hold: Option<Hold>,
-    /// The attempt under way, or the last one; 0 before the first.
+    /// Number of the attempt in flight, or of the last one; 0 before the first.
     pub attempt: u32,
-    /// Attempts on the present target.
+    /// Attempts on the current target.
     pub target_attempts: u32,
-    /// Who took the attempt under way (a client's id).
+    /// Id of the client that acknowledged the attempt in flight.
     pub taken_by: Option<String>,
-    /// What its tool has asked, and what it was answered.
+    /// The tool's elicitation: its questions and the answers so far.
     pub dialogue: Option<Box<Dialogue>>,
-    /// The last attempt that was reported to have failed and was followed by another.
+    /// The last attempt whose reported failure led to another attempt.
     pub failed: Option<Box<FailedAttempt>>,
-    /// The process that is executing or has parked the attempt.
+    /// The process that executes the attempt or handed it to a remote executor.
     pub node: Option<String>,
     pub created_ms: u64,
     pub deadline_ms: u64,
-    /// When the first attempt began.
+    /// Time when the first attempt started.
     pub started_ms: Option<u64>,
-    /// When the attempt under way, or the last one, was given to whoever executes it.
+    /// Time when the attempt in flight, or the last one, was given to its executor.
     pub attempt_ms: Option<u64>,
     pub completed_ms: Option<u64>,
     pub outcome: Option<Outcome>,
@@ -167,12 +167,12 @@ pub struct Call {
     pub version: u64,
 }
 
-/// A failure that did not end its call. It is kept so that who reports it again, because the
-/// answer was lost, is answered as the first time.
+/// A failure that did not end its call. It is stored so that a duplicate report, sent because the
+/// reply was lost, gets the same reply as the first.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FailedAttempt {
     pub attempt: u32,
-    /// The code and the message of the fault.
+    /// Code of the fault; `message` is its message.
     pub code: String,
     pub message: String,
 }
@@ -183,14 +183,14 @@ impl FailedAttempt {
         Self { attempt, code, message }
     }
 
-    /// Whether a report on this attempt says the same.
+    /// Returns true if a report on this attempt has the same fault.
     pub fn is_same(&self, attempt: u32, fault: &Fault) -> bool {
         self.attempt == attempt && self.code == fault.code.as_str() && self.message == fault.message
     }
 }
 
 impl Call {
-    /// About how much it takes to show it.
+    /// Returns the approximate size of the serialized call.
     pub fn bytes(&self) -> usize {
         let outcome = self.outcome.as_ref();
         let data = outcome.and_then(|outcome| outcome.data.as_ref());
@@ -200,26 +200,26 @@ impl Call {
         self.args.text().len() + data + detail
     }
 
-    /// Whether an attempt is out: being executed, or parked with somebody.
+    /// Returns true if an attempt is in flight: running, or handed to a remote executor.
     pub fn attempt_is_out(&self) -> bool {
         self.status == Status::Running || self.hold == Some(Hold::Parked)
     }
 
-    /// Whether the attempt goes on when the process that started it is gone.
+    /// Returns true if the attempt continues when the process that started it is gone.
     pub fn goes_on_elsewhere(&self) -> bool {
         let handed = self.dialogue.as_ref().is_some_and(|dialogue| dialogue.handle.is_some());
         self.attempt_is_out() && (self.target.executor.parks() || handed)
     }
 
-    /// When the attempt under way was given to its executor where nothing unusual happened; a store
-    /// need not keep what this says already.
+    /// Returns the dispatch time that the other timestamps imply in the normal case. A store need
+    /// not persist a dispatch time that equals this value.
     pub fn usual_attempt_ms(&self) -> Option<u64> {
         let parks = self.target.executor.parks();
         let given_ms = if parks { Some(self.created_ms) } else { self.started_ms };
         given_ms.filter(|_| self.attempt == 1)
     }
 
-    /// When the clock alone must act on this call; none once it ended.
+    /// Returns the time at which the clock alone must act on this call; `None` once it has ended.
     pub fn due_ms(&self) -> Option<u64> {
         match (self.status.is_terminal(), self.hold) {
             (true, _) => None,
@@ -229,30 +229,30 @@ impl Call {
     }
 }
 
-/// How a call ended.
+/// The outcome of a call.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Outcome {
     pub ok: bool,
-    /// It worked, but not all of it: there could be more in `data`.
+    /// True when the tool succeeded only in part: `data` may be incomplete.
     pub partial: bool,
     pub data: Option<Json>,
     pub error: Option<Fault>,
     pub metrics: Metrics,
 }
 
-/// What it took.
+/// Timing and attempt counts of an ended call.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Metrics {
-    /// From being accepted to the outcome.
+    /// Time from acceptance to the outcome.
     pub latency_ms: u64,
-    /// From being accepted to the first attempt.
+    /// Time from acceptance to the first attempt.
     pub queue_ms: u64,
     pub attempts: u32,
     pub retries: u32,
 }
 
 impl Metrics {
-    /// What it took, from a call's timestamps.
+    /// Computes the metrics from a call's timestamps.
     pub fn of(created_ms: u64, started_ms: Option<u64>, completed_ms: u64, attempts: u32) -> Self {
         Self {
             latency_ms: completed_ms.saturating_sub(created_ms),

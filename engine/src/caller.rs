@@ -1,16 +1,16 @@
-//! Who asks. Made from credentials by a door, never from a request's body; the first argument of
-//! every operation of the engine. Pure.
+//! The caller: the requester of an operation. A transport builds it from credentials, never from a
+//! request's body; it is the first argument of every engine operation. Pure.
 
 use std::str::FromStr;
 
-/// What a key is for.
+/// The purpose of a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Role {
     /// Calls tools.
     Agent,
-    /// Offers tools and reports results.
+    /// Provides tools and reports results.
     Provider,
-    /// Operates the crib: everything.
+    /// Operates the server; may do everything.
     Admin,
 }
 
@@ -18,7 +18,7 @@ impl Role {
     /// Every role.
     pub const ALL: [Self; 3] = [Self::Agent, Self::Provider, Self::Admin];
 
-    /// As written on the wire.
+    /// Returns the name used on the wire.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Agent => "agent",
@@ -36,49 +36,49 @@ impl FromStr for Role {
     }
 }
 
-/// How the caller was recognised.
+/// The method that authenticated the caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Trust {
-    /// By a key: the project's rules decide what it may call.
+    /// A key: the project's rules decide which tools it may call.
     Key,
-    /// A loopback caller of a crib without any keys, or the embedding program: everything.
+    /// A loopback caller of a server without keys, or the embedding program: may call everything.
     Local,
 }
 
-/// Whoever knows callers by something else than the crib's own keys: the tokens of an issuer.
+/// Authenticates callers by credentials other than Toolcrib's keys, such as an issuer's tokens.
 pub trait Recognise: Send + Sync + 'static {
-    /// Who bears this token; none when it is not a valid one.
+    /// Returns the bearer of this token, or `None` if the token is not valid.
     fn recognise(&self, token: &str) -> Option<Caller>;
 }
 
-/// Who asks.
+/// The authenticated requester of an operation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Caller {
     pub project: String,
-    /// The name the key was made for; for a provider, who owns its clients.
+    /// The name the key was created for. For a provider, the owner of its clients.
     pub agent: String,
     pub role: Role,
     pub trust: Trust,
 }
 
 impl Caller {
-    /// The embedding program, or anybody on loopback where no key was ever made.
+    /// Returns the embedding program as a caller, or any loopback caller while no key exists.
     pub fn local(project: impl Into<String>) -> Self {
         let (agent, role, trust) = ("default".into(), Role::Admin, Trust::Local);
         Self { project: project.into(), agent, role, trust }
     }
 
-    /// Whether this caller may call tools.
+    /// Returns true if this caller may call tools.
     pub fn may_invoke(&self) -> bool {
         matches!(self.role, Role::Agent | Role::Admin)
     }
 
-    /// Whether this caller may offer tools and report results.
+    /// Returns true if this caller may provide tools and report results.
     pub fn may_provide(&self) -> bool {
         matches!(self.role, Role::Provider | Role::Admin)
     }
 
-    /// Whether this caller may change keys and rules.
+    /// Returns true if this caller may change keys and rules.
     pub fn may_administer(&self) -> bool {
         self.role == Role::Admin
     }

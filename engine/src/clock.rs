@@ -1,4 +1,4 @@
-//! The clock port: system time, or a clock that tests and the simulation turn by hand.
+//! The clock port: system time, or a clock that tests and the simulation advance manually.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -7,20 +7,20 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
-/// A boxed wait.
+/// A boxed sleep future.
 pub type Sleep<'a> = Pin<Box<dyn Future<Output = ()> + Send + 'a>>;
 
-/// Tells the time and waits for it.
+/// Reads the time and sleeps until a time.
 pub trait Clock: Send + Sync + 'static {
-    /// Unix milliseconds.
+    /// Returns the current time in Unix milliseconds.
     fn now_ms(&self) -> u64;
 
-    /// Returns once `now_ms` has reached this.
+    /// Returns once `now_ms` has reached `at_ms`.
     fn sleep_until(&self, at_ms: u64) -> Sleep<'_>;
 }
 
-/// The machine's clock. It looks at the wall once and then counts monotonically, so a clock set
-/// forward or back while the crib runs neither ends calls early nor keeps them for ever.
+/// The machine's clock. It reads the wall clock once and then counts monotonically, so a change of
+/// the system time while the server runs neither ends calls early nor keeps them open forever.
 pub struct SystemClock {
     wall_ms: u64,
     started: Instant,
@@ -44,20 +44,20 @@ impl Clock for SystemClock {
     }
 }
 
-/// A clock that stands still until it is told otherwise. Who waits is woken in the order they
-/// came, so that a simulation tells the same story each time.
+/// A clock that moves only when it is advanced. It wakes sleepers in the order in which they
+/// registered, so that a simulation is reproducible.
 #[derive(Clone)]
 pub struct ManualClock {
     now: Arc<(Mutex<u64>, Notify)>,
 }
 
 impl ManualClock {
-    /// A clock that shows this time.
+    /// Creates a clock that shows this time.
     pub fn at(now_ms: u64) -> Self {
         Self { now: Arc::new((Mutex::new(now_ms), Notify::new())) }
     }
 
-    /// Turns it forward.
+    /// Advances the clock.
     pub fn advance(&self, by_ms: u64) {
         *self.now.0.lock() += by_ms;
         self.now.1.notify_waiters();
@@ -73,7 +73,8 @@ impl Clock for ManualClock {
         Box::pin(async move {
             loop {
                 let mut turned = std::pin::pin!(self.now.1.notified());
-                // In line before looking, so that a turn between the two is not missed.
+                // Register before reading the time, so that an advance between the two is not
+                // missed.
                 turned.as_mut().enable();
                 if self.now_ms() >= at_ms {
                     return;

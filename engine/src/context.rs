@@ -1,13 +1,14 @@
-//! `ToolCallContext`: the tools of one run, what was called, and what came of it.
+//! `ToolCallContext`: the tools of one run, its calls, and their results.
 //!
-//! It is what stands between a model and its tools: the definitions the model is given, the calls
-//! it made, and their results, matched by `call_id`. Models repeat their ids (`call_0` in each
-//! turn), so a result answers the newest unanswered call with its id; where a call has a ticket
-//! (`tool_call_id`), that decides. A context can be saved and read back with serde, and listeners
-//! hear of every result.
+//! The context sits between a model and its tools. It holds the definitions that the model
+//! receives, the calls that the model made, and their results, matched by `call_id`. Models repeat
+//! their ids (`call_0` in each step), so a result answers the newest unanswered call with its id;
+//! if a call has a ticket (`tool_call_id`), the ticket decides. A context can be saved and restored
+//! with serde, and listeners receive every result.
 //!
-//! It reads no clock and decides no status: times are given to it. [`crate::Engine::context`]
-//! makes one of what is stored about a run, and [`crate::Engine::follow`] keeps it up to date.
+//! The context reads no clock and decides no status: the caller supplies all times.
+//! [`crate::Engine::context`] builds one from the stored state of a run, and
+//! [`crate::Engine::refresh_context`] keeps it up to date.
 //!
 //! ```
 //! use toolcrib::Json;
@@ -49,34 +50,34 @@ pub use messages::Conversation;
 pub use prompt::{DEFAULT_BUDGET_TOKENS, LeftOut, Prompt};
 pub(crate) use saved::definitions;
 
-/// One call of a tool.
+/// One tool call.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ToolCall {
-    /// The caller's own id, which may come again in another turn; the ticket where it gave none.
+    /// The caller's own id, which may repeat in another step; the ticket if the caller gave none.
     pub call_id: String,
-    /// The ticket, where there is one. It never comes again.
+    /// The ticket, if there is one. It is unique.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tool_call_id: Option<CallId>,
     pub name: String,
     pub args: Json,
-    /// Nobody waits for it: its result comes later.
+    /// True if the call runs in the background, so that its result arrives later.
     #[serde(default, rename = "async")]
     pub background: bool,
     #[serde(with = "saved::status")]
     pub status: Status,
-    /// When it was made, in Unix milliseconds.
+    /// Creation time, in Unix milliseconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub created_ms: Option<u64>,
-    /// Which call of the context it is, from 1; the context gives it.
+    /// Number of the call within the context, from 1. The context assigns it.
     #[serde(default)]
     number: u64,
-    /// Which turn it was made in, from 1; the context gives it.
+    /// Number of the step that made the call, from 1. The context assigns it.
     #[serde(default)]
     turn: u64,
 }
 
 impl ToolCall {
-    /// A call that has no result yet.
+    /// Creates a call that has no result yet.
     pub fn new(call_id: impl Into<String>, name: impl Into<String>, args: Json) -> Self {
         Self {
             call_id: call_id.into(),
@@ -91,12 +92,12 @@ impl ToolCall {
         }
     }
 
-    /// The same, made at this time.
+    /// Sets the creation time.
     pub fn at_ms(self, created_ms: u64) -> Self {
         Self { created_ms: Some(created_ms), ..self }
     }
 
-    /// The same as a background call.
+    /// Marks the call as a background call.
     pub fn background(self) -> Self {
         Self { background: true, ..self }
     }
@@ -118,46 +119,46 @@ impl From<&Call> for ToolCall {
     }
 }
 
-/// How one call went.
+/// The result of one call.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ToolResult {
-    /// The id of the call it answers.
+    /// Id of the call that this result answers.
     pub call_id: String,
-    /// The ticket of the call it answers, where there is one.
+    /// Ticket of the call that this result answers, if there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tool_call_id: Option<CallId>,
     #[serde(with = "saved::outcome")]
     pub outcome: Result<Json, Fault>,
-    /// When it ended, in Unix milliseconds.
+    /// Completion time, in Unix milliseconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub completed_ms: Option<u64>,
-    /// The number of the call it answers.
+    /// Number of the call that this result answers.
     #[serde(default)]
     number: u64,
 }
 
 impl ToolResult {
-    /// The result of the call with this id.
+    /// Creates the result of the call with this id.
     pub fn of(call_id: impl Into<String>, outcome: Result<Json, Fault>) -> Self {
         let call_id = call_id.into();
         Self { call_id, tool_call_id: None, outcome, completed_ms: None, number: 0 }
     }
 
-    /// The same, come at this time.
+    /// Sets the completion time.
     pub fn at_ms(self, completed_ms: u64) -> Self {
         Self { completed_ms: Some(completed_ms), ..self }
     }
 
-    /// Whether it went well.
+    /// Returns whether the call succeeded.
     pub fn ok(&self) -> bool {
         self.outcome.is_ok()
     }
 
-    /// The result of a call that has ended.
+    /// Returns the result of a call, or `None` if it has not ended.
     pub fn of_call(call: &Call) -> Option<Self> {
         let outcome = call.outcome.as_ref()?;
         let result = match &outcome.error {
-            // What a tool gave and was refused is for who operates the crib.
+            // The raw output of a tool whose result was rejected is meant for operators only.
             Some(fault) => Err(Fault { raw: None, ..fault.clone() }),
             None => Ok(outcome.data.clone().unwrap_or_else(Json::null)),
         };
@@ -171,18 +172,18 @@ impl ToolResult {
     }
 }
 
-/// Why a result was not recorded.
+/// The reason why a result was not recorded.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Unmatched {
-    /// There is no call with this id.
+    /// The context has no call with this id.
     #[error("there is no call \"{0}\" in this context; set_tool_calls records it first")]
     Unknown(String),
-    /// Every call with this id has another result already.
+    /// Every call with this id already has a different result.
     #[error("call \"{0}\" has another result already")]
     Answered(String),
 }
 
-/// The tools of one run, what was called, and what came of it.
+/// The tools of one run, its calls, and their results.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct ToolCallContext {
     run_id: String,
@@ -190,12 +191,13 @@ pub struct ToolCallContext {
     tool_definitions: Vec<Definition>,
     tool_calls: Vec<ToolCall>,
     tool_results: Vec<ToolResult>,
-    /// Older calls of the run were left out.
+    /// True if older calls of the run were omitted.
     #[serde(default)]
     truncated: bool,
-    /// The number of the newest call, and of the newest turn.
+    /// Number of the newest call.
     #[serde(default)]
     numbers: u64,
+    /// Number of the newest step.
     #[serde(default)]
     turns: u64,
     #[serde(skip)]
@@ -203,32 +205,32 @@ pub struct ToolCallContext {
 }
 
 impl ToolCallContext {
-    /// An empty context of this run.
+    /// Creates an empty context of this run.
     pub fn new(run_id: impl Into<String>) -> Self {
         Self { run_id: run_id.into(), ..Self::default() }
     }
 
-    /// The run it is of.
+    /// Returns the id of the run.
     pub fn run_id(&self) -> &str {
         &self.run_id
     }
 
-    /// The tools the model is given, in the order they were set.
+    /// Returns the tools that the model receives, in the order they were set.
     pub fn tool_definitions(&self) -> &[Definition] {
         &self.tool_definitions
     }
 
-    /// The calls, in the order they were made.
+    /// Returns the calls, in the order they were made.
     pub fn tool_calls(&self) -> &[ToolCall] {
         &self.tool_calls
     }
 
-    /// The results, in the order they came.
+    /// Returns the results, in the order they arrived.
     pub fn tool_results(&self) -> &[ToolResult] {
         &self.tool_results
     }
 
-    /// Whether older calls of the run were left out.
+    /// Returns whether older calls of the run were omitted.
     pub fn truncated(&self) -> bool {
         self.truncated
     }
@@ -237,14 +239,14 @@ impl ToolCallContext {
         self.truncated = truncated;
     }
 
-    /// Sets the tools the model is given, instead of those set before.
+    /// Replaces the tools that the model receives.
     pub fn set_tool_definitions(&mut self, tools: impl IntoIterator<Item = Definition>) {
         self.tool_definitions = tools.into_iter().collect();
     }
 
-    /// Records the calls of one turn of a model, after those of the turns before. Each is a call of
-    /// its own, also under an id that was used before; only a ticket that is here already stays one
-    /// call, and its status is brought up to date.
+    /// Records the calls of one model step, after those of earlier steps. Every entry is a new
+    /// call, even under an id that was used before. The exception is a ticket that the context
+    /// already holds: it stays one call, and its status is updated.
     pub fn set_tool_calls(&mut self, calls: impl IntoIterator<Item = ToolCall>) {
         self.turns += 1;
         for mut call in calls {
@@ -264,16 +266,17 @@ impl ToolCallContext {
         }
     }
 
-    /// Records a result, and tells the listeners.
+    /// Records a result and notifies the listeners.
     ///
-    /// It answers the call with its ticket, or the newest unanswered call with its id. The same
-    /// result a second time changes nothing and is told to nobody; another one is refused.
+    /// The result answers the call with its ticket, or else the newest unanswered call with its id.
+    /// Recording the same result again has no effect and notifies no listener; a different result
+    /// is refused.
     pub fn set_tool_call_result(&mut self, mut result: ToolResult) -> Result<(), Unmatched> {
         let Some(at) = self.place_of(&result)? else { return Ok(()) };
         let call = &mut self.tool_calls[at];
         result.number = call.number;
         result.tool_call_id = call.tool_call_id.clone();
-        // A call that ended before its time or was canceled says so itself.
+        // A call that timed out or was canceled already has its final status.
         if !call.status.is_terminal() {
             call.status = if result.ok() { Status::Succeeded } else { Status::Failed };
         }
@@ -284,7 +287,8 @@ impl ToolCallContext {
         Ok(())
     }
 
-    /// The call that a result answers; none where it has this very result.
+    /// Returns the index of the call that a result answers, or `None` if that call already has this
+    /// result.
     fn place_of(&self, result: &ToolResult) -> Result<Option<usize>, Unmatched> {
         let named = |call: &ToolCall| match (&result.tool_call_id, &call.tool_call_id) {
             (Some(ticket), known) => Some(ticket) == known.as_ref(),
@@ -304,19 +308,19 @@ impl ToolCallContext {
         }
     }
 
-    /// The result of one of this context's calls.
+    /// Returns the result of one of this context's calls.
     pub fn result_of(&self, call: &ToolCall) -> Option<&ToolResult> {
         self.tool_results.iter().rev().find(|result| result.number == call.number)
     }
 
-    /// The calls that have no result yet, the oldest first.
+    /// Returns the calls that have no result yet, oldest first.
     pub fn pending(&self) -> impl Iterator<Item = &ToolCall> {
         let results = self.tool_results.iter();
         let answered: HashSet<u64> = results.map(|result| result.number).collect();
         self.tool_calls.iter().filter(move |call| !answered.contains(&call.number))
     }
 
-    /// The calls that have a result, in the order the results came.
+    /// Returns the calls that have a result, in the order the results arrived.
     pub fn finished(&self) -> impl DoubleEndedIterator<Item = (&ToolCall, &ToolResult)> {
         self.tool_results.iter().filter_map(|result| {
             let at = self.tool_calls.binary_search_by_key(&result.number, |call| call.number);
@@ -324,11 +328,12 @@ impl ToolCallContext {
         })
     }
 
-    /// Hears of every result from now on, after it was recorded, in the order of the listeners.
+    /// Adds a listener that receives every later result after it was recorded. Listeners run in the
+    /// order they were added.
     ///
-    /// A listener that fails or panics is logged and stops nobody: the result stays recorded and
-    /// the other listeners hear of it. Listeners are called in place, so one that takes long holds
-    /// up who records the result; in async code, hand long work to a task or a channel.
+    /// If a listener fails or panics, the error is logged, the result stays recorded and the other
+    /// listeners still run. Listeners run synchronously, so a slow one delays the code that records
+    /// the result; in async code, hand long work to a task or a channel.
     pub fn on_tool_call<F>(&mut self, listener: F)
     where
         F: Fn(&ToolCall, &ToolResult) -> Told + Send + Sync + 'static,

@@ -1,11 +1,11 @@
-//! Telling a caller that its call has ended: what is delivered where, and what an answer to it
-//! means. Pure.
+//! The durable state of a webhook that reports the end of a call, and the meaning of a receiver's
+//! response. Pure.
 //!
-//! A call that was asked with a callback URL has one delivery. It waits until the call has ended
-//! (the commit that ends the call makes it due), and is then tried until the receiver has taken
-//! it, does not want it any more, or the schedule is over. The rules are those of Standard
-//! Webhooks: 2xx is success, 410 is the end of everything that was asked for this URL until then,
-//! everything else is tried again.
+//! A call with a callback URL has one delivery. It waits until the call has ended (the commit that
+//! ends the call makes it due); then Toolcrib attempts it until the receiver accepts it, the
+//! receiver declines it, or the retry schedule is exhausted. The rules are those of Standard
+//! Webhooks: 2xx is success; 410 ends every delivery requested for this URL so far; every other
+//! response is retried.
 
 use std::str::FromStr;
 
@@ -13,22 +13,22 @@ use crate::call::Call;
 use crate::id::CallId;
 use crate::retry::chance;
 
-/// How many tries of one delivery are kept; the oldest go first.
+/// Maximum number of stored attempts per delivery; the oldest are dropped first.
 pub const KEPT_TRIES: u32 = 100;
 
-/// The longest that a receiver may put a retry off.
+/// Maximum delay of a retry that a receiver may request.
 const MAX_PUT_OFF_MS: u64 = 86_400_000;
 
-/// Where a delivery stands.
+/// Status of a delivery.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum DeliveryStatus {
     /// The call has not ended.
     Waiting,
-    /// It is to be tried, for the first time or again.
+    /// Due for its first attempt or for a retry.
     Pending,
-    /// The receiver answered 2xx.
+    /// The receiver responded with 2xx.
     Delivered,
-    /// The receiver answered 410, to this or to another for the same URL: it wants no more.
+    /// The receiver responded with 410 to this delivery or to another for the same URL.
     Gone,
     /// Every retry of the schedule failed.
     Exhausted,
@@ -39,7 +39,7 @@ impl DeliveryStatus {
     pub const ALL: [Self; 5] =
         [Self::Waiting, Self::Pending, Self::Delivered, Self::Gone, Self::Exhausted];
 
-    /// As stored and as written on the wire.
+    /// Returns the status as stored and as written on the wire.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Waiting => "waiting",
@@ -59,51 +59,51 @@ impl FromStr for DeliveryStatus {
     }
 }
 
-/// What is to be delivered to the URL that was given with a call.
+/// The webhook delivery of one call.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Delivery {
     pub project: String,
-    /// The call it tells of. A call has one delivery at most.
+    /// The call that it reports. A call has at most one delivery.
     pub call_id: CallId,
     pub url: String,
     pub status: DeliveryStatus,
-    /// When it is tried next; set exactly while pending.
+    /// Time of the next attempt; set exactly while pending.
     pub due_ms: Option<u64>,
-    /// How often it was tried.
+    /// Number of attempts so far.
     pub tries: u32,
-    /// How many of the last tries failed, since it became due or was asked for again: the place
-    /// in the schedule.
+    /// Failed attempts since the delivery became due or was requested again: the position in the
+    /// schedule.
     pub failures: u32,
-    /// Why the last try failed.
+    /// Error of the last attempt, if it failed.
     pub last_error: Option<String>,
     /// Counts the saved states, from 1.
     pub version: u64,
 }
 
-/// One try, as it is kept.
+/// One attempt, as stored.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Try {
-    /// From 1.
+    /// Counts from 1.
     pub number: u32,
     pub at_ms: u64,
     pub duration_ms: u64,
-    /// What the receiver answered with, if it did.
+    /// The receiver's HTTP status, if it responded.
     pub status_code: Option<u16>,
-    /// Why it does not count as delivered.
+    /// The reason why the attempt does not count as delivered.
     pub error: Option<String>,
 }
 
-/// What came of one try.
+/// The result of one attempt.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Answer {
-    /// The receiver's HTTP status, or why there is none.
+    /// The receiver's HTTP status, or the reason why there is none.
     pub result: Result<u16, String>,
-    /// How long the receiver asks to be left alone.
+    /// The delay that the receiver requested with `Retry-After`.
     pub retry_after_ms: Option<u64>,
 }
 
 impl Answer {
-    /// Whether the receiver is overloaded, so that others for it should wait too.
+    /// Returns true if the receiver is overloaded, so that other deliveries to it should wait too.
     pub fn asks_for_quiet(&self) -> bool {
         matches!(self.result, Ok(429 | 502 | 503 | 504))
     }
@@ -121,17 +121,17 @@ impl Answer {
     }
 }
 
-/// When to try again.
+/// Retry schedule of a delivery.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Schedule {
-    /// The wait after the first failure, after the second, and so on; then no more.
+    /// The delay after the first failure, after the second, and so on; no retry follows the last.
     pub retry_ms: Vec<u64>,
-    /// How much longer a wait may be by chance, from 0 to 1 of its length.
+    /// Maximum random extension of a delay, as a fraction from 0 to 1 of its length.
     pub jitter: f64,
 }
 
 impl Default for Schedule {
-    /// That of the specification: ten tries over some three days.
+    /// The schedule of the specification: ten attempts over about three days.
     fn default() -> Self {
         const HOUR_MS: u64 = 3_600_000;
         let hours = [2, 5, 10, 14, 20, 24].map(|hours| hours * HOUR_MS);
@@ -149,7 +149,7 @@ impl Schedule {
 }
 
 impl Delivery {
-    /// The delivery that a new call asks for, if it does.
+    /// Returns the delivery that a new call requests, if any.
     pub fn of(call: &Call) -> Option<Self> {
         let url = call.asked.callback_url.clone()?;
         let status = match call.completed_ms {
@@ -169,20 +169,20 @@ impl Delivery {
         })
     }
 
-    /// The id of the message: the same in every try, so that a receiver knows it again.
+    /// Returns the message id: the same in every attempt, so that a receiver detects duplicates.
     pub fn message_id(&self) -> String {
         let body = self.call_id.as_str().trim_start_matches(CallId::PREFIX);
         format!("msg_{body}")
     }
 
-    /// Whom it goes to: scheme, host and port of the URL.
+    /// Returns the receiver: scheme, host and port of the URL.
     pub fn receiver(&self) -> &str {
         let begin = self.url.find("://").map_or(0, |at| at + 3);
         let end = self.url[begin..].find(['/', '?', '#']).map_or(self.url.len(), |at| begin + at);
         &self.url[..end]
     }
 
-    /// The next state after the call has ended.
+    /// Returns the next state after the call has ended, or `None` if it does not wait for that.
     pub fn made_due(&self, at_ms: u64) -> Option<Self> {
         let waits = self.status == DeliveryStatus::Waiting;
         waits.then(|| Self {
@@ -193,7 +193,7 @@ impl Delivery {
         })
     }
 
-    /// The next state after a try, with what is kept of the try.
+    /// Returns the next state after an attempt, and the record of the attempt.
     pub fn tried(
         &self,
         answer: &Answer,
@@ -219,8 +219,8 @@ impl Delivery {
         (next, tried)
     }
 
-    /// The same for a try that began before somebody asked for another: it is written down, and
-    /// the other one is still to come.
+    /// Records an attempt without changing the schedule. Used for an attempt that started before a
+    /// redelivery was requested: the requested attempt is still due.
     pub fn noted(&self, answer: &Answer, (at_ms, now_ms): (u64, u64)) -> (Self, Try) {
         let tried = Try {
             number: self.tries + 1,
@@ -239,7 +239,8 @@ impl Delivery {
         (next, tried)
     }
 
-    /// The next state after the same URL answered 410 to another; none where nothing is to come.
+    /// Returns the next state after the same URL responded with 410 to another delivery; `None` if
+    /// no attempt is due.
     pub fn unwanted(&self) -> Option<Self> {
         let to_come = matches!(self.status, DeliveryStatus::Waiting | DeliveryStatus::Pending);
         to_come.then(|| Self {
@@ -251,7 +252,7 @@ impl Delivery {
         })
     }
 
-    /// The next state after somebody asked for it again; none while the call has not ended.
+    /// Returns the next state after a redelivery request; `None` while the call has not ended.
     pub fn asked_again(&self, now_ms: u64) -> Option<Self> {
         let ended = self.status != DeliveryStatus::Waiting;
         ended.then(|| Self {

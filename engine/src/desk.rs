@@ -1,15 +1,16 @@
-//! The desk: where work for connected clients waits, and who has what in hand.
+//! The queue of work items for connected clients, and the leases that say which client has which
+//! item.
 //!
-//! One queue behind three doors (WebSocket, SSE, long poll). The desk is the source of client
-//! tools: starting an attempt puts a request here; a client that offers the tool is given it. It
-//! holds no truth: after a restart the engine puts every open request here again. It opens no
-//! socket, and it never decides a status: acknowledgements and results go to the engine.
+//! One queue serves three transports (WebSocket, SSE, long poll). The queue is the source of client
+//! tools: starting an attempt enqueues a work item, and a client that provides the tool receives
+//! it. The queue is not durable: after a restart the engine enqueues every open item again. It
+//! opens no socket, and it never decides a status: acknowledgements and results go to the engine.
 //!
-//! A client has a window: so many requests in hand and no more, so a slow one neither fills memory
-//! nor keeps work from the others. A request that was given and not acknowledged goes back in line
-//! when its connection ends. One that was acknowledged stays with its client; when that client
-//! comes back it is given again (marked so) where twice is as good as once, or where the client
-//! said that it keeps a record and can answer from it.
+//! Each client has a window, the maximum number of items it holds at once, so a slow client neither
+//! fills memory nor withholds work from the others. An item that was sent and not acknowledged
+//! returns to the queue when its connection ends. An acknowledged item stays with its client; when
+//! that client reconnects, it receives the item again (marked as redelivered) if the tool is safe
+//! to repeat or the client declared that it keeps a record and can answer from it.
 
 mod client;
 mod state;
@@ -31,13 +32,14 @@ use crate::trace::TraceParent;
 pub use state::ClientView;
 use state::State;
 
-/// How long a polled, unacknowledged request stays with the client that polled it.
+/// Lease of a polled work item that its client has not acknowledged.
 pub const POLL_LEASE_MS: u64 = 30_000;
 
-/// How long a client may be away before what it had acknowledged goes to another (where allowed).
+/// Time a client may stay disconnected before its acknowledged items that are safe to repeat go to
+/// another client.
 pub const AWAY_GRACE_MS: u64 = 30_000;
 
-/// A piece of work for a client.
+/// A work item: one attempt queued for a client.
 #[derive(Debug, Clone)]
 pub struct Request {
     pub call_id: CallId,
@@ -48,43 +50,44 @@ pub struct Request {
     pub attempt: u32,
     pub effect: Effect,
     pub deadline_ms: u64,
-    /// The span that the attempt is.
+    /// The span of the attempt.
     pub traceparent: Option<TraceParent>,
-    /// It may have been given before.
+    /// True if the item may have been delivered before.
     pub redelivered: bool,
 }
 
-/// What a connected client hears.
+/// A message to a connected client.
 #[derive(Debug, Clone)]
 pub enum Message {
     Request(Request),
-    /// Nobody wants this any more.
+    /// The attempt is canceled; its result is no longer needed.
     Cancel {
         call_id: CallId,
         attempt: u32,
     },
 }
 
-/// What a client can do when it is given something a second time.
+/// The acknowledged items that a client receives again after it reconnects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Memory {
-    /// It may do it twice: irreversible work it had acknowledged is not given again.
+    /// The client may execute an item twice: irreversible items that it acknowledged are not
+    /// redelivered.
     Forgets,
-    /// It keeps a record and answers from it: everything unanswered is given again.
+    /// The client keeps a record and answers from it: every unanswered item is redelivered.
     Remembers,
 }
 
-/// How long a connection lasts.
+/// Kind of a client's connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Line {
-    /// It is held open, and what was not acknowledged goes back in line when it ends.
+    /// The connection stays open; items that are not acknowledged return to the queue when it ends.
     Open,
-    /// One question, one answer; what was lent and not acknowledged goes back after
-    /// [`POLL_LEASE_MS`], what the answer did not bring goes back at once.
+    /// One request, one response. An item that was handed out and not acknowledged returns to the
+    /// queue after [`POLL_LEASE_MS`]; an item that the response did not carry returns at once.
     Poll,
 }
 
-/// A client that is connecting.
+/// A client's request to connect.
 #[derive(Debug, Clone)]
 pub struct Arrival {
     pub project: String,
@@ -95,13 +98,13 @@ pub struct Arrival {
     pub line: Line,
 }
 
-/// The queue.
+/// The queue of work items for connected clients.
 pub struct Desk {
     state: Arc<Mutex<State>>,
     clock: Arc<dyn Clock>,
 }
 
-/// One connection of a client; dropping it hangs up.
+/// One connection of a client; dropping it disconnects.
 pub struct Session {
     state: Arc<Mutex<State>>,
     clock: Arc<dyn Clock>,
@@ -113,12 +116,12 @@ pub struct Session {
 }
 
 impl Desk {
-    /// An empty desk.
+    /// Creates an empty queue.
     pub fn new(clock: Arc<dyn Clock>) -> Self {
         Self { state: Arc::default(), clock }
     }
 
-    /// A client connects, and is given what waits for it.
+    /// Connects a client and sends it the items that wait for it.
     pub fn connect(&self, arrival: Arrival) -> Session {
         let (sender, inbox) = mpsc::unbounded_channel();
         let client = (arrival.project.clone(), arrival.client_id.clone());
@@ -127,81 +130,81 @@ impl Desk {
         Session { state, clock, client, number, inbox, kept: Vec::new() }
     }
 
-    /// A client offers other tools than before.
+    /// Replaces the set of tools that a client provides.
     pub fn reoffer(&self, project: &str, client_id: &str, offers: &HashSet<String>) {
         self.state.lock().reoffer(project, client_id, offers, self.clock.now_ms());
     }
 
-    /// A client acknowledged a request: it stays with that client now.
+    /// Records that a client acknowledged an item: the item now stays with that client.
     pub fn acknowledged(&self, project: &str, client_id: &str, call_id: &CallId) {
         let now_ms = self.clock.now_ms();
         self.state.lock().acknowledged(project, client_id, call_id, now_ms);
     }
 
-    /// Who has this request in hand.
+    /// Returns the client that holds the lease on this item.
     pub fn holder(&self, call_id: &CallId) -> Option<String> {
         self.state.lock().holder(call_id)
     }
 
-    /// The clients that are or were connected, of one project.
+    /// Returns the clients of a project that are or were connected.
     pub fn clients(&self, project: &str) -> Vec<ClientView> {
         self.state.lock().view(project)
     }
 
-    /// Whether a client is connected or has requests that it has not answered.
+    /// Returns true if a client is connected or has unanswered items.
     pub fn is_busy(&self, project: &str, client_id: &str) -> bool {
         self.state.lock().is_busy(&(project.to_owned(), client_id.to_owned()))
     }
 
-    /// A client that has nothing in hand or in line and is not connected is seen no more.
+    /// Removes a client that has no connection, no lease and no queued item.
     pub fn forget(&self, project: &str, client_id: &str) {
         self.state.lock().forget(&(project.to_owned(), client_id.to_owned()));
     }
 
-    /// Hangs up on everybody, for good.
+    /// Disconnects every client and refuses new connections.
     pub fn close(&self) {
         self.state.lock().close();
     }
 
-    /// How many connections are open.
+    /// Returns the number of open connections.
     pub fn connections(&self) -> usize {
         self.state.lock().connections()
     }
 
-    /// Puts back in line what was polled and never acknowledged, and what a client that stayed
-    /// away had acknowledged, where twice is as good as once.
+    /// Requeues polled items that were never acknowledged, and acknowledged items of clients that
+    /// stayed away, if the tool is safe to repeat.
     pub fn run_once(&self) {
         self.state.lock().return_overdue(self.clock.now_ms());
     }
 }
 
 impl Session {
-    /// The next message; none once the desk was closed.
+    /// Waits for the next message; `None` once the queue is closed.
     pub async fn next(&mut self) -> Option<Message> {
         self.inbox.recv().await
     }
 
-    /// The request leaves with the answer and may be acknowledged later: it stays with the client
-    /// for [`POLL_LEASE_MS`] after this connection ended.
+    /// Starts the poll lease: the item leaves with the response and may be acknowledged later, so
+    /// it stays with the client for [`POLL_LEASE_MS`] although this connection ends.
     pub fn lend(&self, call_id: &CallId) {
         self.state.lock().lend(&self.client, call_id, self.clock.now_ms());
     }
 
-    /// A message that is already there.
+    /// Returns a message that has already arrived.
     pub fn ready(&mut self) -> Option<Message> {
         self.inbox.try_recv().ok()
     }
 
-    /// This message is passed on later: until [`Session::canceled`] gives it out, a cancellation
-    /// is not lost when this connection ends.
+    /// Defers a message to a later response. A deferred cancellation survives the end of this
+    /// connection until [`ClientSession::take_cancels`] returns it.
     pub fn keep(&mut self, message: Message) {
         if let Message::Cancel { .. } = message {
             self.kept.push(message);
         }
     }
 
-    /// All that is canceled by now: what was kept, and what came since. Requests that came too go
-    /// back in line when this connection ends.
+    /// Returns all cancellations so far: the deferred ones and those that have arrived since. Work
+    /// items that arrived too return to the queue when this connection ends.
     pub fn canceled(&mut self) -> Vec<Message> {
         while let Some(message) = self.ready() {
             self.keep(message);
@@ -213,7 +216,7 @@ impl Session {
 impl Drop for Session {
     fn drop(&mut self) {
         let (state, now_ms) = (self.state.clone(), self.clock.now_ms());
-        // Under the lock nothing more comes: what is not read by now is for another connection.
+        // While the lock is held no message arrives: unread cancellations go to another connection.
         let mut state = state.lock();
         let unheard = self.canceled();
         state.hang_up(&self.client, self.number, unheard, now_ms);

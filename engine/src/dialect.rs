@@ -1,8 +1,8 @@
-//! How models write calls of tools, and how they want to be answered. Pure.
+//! Parses tool calls as models write them, and formats the answers. Pure.
 //!
-//! Four forms are read, and each is recognised by itself: the envelope of Toolcrib, OpenAI's chat
-//! form, OpenAI's Responses form, and Anthropic's. What was read is the same [`Entry`] whatever the
-//! form was; the answer goes back in the form of the question. Nothing here knows a tool.
+//! Four formats are detected automatically: Toolcrib's envelope, OpenAI chat, OpenAI Responses, and
+//! Anthropic. Every format parses to the same [`ParsedToolCall`]; the answer uses the format of the
+//! request. This module knows nothing about any tool.
 
 mod anthropic;
 mod arguments;
@@ -24,7 +24,7 @@ use fields::Fields;
 
 pub use definitions::{Format, definition, takes_object};
 
-/// The form of an entry.
+/// The format of a tool call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Form {
     /// `{call_id, name, args, timeout_ms, retry, idempotency_key}`.
@@ -37,19 +37,20 @@ pub enum Form {
     Anthropic,
 }
 
-/// One call of a tool, as it was asked for in any form.
+/// A parsed tool call, whatever its format was.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Entry {
     pub form: Form,
-    /// The asker's own id. Models repeat theirs; it is given back and never compared.
+    /// The caller's own id. Models repeat theirs; the id is returned in the answer and never
+    /// compared.
     pub id: Option<String>,
-    /// The tool's name, or the name that models know it by.
+    /// The tool's name, or its model-facing name.
     pub name: String,
     pub args: Json,
     pub timeout_ms: Option<u64>,
     pub retry: Option<u32>,
     pub idempotency_key: Option<String>,
-    /// Is told of the end.
+    /// Webhook URL that is notified when the call ends.
     pub callback_url: Option<String>,
 }
 
@@ -68,13 +69,13 @@ impl Entry {
     }
 }
 
-/// An entry that cannot be read, with what could be.
+/// A tool call that cannot be parsed, with the parts that could be read.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Misfit {
     pub form: Form,
     pub id: Option<String>,
     pub name: Option<String>,
-    /// What is wrong, and where.
+    /// The problem and its location.
     pub fault: Box<Fault>,
 }
 
@@ -84,12 +85,12 @@ impl Misfit {
     }
 }
 
-/// Of a model, an id that says nothing is none. Who writes an envelope is told that it is wrong.
+/// Treats an empty id from a model as missing. An envelope keeps it, so that validation reports it.
 fn said(form: Form, id: Option<String>) -> Option<String> {
     id.filter(|id| form == Form::Envelope || !id.is_empty())
 }
 
-/// Reads one entry, in whatever form it is.
+/// Parses one tool call in any supported format.
 ///
 /// ```
 /// use toolcrib::{Json, dialect};
@@ -131,7 +132,7 @@ fn form_of(fields: &Fields<'_>) -> Result<Form, Fault> {
         Some("function") => Ok(Form::OpenAi),
         Some("function_call") => Ok(Form::Responses),
         Some("tool_use") => Ok(Form::Anthropic),
-        // Some servers that speak OpenAI's form leave the type out.
+        // Some OpenAI-compatible servers omit the type.
         None if fields.has("function") => Ok(Form::OpenAi),
         None => Ok(Form::Envelope),
         Some(other) => {
@@ -145,40 +146,40 @@ fn form_of(fields: &Fields<'_>) -> Result<Form, Fault> {
     }
 }
 
-/// What is wrong with an entry, and where in it.
+/// Returns a validation fault that points at a location in the entry.
 fn misfit(pointer: &str, message: impl Into<String>) -> Fault {
     let detail = serde_json::json!({ "pointer": pointer });
     Fault::new(Code::ValidationError, message).not_happened().with_detail(detail)
 }
 
-/// What there is to say about one entry.
+/// The content of an answer to one entry.
 #[derive(Debug, Clone, Copy)]
 pub struct Answer<'a> {
-    /// None while nobody knows.
+    /// Success or failure of the call; `None` while it is open.
     pub ok: Option<bool>,
-    /// For a model: the result, the fault or the state, in one text.
+    /// Text for a model: the result, the fault or the state.
     pub content: &'a str,
-    /// For the envelope: the result, unless the content stands for it.
+    /// Result for the envelope, unless `content` replaces it.
     pub data: Option<&'a Json>,
     pub error: Option<&'a Fault>,
     pub metrics: Option<Metrics>,
-    /// While nobody knows: the ticket.
+    /// The ticket of a call that is still open.
     pub pending: Option<Pending<'a>>,
 }
 
-/// A call that goes on, as its asker is told.
+/// The notice about a call that is still open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Pending<'a> {
-    /// `pending`.
+    /// Always `pending`.
     pub status: &'static str,
     pub tool_call_id: &'a str,
-    /// Given for a background task.
+    /// Set for a background task.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub task_id: Option<&'a str>,
     pub message: &'static str,
 }
 
-/// The answer to an entry, in the entry's own form.
+/// Formats the answer to an entry in the entry's own format.
 pub fn message(form: Form, id: Option<&str>, answer: &Answer<'_>) -> Json {
     match form {
         Form::Envelope => envelope::message(id, answer),
@@ -188,7 +189,7 @@ pub fn message(form: Form, id: Option<&str>, answer: &Answer<'_>) -> Json {
     }
 }
 
-/// A fault as models and callers read it.
+/// A fault as models and callers see it.
 #[derive(Serialize)]
 struct Said<'a> {
     code: &'static str,
@@ -208,7 +209,7 @@ impl<'a> From<&'a Fault> for Said<'a> {
     }
 }
 
-/// A fault as the content of a message: `{"error":{code, message, detail, retryable}}`.
+/// Formats a fault as message content: `{"error":{code, message, detail, retryable}}`.
 pub fn fault_content(fault: &Fault) -> String {
     #[derive(Serialize)]
     struct Content<'a> {
@@ -217,21 +218,21 @@ pub fn fault_content(fault: &Fault) -> String {
     written(&Content { error: fault.into() }).text().to_owned()
 }
 
-/// A result as the content of a message: a text as it is, everything else as JSON.
+/// Formats a result as message content: a string as plain text, everything else as JSON.
 pub fn data_content(data: &Json) -> String {
     let text = data.text();
-    // Only what looks like a text is read as one.
+    // Only a document that starts like a string is decoded as one.
     let said =
         text.trim_start().starts_with('"').then(|| serde_json::from_str(text).ok()).flatten();
     said.unwrap_or_else(|| text.to_owned())
 }
 
-/// A ticket as the content of a message.
+/// Formats a ticket as message content.
 pub fn pending_content(pending: &Pending<'_>) -> String {
     written(pending).text().to_owned()
 }
 
-/// Structs of texts, numbers and JSON always have a JSON form.
+/// Serializes a value. Structs of strings, numbers and JSON always serialize.
 fn written<T: Serialize>(value: &T) -> Json {
     Json::of(value).unwrap_or_else(|_| Json::null())
 }

@@ -1,31 +1,31 @@
-//! What a tool asks before it goes on, and what it was answered. Pure.
+//! Elicitation: a tool's request for input, and the answers to it. Pure.
 //!
-//! An attempt may end with questions instead of an outcome. The call then waits, with no attempt
-//! out, until each question is answered, by whichever door; the next attempt gets the answers and
-//! what the source noted for itself.
+//! An attempt may end with questions instead of an outcome. The call then waits, with no attempt in
+//! flight, until every question is answered through any transport; the next attempt receives the
+//! answers and the state that the source stored for itself.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::fault::{Code, Fault};
 
-/// How many questions a tool may ask at once.
+/// Maximum number of questions in one request.
 pub const MAX_QUESTIONS: usize = 64;
 
-/// The size of all its questions, and of all answers to them, as JSON.
+/// Maximum size of all questions, and of all answers to them, as JSON.
 pub const MAX_DIALOGUE_BYTES: usize = 256 * 1024;
 
-/// Questions by a key of the tool's choosing. Each is what the source makes of it, as JSON.
+/// Questions by a key that the tool chooses. The source defines each question's JSON form.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Questions {
     pub asked: Map<String, Value>,
-    /// What the source wants to be told again with the answers.
+    /// State that the source receives back with the answers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
 }
 
 impl Questions {
-    /// Why these cannot be asked.
+    /// Returns the reason why the request is invalid, if any.
     pub fn problem(&self) -> Option<String> {
         if self.asked.is_empty() {
             return Some("the tool asks, and says not what".to_owned());
@@ -39,7 +39,7 @@ impl Questions {
     }
 }
 
-/// Refuses answers that are too long.
+/// Rejects answers over the size limit.
 pub fn check(answers: &Map<String, Value>) -> Result<(), Fault> {
     if size(answers) <= MAX_DIALOGUE_BYTES {
         return Ok(());
@@ -52,32 +52,31 @@ fn size(words: &Map<String, Value>) -> usize {
     words.iter().map(|(key, value)| key.len() + value.to_string().len()).sum()
 }
 
-/// The present round of a call's questions and answers.
+/// The current round of a call's questions and answers.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Dialogue {
-    /// What has not been answered.
+    /// Questions without an answer.
     #[serde(default, skip_serializing_if = "Map::is_empty")]
     pub open: Map<String, Value>,
-    /// What has been.
+    /// The answers so far.
     #[serde(default, skip_serializing_if = "Map::is_empty")]
     pub answers: Map<String, Value>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
-    /// What the attempt that is out is known by at whoever executes it. With it, it is gone on
-    /// with when this process is another.
+    /// The executor's handle for the attempt in flight. With it, another process can resume the
+    /// attempt.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub handle: Option<String>,
 }
 
 impl Dialogue {
-    /// A new round. Answers of the one before have been heard.
+    /// Starts a new round. The answers of the previous round were already delivered.
     pub fn asking(questions: &Questions) -> Self {
         let (open, note) = (questions.asked.clone(), questions.note.clone());
         Self { open, answers: Map::new(), note, handle: None }
     }
 
-    /// Takes the answers to what is open; answers to nothing are passed over. Says which keys
-    /// they were.
+    /// Accepts the answers to open questions and ignores all others. Returns the accepted keys.
     pub fn answered(&mut self, answers: &Map<String, Value>) -> Vec<String> {
         let mut keys = Vec::new();
         for (key, answer) in answers {

@@ -1,18 +1,18 @@
-//! Digests: what a model is given of a result that is too long for its context. Pure.
+//! Digests: a model receives a digest in place of a result that is too long for its context. Pure.
 //!
-//! A digest is never longer than its budget, and always says what was left out and how to get it:
-//! the whole result is kept, and the tool `result.read` reads any part of it.
+//! A digest never exceeds its token budget, and always reports the omission and how to read the
+//! rest: the whole result stays stored, and the tool `result.read` returns any part of it.
 //!
 //! | result | digest |
 //! |---|---|
 //! | text | its head, its tail, the most relevant lines between them |
-//! | a table | its columns, how many rows, some of them |
+//! | a table | its columns, the number of rows, some of them |
 //! | other JSON | its shape, counts, the first items of each long array |
 //!
-//! A result that is an object around one long text or one table is digested as that; so is a list
-//! of which one item is nearly everything, as MCP servers answer. The document
-//! is gone through once and not taken apart, so a digest of a result of any size needs little
-//! memory beside it.
+//! An object that wraps one long text or one table is digested as that text or table. So is an
+//! array in which one item makes up most of the document, as in the results of MCP servers. The
+//! document is scanned once and not parsed into a tree, so a digest needs little memory beyond the
+//! result itself.
 
 mod json;
 mod shape;
@@ -33,40 +33,41 @@ use crate::tokens;
 use skeleton::{Map, Node, skeleton};
 use table::Table;
 
-/// From this budget on, a digest always says how much there is, of what call, and how to read the
-/// rest. With less it says as much of that as fits, and is still never longer than the budget.
+/// From this budget on, a digest always states the size of the result, the call it belongs to, and
+/// how to read the rest. A smaller budget holds as much of that as fits; the digest never exceeds
+/// it.
 pub const MIN_BUDGET: usize = 64;
 
-/// What is longer than so many bytes for each token of the budget is taken to be over it. Text has
-/// about four.
+/// A text with more than this many bytes per token of the budget is assumed to exceed it. Ordinary
+/// text has about four.
 const BYTES_PER_TOKEN: usize = 24;
 
-/// So many values of a document are looked at, whatever the budget.
+/// Maximum number of values of a document that are sampled, whatever the budget.
 const MOST_VALUES: usize = 100_000;
 
-/// How many degrees of detail there are.
+/// Number of detail levels.
 const RUNGS: u32 = 24;
 
-/// Where a result comes from, and what it was wanted for.
+/// The origin of a result, and a hint about its purpose.
 #[derive(Debug, Clone, Copy)]
 pub struct Source<'a> {
     pub call_id: &'a CallId,
     pub tool: &'a str,
-    /// What was asked (a question, the call's arguments): words that make a part relevant.
+    /// The question or the call's arguments. Their words make a part of the result relevant.
     pub hint: Option<&'a str>,
 }
 
-/// What a model is given instead of a long result.
+/// A shortened form of a long result for a model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Digest {
     pub text: String,
-    /// How many tokens the text is; never more than the budget.
+    /// Number of tokens of the text; never more than the budget.
     pub tokens: usize,
-    /// How many bytes the result is.
+    /// Size of the whole result in bytes.
     pub whole_bytes: usize,
 }
 
-/// A digest of a result that is over the budget; none where the result fits as it is.
+/// Returns a digest of a result that exceeds the budget, or `None` if the result fits unchanged.
 pub fn digest(data: &Json, budget_tokens: usize, source: &Source<'_>) -> Option<Digest> {
     let whole = data.text();
     if !tokens::exceeds(whole, budget_tokens) {
@@ -77,7 +78,7 @@ pub fn digest(data: &Json, budget_tokens: usize, source: &Source<'_>) -> Option<
     let note = what.note(whole.len(), budget_tokens, source);
     let mut room = budget_tokens.saturating_sub(tokens::count(&note) + 1);
     let mut text = note.clone();
-    // Where two parts meet they can fall into other tokens than each alone.
+    // The parts may tokenize differently when they are joined than alone.
     for _ in 0..4 {
         let body = what.body(&root, source, room);
         let both = format!("{note}\n{body}");
@@ -90,7 +91,7 @@ pub fn digest(data: &Json, budget_tokens: usize, source: &Source<'_>) -> Option<
     Some(Digest { tokens: tokens::count(&text), text, whole_bytes: whole.len() })
 }
 
-/// What a result mainly is, and where in it.
+/// The main content of a result, and its location.
 enum What<'n, 'a> {
     Text { pointer: String, text: Cow<'a, str>, lines: usize },
     Table { pointer: String, table: Table<'n, 'a> },
@@ -98,7 +99,7 @@ enum What<'n, 'a> {
 }
 
 impl<'n, 'a> What<'n, 'a> {
-    /// Goes down to where most of the document is.
+    /// Descends to the value that makes up most of the document.
     fn of(root: &'n Node<'a>) -> Self {
         let (mut node, mut beside, mut pointer): (_, Option<&Map<'a>>, _) =
             (root, None, String::new());
@@ -110,7 +111,7 @@ impl<'n, 'a> What<'n, 'a> {
                     return Self::Text { pointer, text, lines };
                 }
                 Node::List(list) => {
-                    // Beside a table that is nearly everything, nothing else needs its own items.
+                    // Next to a table that is almost the whole document, other items need no room.
                     let nearly_all = list.bytes > root.bytes() / 10 * 9;
                     if let Some(table) = nearly_all.then(|| Table::of(list, beside)).flatten() {
                         return Self::Table { pointer, table };
@@ -133,7 +134,8 @@ impl<'n, 'a> What<'n, 'a> {
         }
     }
 
-    /// What was left out and how to get it, in the longest words that fit.
+    /// Returns the header that states the omission and how to read the rest, in the longest form
+    /// that fits.
     fn note(&self, bytes: usize, budget: usize, source: &Source<'_>) -> String {
         let Source { call_id, tool, .. } = source;
         let (what, part) = match self {
@@ -157,8 +159,9 @@ impl<'n, 'a> What<'n, 'a> {
             "[left out]".to_owned(),
             "…".to_owned(),
         ];
-        // Of a small budget the note takes a part at most, while there is a shorter one; of a text
-        // a smaller part, while it says all that matters: the line that was asked for wants room.
+        // With a small budget, the header takes only part of it as long as a shorter form exists.
+        // For text that part is smaller while the header remains complete, because the relevant
+        // line needs the room.
         let fits = |(n, form): &(usize, String)| {
             let small = matches!(self, Self::Text { .. }) && *n < 2;
             let part = if small { budget / 2 } else { budget * 2 / 3 };
@@ -185,7 +188,7 @@ impl<'n, 'a> What<'n, 'a> {
     }
 }
 
-/// How to name a part of it to `result.read`.
+/// Returns example arguments for `result.read`.
 fn example(pointer: &str, limit: usize) -> String {
     let pointer = match pointer {
         "" => String::new(),
@@ -194,13 +197,14 @@ fn example(pointer: &str, limit: usize) -> String {
     format!(r#"{pointer},"offset":0,"limit":{limit}"#)
 }
 
-/// The object around what is mainly shown, in one line.
+/// Renders the object that encloses the main content, in one line.
 fn frame(root: &Node<'_>, room: usize) -> String {
     let around = json::around(root, room.saturating_sub(1));
     if around.is_empty() { around } else { around + "\n" }
 }
 
-/// The most detailed of several renderings that fits; of the least detailed one, as much as fits.
+/// Returns the most detailed of several renderings that fits, or a truncated form of the least
+/// detailed one.
 fn ladder(room: usize, render: impl Fn(u32) -> String) -> String {
     let fits = |text: &str| {
         text.len() <= room.saturating_mul(BYTES_PER_TOKEN) && !tokens::exceeds(text, room)
@@ -220,12 +224,12 @@ fn ladder(room: usize, render: impl Fn(u32) -> String) -> String {
     best.unwrap_or_else(|| cut(&render(RUNGS), room))
 }
 
-/// A number made smaller with each degree of detail that is given up.
+/// Scales a number down for each detail level that is given up.
 fn scaled(number: usize, factor: f64, rung: u32, least: usize) -> usize {
     ((number as f64 * factor.powf(f64::from(rung))) as usize).max(least)
 }
 
-/// As much of a text as fits, with a mark that it was cut.
+/// Truncates a text to `room` tokens and marks the truncation.
 fn cut(text: &str, room: usize) -> String {
     if !tokens::exceeds(text, room) {
         return text.to_owned();

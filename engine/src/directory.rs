@@ -1,8 +1,9 @@
-//! The slow-changing part of the store: tools that others registered, clients, keys and rules.
+//! The directory: the slow-changing part of the store, with registered tools, clients, keys and
+//! access rules. Pure data.
 //!
-//! It is small, so every node keeps all of it in memory and loads it again when its version
-//! changed. A change names the version it was decided on; if somebody was faster, it is decided
-//! again. Pure data.
+//! It is small, so every node holds all of it in memory and reloads it when its version changes. A
+//! change names the version it was decided on; if another writer committed first, the change is
+//! decided again.
 
 use crate::caller::Role;
 use crate::json::Json;
@@ -10,10 +11,10 @@ use crate::policy::Rule;
 use crate::tool::Definition;
 use crate::utp::Member;
 
-/// A key, without its secret: only the digest is kept.
+/// An API key without its secret: only the digest is stored.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Key {
-    /// `key_…`: names the key without opening anything.
+    /// `key_…`: identifies the key and grants nothing.
     pub id: String,
     /// SHA-256 of the secret, in hexadecimal.
     pub digest: String,
@@ -24,7 +25,7 @@ pub struct Key {
     pub revoked_ms: Option<u64>,
 }
 
-/// A program that offers tools.
+/// A program that provides tools.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Client {
     pub project: String,
@@ -34,7 +35,7 @@ pub struct Client {
     pub registered_ms: u64,
 }
 
-/// A client offers a tool.
+/// Records that a client provides a tool.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Offer {
     pub project: String,
@@ -42,7 +43,7 @@ pub struct Offer {
     pub client_id: String,
 }
 
-/// A tenant that was made on purpose. A project that has a key is there as well.
+/// An explicitly created project. A project also exists if it has a key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Project {
     pub id: String,
@@ -50,27 +51,27 @@ pub struct Project {
     pub created_ms: u64,
 }
 
-/// A server that tools are brought in from, added while the crib runs.
+/// A server whose tools Toolcrib imports, added at run time.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Upstream {
     pub project: String,
-    /// The first part of its tools' names.
+    /// Prefix of its tools' names.
     pub name: String,
-    /// Which source speaks with it: `mcp`.
+    /// The kind of source that connects to it: `mcp`.
     pub kind: String,
-    /// What that source must know; nobody else reads it.
+    /// Settings for that source; no other component reads them.
     pub settings: Json,
     pub added_ms: u64,
 }
 
-/// All of it, at one version.
+/// The whole directory at one version.
 #[derive(Debug, Clone, Default)]
 pub struct Directory {
     pub version: u64,
-    /// Those that clients offer, and those of the projects themselves.
+    /// The tools of clients, projects and upstreams.
     pub tools: Vec<Definition>,
     pub projects: Vec<Project>,
-    /// The agents that can be woken.
+    /// The agents that Toolcrib can wake.
     pub roster: Vec<Member>,
     pub clients: Vec<Client>,
     pub offers: Vec<Offer>,
@@ -79,34 +80,35 @@ pub struct Directory {
     pub upstreams: Vec<Upstream>,
 }
 
-/// One change.
+/// One change to the directory.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Change {
-    /// A client offers these tools; each is put in or replaces the definition of its name.
+    /// Registers a client's tools; each definition is added or replaces the one of the same name.
     Register {
         client: Client,
         tools: Vec<Definition>,
         others: Others,
     },
-    /// A client offers this tool no more; a tool nobody offers is gone.
+    /// Withdraws one tool of a client; a tool that no client provides is removed.
     Withdraw {
         project: String,
         client_id: String,
         tool: String,
     },
-    /// A client is forgotten, with all it offers.
+    /// Removes a client and all its tools.
     DropClient {
         project: String,
         client_id: String,
     },
     AddProject(Project),
-    /// Tools of the project itself; what each was before is kept for the calls that used it.
+    /// Sets tools of the project itself; earlier definitions stay available to the calls that used
+    /// them.
     PutTools(Vec<Definition>),
     DropTool {
         project: String,
         name: String,
     },
-    /// Replaces what was known of the agent.
+    /// Replaces the agent's entry.
     PutMember(Member),
     DropMember {
         project: String,
@@ -117,21 +119,21 @@ pub enum Change {
         id: String,
         at_ms: u64,
     },
-    /// Replaces a rule on the same agent and pattern.
+    /// Replaces the rule on the same agent and pattern.
     PutRule(Rule),
     DropRule {
         project: String,
         agent: String,
         pattern: String,
     },
-    /// Replaces what was known of it; its tools stay.
+    /// Replaces the upstream's entry; its tools stay.
     PutUpstream(Box<Upstream>),
-    /// With all its tools.
+    /// Removes the upstream and all its tools.
     DropUpstream {
         project: String,
         name: String,
     },
-    /// The tools of an upstream: these, and no others.
+    /// Replaces all tools of an upstream.
     SetUpstreamTools {
         project: String,
         upstream: String,
@@ -139,14 +141,14 @@ pub enum Change {
     },
 }
 
-/// What becomes of the tools a client offered before and does not name now.
+/// The treatment of tools that a client registered before and does not list now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Others {
     Keep,
     Withdraw,
 }
 
-/// Something the operator may want to know later.
+/// An entry of the audit log.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AuditEntry {
     pub at_ms: u64,
@@ -154,7 +156,7 @@ pub struct AuditEntry {
     pub agent: String,
     /// `call.denied`, `key.created`, `key.revoked`, `rule.set`, `rule.removed`.
     pub action: String,
-    /// What it was about: a tool, a key's id, a pattern.
+    /// The subject of the action: a tool, a key's id, a pattern.
     pub subject: String,
     pub reason: String,
 }

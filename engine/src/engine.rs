@@ -1,10 +1,10 @@
-//! The engine: what every door calls and what drives every source.
+//! The engine: the API that every transport calls and that drives every source.
 //!
-//! One call, one path: a door makes a [`Caller`](crate::Caller) and an [`Invocation`];
-//! [`Engine::invoke`] checks, commits and answers with a ticket; the attempt is started at its
-//! source; its report goes through [`crate::lifecycle::step`] in `advance`, the only writer of
-//! calls; waiters are woken. The store is the truth, and everything kept in memory here can be made
-//! again from it.
+//! Every call takes the same path. A transport builds a [`Caller`](crate::Caller) and a
+//! [`CallRequest`]; [`Engine::invoke`] validates and commits the call and returns a ticket; the
+//! engine starts the attempt at its source; the attempt's report goes through
+//! [`crate::lifecycle::step`] in `advance`, the only writer of calls; then waiters are woken. The
+//! store is the source of truth: everything held in memory here can be rebuilt from it.
 
 mod admin;
 mod advance;
@@ -93,34 +93,35 @@ use notices::Notices;
 pub(crate) use notices::{Entered, Lane};
 use search::Indexes;
 
-/// A limit on everything that could grow.
+/// Limits on everything that can grow without bound.
 #[derive(Debug, Clone)]
 pub struct Limits {
-    /// Arguments of one call.
+    /// Maximum size of the arguments of one call.
     pub max_args_bytes: usize,
-    /// Result of one call.
+    /// Maximum size of the result of one call.
     pub max_result_bytes: usize,
-    /// Calls that have not ended, of all projects together.
+    /// Maximum number of calls without an outcome, over all projects.
     pub max_open_calls: usize,
-    /// Calls that have not ended, of one project.
+    /// Maximum number of calls without an outcome, per project.
     pub max_open_calls_per_project: usize,
-    /// The longest a request may wait for an outcome.
+    /// Maximum time a request waits for an outcome.
     pub max_wait_ms: u64,
-    /// Progress events that are kept of one call.
+    /// Maximum number of progress events stored for one call.
     pub max_progress_events: u32,
-    /// Tools in one registration.
+    /// Maximum number of tools in one registration.
     pub max_tools_per_registration: usize,
-    /// Tools of one project.
+    /// Maximum number of tools of one project.
     pub max_tools_per_project: usize,
-    /// Clients of one project that have ever registered.
+    /// Maximum number of registered clients of one project, connected or not.
     pub max_clients_per_project: usize,
-    /// Entries of one batch.
+    /// Maximum number of entries in one batch.
     pub max_batch_entries: usize,
-    /// Entries of one batch that are under way at the same time.
+    /// Maximum number of entries of one batch that run at the same time.
     pub max_batch_parallel: usize,
-    /// Results of one batch, together; what is over it is fetched by its ticket.
+    /// Maximum total size of the results in one batch's response. Results beyond it are omitted and
+    /// can be fetched by their ticket.
     pub max_batch_bytes: usize,
-    /// Runs that are not over.
+    /// Maximum number of runs that have not ended.
     pub max_open_runs: usize,
 }
 
@@ -144,7 +145,7 @@ impl Default for Limits {
     }
 }
 
-/// What the operator configured about execution.
+/// Execution policies set by the operator: global, per project and per tool.
 #[derive(Debug, Clone, Default)]
 pub struct Policies {
     pub global: ExecutionPolicy,
@@ -152,14 +153,14 @@ pub struct Policies {
     pub tools: HashMap<String, ToolOverride>,
 }
 
-/// What the operator configured about one tool.
+/// Policy and fallback tools that the operator set for one tool.
 #[derive(Debug, Clone, Default)]
 pub struct ToolOverride {
     pub policy: PolicyPatch,
     pub fallback: Vec<Alternate>,
 }
 
-/// The engine. Cheap to clone; all clones are the same engine.
+/// The engine. Cloning is cheap; all clones share one state.
 #[derive(Clone)]
 pub struct Engine {
     pub(crate) inner: Arc<Inner>,
@@ -173,13 +174,13 @@ pub(crate) struct Inner {
     pub(crate) desk: Arc<Desk>,
     pub(crate) catalog: RwLock<Arc<Catalog>>,
     pub(crate) indexes: Indexes,
-    /// Who knows callers that have no key.
+    /// Authenticates callers that have no API key.
     pub(crate) recognise: Option<Arc<dyn Recognise>>,
     pub(crate) models: Arc<dyn Models>,
-    /// The model that summarises long results.
+    /// Name of the model that summarizes long results.
     pub(crate) summaries: Option<String>,
     pub(crate) asking: Asking,
-    /// One change to the directory at a time from this process.
+    /// Serializes directory changes made by this process.
     pub(crate) changing: tokio::sync::Mutex<()>,
     pub(crate) live: Live,
     pub(crate) behind: Behind,
@@ -189,100 +190,101 @@ pub(crate) struct Inner {
     pub(crate) minter: Minter,
     pub(crate) limits: Limits,
     pub(crate) policies: Policies,
-    /// This process, told apart from the one before a restart.
+    /// Id of this process. A restart gets a new one.
     pub(crate) node: String,
-    /// Whether somebody publishes what is in the outbox.
+    /// True if a publisher drains the outbox.
     pub(crate) publishes: bool,
-    /// The traces that reports under way come out of.
+    /// Trace contexts of the reports that are being processed, by call.
     pub(crate) inbound: parking_lot::Mutex<HashMap<crate::id::CallId, String>>,
-    /// Whether the metrics name projects' tools; unless said, while there are no keys.
+    /// Set if metrics must, or must not, carry the names of projects' tools. By default they do as
+    /// long as no API key exists.
     pub(crate) tool_names: Option<bool>,
     pub(crate) observer: Option<Arc<dyn Observer>>,
     pub(crate) draining: AtomicBool,
     pub(crate) recovered: AtomicBool,
     pub(crate) stopping: CancellationToken,
-    /// Attempts that run in this process.
+    /// Tasks of the attempts that run in this process.
     pub(crate) attempts: TaskTracker,
-    /// Reconcilers.
+    /// Tasks of the reconcilers.
     pub(crate) tasks: TaskTracker,
 }
 
 impl Engine {
-    /// Puts an engine together.
+    /// Returns a builder for an engine.
     pub fn builder() -> Builder {
         Builder::default()
     }
 
-    /// The language models there are.
+    /// Returns the language models that are configured.
     pub fn models(&self) -> &Arc<dyn Models> {
         &self.inner.models
     }
 
-    /// How models are asked, and asked again, where nobody says otherwise.
+    /// Returns the default policy for model requests and their retries.
     pub fn asking(&self) -> &Asking {
         &self.inner.asking
     }
 
-    /// The limits in force.
+    /// Returns the limits in force.
     pub fn limits(&self) -> &Limits {
         &self.inner.limits
     }
 
-    /// Unix milliseconds, by the engine's clock.
+    /// Returns the time of the engine's clock, in Unix milliseconds.
     pub fn now_ms(&self) -> u64 {
         self.inner.clock.now_ms()
     }
 
-    /// Whether everything found open at the start is in hand again.
+    /// Returns true once the engine has adopted every call that was open at startup.
     pub fn recovered(&self) -> bool {
         self.inner.recovered.load(Ordering::Acquire)
     }
 
-    /// Whether no more calls are taken because the engine is being shut down.
+    /// Returns true if the engine is shutting down and accepts no more calls.
     pub fn is_draining(&self) -> bool {
         self.inner.draining.load(Ordering::Acquire)
     }
 
-    /// Whether the store can be read and written now.
+    /// Checks that the store can be read and written.
     pub async fn check_store(&self) -> Result<(), Error> {
         self.inner.store.check().await.map_err(unavailable)
     }
 
-    /// How that is which the sources depend on.
+    /// Returns the health of each source's dependencies, ordered by name.
     pub fn sources_health(&self) -> Vec<crate::source::Health> {
         let mut all: Vec<_> = self.inner.sources.values().filter_map(|s| s.health()).collect();
         all.sort_by_key(|health| health.name);
         all
     }
 
-    /// How much room the store takes.
+    /// Returns the size of the store.
     pub async fn store_size_bytes(&self) -> Result<u64, Error> {
         self.inner.store.size_bytes().await.map_err(unavailable)
     }
 
-    /// Calls that have not ended.
+    /// Returns the number of calls without an outcome.
     pub fn open_calls(&self) -> usize {
         self.inner.live.len()
     }
 
-    /// Calls that have not ended, by what they are doing.
+    /// Returns the number of calls without an outcome, by state.
     pub fn open_calls_by_state(&self) -> [(&'static str, usize); 6] {
         self.inner.live.states()
     }
 
-    /// Calls that wait for a free place.
+    /// Returns the number of calls queued for a free slot.
     pub fn waiting_calls(&self) -> usize {
         self.inner.gate.waiting()
     }
 
-    /// How long the oldest open call has been open.
+    /// Returns the age of the oldest open call, or 0 if no call is open.
     pub fn oldest_open_call_age_ms(&self) -> u64 {
         let now_ms = self.inner.clock.now_ms();
         self.inner.live.oldest_ms().map_or(0, |oldest_ms| now_ms.saturating_sub(oldest_ms))
     }
 
-    /// Takes no more work, and waits for what runs in this process, but not longer than this.
-    /// What is not finished then is found and settled by the next start.
+    /// Stops accepting work and waits, at most `limit`, for attempts that run in this process. The
+    /// next start finds and settles the calls that have not finished by then.
     pub async fn shut_down(&self, limit: std::time::Duration) {
         self.inner.draining.store(true, Ordering::Release);
         self.inner.attempts.close();
@@ -294,7 +296,8 @@ impl Engine {
     }
 }
 
-/// A store that cannot be used now is the caller's to know and ours to log.
+/// Converts a store error. An unavailable store is logged and reported to the caller as
+/// `overloaded`; corrupt data is an internal error.
 pub(crate) fn unavailable(error: StoreError) -> Error {
     match error {
         StoreError::Unavailable(why) => {
@@ -306,7 +309,7 @@ pub(crate) fn unavailable(error: StoreError) -> Error {
     }
 }
 
-/// A thread that broke down is ours to log.
+/// Converts the failure of a blocking task into an internal error.
 pub(crate) fn unavailable_thread(error: tokio::task::JoinError) -> Error {
     Error::Internal(Box::new(error))
 }

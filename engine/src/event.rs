@@ -1,4 +1,4 @@
-//! What is written down about a call as it goes along. Pure.
+//! The history of a call: its records, and the events they become once stored. Pure.
 
 mod facts;
 
@@ -8,7 +8,7 @@ use crate::call::Call;
 use crate::id::CallId;
 pub use facts::Facts;
 
-/// What happened.
+/// Kind of a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Kind {
     Requested,
@@ -17,7 +17,7 @@ pub enum Kind {
     Progress,
     Retrying,
     Fallback,
-    /// The tool wants to know something before it goes on.
+    /// The tool requests input before it continues.
     Asked,
     Answered,
     Recovered,
@@ -25,7 +25,7 @@ pub enum Kind {
     Failed,
     Timeout,
     Canceled,
-    /// A report that came too late, twice, or from the wrong side; it changed nothing.
+    /// A report that was late, repeated or from the wrong executor, and had no effect.
     Late,
 }
 
@@ -48,7 +48,7 @@ impl Kind {
         Self::Late,
     ];
 
-    /// As stored and streamed.
+    /// Returns the name as stored and streamed.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Requested => "tool.call.requested",
@@ -68,18 +68,18 @@ impl Kind {
         }
     }
 
-    /// The kind with this name.
+    /// Returns the kind with this name.
     pub fn parse(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.as_str() == name)
     }
 
-    /// Whether the call ended with it.
+    /// Returns true if this kind ends the call.
     pub fn is_terminal(self) -> bool {
         matches!(self, Self::Finished | Self::Failed | Self::Timeout | Self::Canceled)
     }
 }
 
-/// One line of a call's history, before it has its number.
+/// One line of a call's history, before it has a number.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Record {
     pub kind: Kind,
@@ -89,19 +89,19 @@ pub struct Record {
 }
 
 impl Record {
-    /// A record without further facts.
+    /// Creates a record without data.
     pub fn new(kind: Kind, at_ms: u64, attempt: u32) -> Self {
         Self { kind, at_ms, attempt, data: Facts::default() }
     }
 
-    /// The same with one more fact.
+    /// Adds one data field.
     pub fn with(mut self, name: &'static str, value: impl Into<Value>) -> Self {
         self.data.insert(name, value.into());
         self
     }
 
-    /// The same with what a background task is known by, if the call is one: who follows a run
-    /// hears of many calls, and matches what arrives later by these.
+    /// Adds the ids of a background task if the call is one. A subscriber of a run sees the events
+    /// of many calls and matches later results by these ids.
     pub fn about_task(self, call: &Call) -> Self {
         if !call.asked.background {
             return self;
@@ -114,14 +114,14 @@ impl Record {
     }
 }
 
-/// A stored record: numbered over the whole store, in the order of the commits.
+/// A stored record. The store numbers all events in commit order.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Event {
     pub number: u64,
     pub call_id: CallId,
     /// The run that the call belongs to.
     pub run_id: String,
-    /// The caller's own id for the call.
+    /// The caller's id for the call.
     pub asked_as: Option<String>,
     pub record: Record,
 }

@@ -1,9 +1,10 @@
-//! What can go wrong: one table of codes, and the two things that carry them.
+//! Failures: one table of codes, and the two types that carry them.
 //!
-//! A [`Fault`] is how a call went wrong: it is recorded on the call and shown to the model. An
-//! [`Error`] is a request that was refused: it is shown to the caller. The HTTP status, the UTP
-//! code, whether a retry can help and the line of help all come from [`Code`]'s table; so do
-//! `docs/errors.md` and the texts of the command line. Nothing decides on a message's text.
+//! A [`Fault`] says why a call failed: it is recorded on the call and shown to the model. An
+//! [`Error`] is a refused request: it is shown to the caller. The HTTP status, the UTP code,
+//! whether a retry can help, and the help text all come from [`Code`]'s table; so do
+//! `docs/errors.md` and the messages of the command line. No decision depends on the text of a
+//! message.
 
 use std::fmt;
 
@@ -11,7 +12,7 @@ use serde_json::Value;
 
 use crate::json::Json;
 
-/// Every code there is.
+/// Every error code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Code {
     ValidationError,
@@ -56,7 +57,7 @@ const fn row(
     Row { code, name, utp, http, retryable, title, help }
 }
 
-/// In the order of the enum; a test holds them together.
+/// In the order of the enum; a test checks it.
 const TABLE: [Row; 17] = [
     row(
         Code::ValidationError,
@@ -214,7 +215,7 @@ const TABLE: [Row; 17] = [
 ];
 
 impl Code {
-    /// Every code, in the table's order.
+    /// Iterates over every code, in the table's order.
     pub fn all() -> impl Iterator<Item = Code> {
         TABLE.iter().map(|row| row.code)
     }
@@ -223,40 +224,40 @@ impl Code {
         &TABLE[self as usize]
     }
 
-    /// The code as written on every wire: `TOOL_NOT_FOUND`.
+    /// Returns the code as written on every wire, such as `TOOL_NOT_FOUND`.
     pub fn as_str(self) -> &'static str {
         self.row().name
     }
 
-    /// The code that UTP uses for it.
+    /// Returns the UTP code.
     pub fn utp(self) -> &'static str {
         self.row().utp
     }
 
-    /// The HTTP status of a refused request with this code.
+    /// Returns the HTTP status of a refused request with this code.
     pub fn http_status(self) -> u16 {
         self.row().http
     }
 
-    /// Whether the same request can succeed later.
+    /// Returns true if the same request can succeed later.
     pub fn retryable(self) -> bool {
         self.row().retryable
     }
 
-    /// A few words: what it means.
+    /// Returns a short description.
     pub fn title(self) -> &'static str {
         self.row().title
     }
 
-    /// One line: what to do.
+    /// Returns one line of advice.
     pub fn help(self) -> &'static str {
         self.row().help
     }
 
-    /// The code with this name, in ours or in UTP's spelling.
+    /// Parses a code in Toolcrib's or in UTP's spelling.
     pub fn parse(name: &str) -> Option<Code> {
         let ours = TABLE.iter().find(|row| row.name == name);
-        // UTP has one word for several of ours: the one of the same name, or the first.
+        // One UTP code covers several of these: prefer the row of the same name, else the first.
         let same =
             || TABLE.iter().find(|row| row.utp == name && row.name.eq_ignore_ascii_case(name));
         let theirs = || TABLE.iter().find(|row| row.utp == name);
@@ -270,34 +271,34 @@ impl fmt::Display for Code {
     }
 }
 
-/// Whether the failed attempt can have changed the world.
+/// Possible side effect of a failed attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Happened {
-    /// Known not to have taken effect: it never reached whoever would have done it.
+    /// The attempt certainly had no effect: it never reached its executor.
     No,
-    /// It ran, or may have.
+    /// The attempt ran, or may have run.
     Maybe,
 }
 
-/// The word of a fault's detail for when to come again.
+/// Field of a fault's detail that holds the retry delay.
 const RETRY_AFTER_MS: &str = "retry_after_ms";
 
-/// How an attempt or a call went wrong.
+/// The reason why an attempt or a call failed.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Fault {
     pub code: Code,
-    /// For people and models: names the thing, says what to do.
+    /// Text for people and models: names the subject and says what to do.
     pub message: String,
-    /// Structured facts: problems with pointers, nearest names, what it already is.
+    /// Structured data: problems with pointers, similar names, the recorded state.
     pub detail: Option<Value>,
     pub retryable: bool,
     pub happened: Happened,
-    /// What the tool gave and was refused, for who operates the crib. On no answer to an agent.
+    /// The tool's rejected output, for operators. It is never part of a response to an agent.
     pub raw: Option<Json>,
 }
 
 impl Fault {
-    /// A fault with the code's own answer to whether a retry can help.
+    /// Creates a fault that is retryable if its code is, and may have had a side effect.
     pub fn new(code: Code, message: impl Into<String>) -> Self {
         Self {
             code,
@@ -309,22 +310,22 @@ impl Fault {
         }
     }
 
-    /// The tool ran and failed, in its own words.
+    /// Creates the fault of a tool that ran and failed, with the tool's message.
     pub fn runtime(message: impl Into<String>) -> Self {
         Self::new(Code::RuntimeError, message)
     }
 
-    /// Whoever should execute it could not be reached: it is known not to have happened.
+    /// Creates the fault of an unreachable executor: the attempt had no side effect.
     pub fn unreachable(message: impl Into<String>) -> Self {
         Self { happened: Happened::No, ..Self::new(Code::UpstreamUnavailable, message) }
     }
 
-    /// The same with structured facts.
+    /// Adds structured data.
     pub fn with_detail(self, detail: Value) -> Self {
         Self { detail: Some(detail), ..self }
     }
 
-    /// The same, from somebody who says when to come again.
+    /// Adds the retry delay that the executor requested, if any.
     pub fn come_again_after(self, retry_after_ms: Option<u64>) -> Self {
         match retry_after_ms {
             Some(ms) => self.with_detail(serde_json::json!({ RETRY_AFTER_MS: ms })),
@@ -332,22 +333,22 @@ impl Fault {
         }
     }
 
-    /// When to come again, where whoever refused has said so.
+    /// Returns the retry delay that the executor requested, if any.
     pub fn retry_after_ms(&self) -> Option<u64> {
         self.detail.as_ref()?.get(RETRY_AFTER_MS)?.as_u64()
     }
 
-    /// The same with what the tool gave, for who operates the crib.
+    /// Adds the tool's rejected output, for operators.
     pub fn with_raw(self, raw: Json) -> Self {
         Self { raw: Some(raw), ..self }
     }
 
-    /// The same, known not to have taken effect.
+    /// Marks the fault as free of side effects.
     pub fn not_happened(self) -> Self {
         Self { happened: Happened::No, ..self }
     }
 
-    /// The same, with this answer to whether a retry can help.
+    /// Overrides whether a retry can help.
     pub fn retryable(self, retryable: bool) -> Self {
         Self { retryable, ..self }
     }
@@ -359,7 +360,7 @@ impl fmt::Display for Fault {
     }
 }
 
-/// A plain message from a tool is "it ran and failed".
+/// Treats a plain message from a tool as "the tool ran and failed".
 impl From<String> for Fault {
     fn from(message: String) -> Self {
         Self::runtime(message)
@@ -372,34 +373,34 @@ impl From<&str> for Fault {
     }
 }
 
-/// A request that was refused, or that the crib itself failed at.
+/// A refused request, or an internal failure of the server.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The caller can act on it.
     #[error("{fault}")]
     Refused {
         fault: Fault,
-        /// When to come again, where that is known.
+        /// Delay before a retry, if known.
         retry_after_ms: Option<u64>,
     },
-    /// Ours: logged with its whole chain, answered as `INTERNAL`.
+    /// An internal failure: logged with its whole error chain, answered as `INTERNAL`.
     #[error("internal error")]
     Internal(#[source] Box<dyn std::error::Error + Send + Sync>),
 }
 
 impl Error {
-    /// A refusal.
+    /// Creates a refusal.
     pub fn refused(code: Code, message: impl Into<String>) -> Self {
         Fault::new(code, message).into()
     }
 
-    /// A refusal that says when to come again.
+    /// Creates a refusal that says when to retry.
     pub fn later(code: Code, message: impl Into<String>, retry_after_ms: u64) -> Self {
         let fault = Fault::new(code, message).not_happened();
         Self::Refused { fault, retry_after_ms: Some(retry_after_ms) }
     }
 
-    /// The code of it.
+    /// Returns the code.
     pub fn code(&self) -> Code {
         match self {
             Self::Refused { fault, .. } => fault.code,

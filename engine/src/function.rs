@@ -1,8 +1,8 @@
 //! Tools as Rust functions: the [`Tool`] trait, [`FnTool`], and the source that runs them.
 //!
-//! The schemas come from the argument and return types, so what the model is told and what the
-//! function takes cannot drift apart. A function that panics is that call's fault, never the
-//! process's.
+//! The schemas come from the argument and return types, so the schema that a model sees and the
+//! arguments that the function accepts cannot diverge. A panic in a function fails that call, never
+//! the process.
 
 use std::collections::HashMap;
 use std::panic::AssertUnwindSafe;
@@ -28,7 +28,7 @@ use crate::source::{Attempt, ProgressSink, Source, Started};
 use crate::tool::{Alternate, Definition, Effect, Executor, Risk};
 use crate::trace::TraceParent;
 
-/// How far an attempt is.
+/// Progress of an attempt.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Progress {
     /// From 0 to 100.
@@ -38,7 +38,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// As it is written down; what is too long is cut or left out.
+    /// Converts the progress to a record; cuts a long message and drops oversized data.
     pub(crate) fn record(self, now_ms: u64, attempt: u32) -> Record {
         let mut record = Record::new(Kind::Progress, now_ms, attempt);
         if let Some(percent) = self.percent {
@@ -54,7 +54,7 @@ impl Progress {
     }
 }
 
-/// What a tool may know about the call it is executing.
+/// The part of a call that its tool can see.
 #[derive(Clone)]
 pub struct ToolContext {
     pub call_id: CallId,
@@ -63,8 +63,8 @@ pub struct ToolContext {
     pub agent: String,
     pub attempt: u32,
     pub deadline_ms: u64,
-    /// The span that the attempt is. Requests that the tool makes go on with its trace when they
-    /// carry it as the header `traceparent`.
+    /// The span of the attempt. Requests that the tool sends join the trace if they carry it in the
+    /// `traceparent` header.
     pub traceparent: Option<TraceParent>,
     /// Fires when the call was canceled or its deadline passed.
     pub canceled: CancellationToken,
@@ -72,7 +72,7 @@ pub struct ToolContext {
 }
 
 impl ToolContext {
-    /// Says how far it is; shown on the call's event stream.
+    /// Reports progress; the call's event stream shows it.
     pub fn progress(&self, progress: Progress) {
         (self.progress)(progress);
     }
@@ -81,24 +81,24 @@ impl ToolContext {
 /// A tool that runs in this process.
 #[async_trait]
 pub trait Tool: Send + Sync + 'static {
-    /// What it is.
+    /// Returns the tool's definition.
     fn definition(&self) -> Definition;
 
-    /// Runs it on arguments that fit its schema.
+    /// Runs the tool on arguments that match its schema.
     async fn call(&self, args: Json, context: ToolContext) -> Result<Json, Fault>;
 }
 
 type Answer = Pin<Box<dyn Future<Output = Result<Json, Fault>> + Send>>;
 type Body = Box<dyn Fn(Json, ToolContext) -> Answer + Send + Sync>;
 
-/// A tool made of a typed async function.
+/// A tool made from a typed async function.
 pub struct FnTool {
     definition: Definition,
     body: Body,
 }
 
 impl FnTool {
-    /// A tool whose schemas are those of the function's argument and return types.
+    /// Creates a tool whose schemas are those of the function's argument and return types.
     pub fn new<A, R, E, F, Fut>(name: &str, description: &str, function: F) -> Self
     where
         A: DeserializeOwned + JsonSchema,
@@ -110,7 +110,7 @@ impl FnTool {
         Self::with_context(name, description, move |args: A, _| function(args))
     }
 
-    /// The same for a function that also wants the call's context.
+    /// Creates a tool from a function that also takes the call's context.
     pub fn with_context<A, R, E, F, Fut>(name: &str, description: &str, function: F) -> Self
     where
         A: DeserializeOwned + JsonSchema,
@@ -151,37 +151,37 @@ impl FnTool {
         Self { definition, body }
     }
 
-    /// What running it does to the world.
+    /// Sets the tool's side effect.
     pub fn effect(mut self, effect: Effect) -> Self {
         self.definition.effect = effect;
         self
     }
 
-    /// How dangerous it is.
+    /// Sets the tool's risk.
     pub fn risk(mut self, risk: Risk) -> Self {
         self.definition.risk = risk;
         self
     }
 
-    /// How long a call has where nobody says otherwise.
+    /// Sets the default timeout of a call.
     pub fn timeout_ms(mut self, timeout_ms: u64) -> Self {
         self.definition.timeout_ms = timeout_ms;
         self
     }
 
-    /// Its calls are background tasks: a batch or a loop does not wait for them.
+    /// Makes its calls background tasks: a batch or an agent loop does not wait for them.
     pub fn background(mut self) -> Self {
         self.definition.background = true;
         self
     }
 
-    /// Its own limits.
+    /// Sets the tool's execution limits.
     pub fn policy(mut self, policy: PolicyPatch) -> Self {
         self.definition.policy = policy;
         self
     }
 
-    /// What to use instead when it is known not to have taken effect.
+    /// Sets the fallbacks, used when the tool certainly had no effect.
     pub fn fallback(mut self, alternates: Vec<Alternate>) -> Self {
         self.definition.fallback = alternates;
         self
@@ -218,7 +218,7 @@ pub struct Functions {
 }
 
 impl Functions {
-    /// A source of these tools.
+    /// Creates a source of these tools.
     pub fn new(tools: impl IntoIterator<Item = Arc<dyn Tool>>) -> Self {
         let tools = tools.into_iter().map(|tool| (tool.definition().name, tool)).collect();
         Self { tools, running: Mutex::default() }

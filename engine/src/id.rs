@@ -1,7 +1,7 @@
-//! Names of things: prefixed, readable ids.
+//! Prefixed, readable ids.
 //!
-//! Pure: an id is parsed or shown here; making a new one takes a clock and randomness and is done
-//! by [`Minter`], which the engine owns. Ids sort by the time they were made.
+//! Parsing and formatting are pure. Creating an id takes a clock and randomness; the engine's
+//! [`IdGenerator`] does it. Ids sort by creation time.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,31 +9,31 @@ use std::str::FromStr;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
-/// Why a text is not an id.
+/// The error for a text that is not an id.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("\"{given}\" is not an id of the form {prefix}…")]
 pub struct NotAnId {
-    /// What was given, cut to a readable length.
+    /// The input, truncated to a readable length.
     pub given: String,
-    /// The prefix such ids have.
+    /// The prefix of such ids.
     pub prefix: &'static str,
 }
 
-/// The ticket of one call: `tc_` and 26 letters and digits that sort by time.
+/// The id of one call: `tc_` and 26 letters and digits that sort by time.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct CallId(std::sync::Arc<str>);
 
 impl CallId {
-    /// What every call id begins with.
+    /// Prefix of every call id.
     pub const PREFIX: &'static str = "tc_";
 
-    /// The id as text.
+    /// Returns the id as text.
     pub fn as_str(&self) -> &str {
         &self.0
     }
 
-    /// The smallest id that a call made at this time could have.
+    /// Returns the smallest id that a call created at this time can have.
     pub fn floor_at(unix_ms: u64) -> Self {
         let ulid = ulid::Ulid::from_parts(unix_ms, 0);
         Self(format!("{}{ulid}", Self::PREFIX).into())
@@ -79,7 +79,7 @@ impl fmt::Debug for CallId {
     }
 }
 
-/// Makes ids that never repeat and that sort in the order they were made.
+/// Creates unique ids that sort in the order of their creation.
 pub struct Minter {
     last: Mutex<ulid::Ulid>,
 }
@@ -91,7 +91,7 @@ impl Default for Minter {
 }
 
 impl Minter {
-    /// A new call id for this moment.
+    /// Creates a call id for this time.
     pub fn call(&self, now_ms: u64) -> CallId {
         let (next, mut buffer) = (self.next(now_ms), [0; ulid::ULID_LEN]);
         let mut text = [0; CallId::PREFIX.len() + ulid::ULID_LEN];
@@ -100,7 +100,7 @@ impl Minter {
         CallId(String::from_utf8_lossy(&text).into())
     }
 
-    /// A new id with any prefix.
+    /// Creates an id with the given prefix.
     pub fn text(&self, prefix: &str, now_ms: u64) -> String {
         format!("{prefix}{}", self.next(now_ms))
     }
@@ -108,7 +108,8 @@ impl Minter {
     fn next(&self, now_ms: u64) -> ulid::Ulid {
         let mut last = self.last.lock();
         let fresh = || ulid::Ulid::from_parts(now_ms, ulid::Ulid::generate().random());
-        // Within one millisecond (or when the clock stands still) the next id is the last plus one.
+        // Within one millisecond (or while the clock stands still) the next id is the last plus
+        // one.
         let next = match now_ms > last.timestamp_ms() {
             true => fresh(),
             false => last.increment().unwrap_or_else(|_| fresh()),

@@ -1,7 +1,7 @@
-//! JSON as it was given: arguments and results travel as their own text.
+//! JSON held as its original text: arguments and results are passed on byte for byte.
 //!
-//! A payload is checked to be JSON once and then carried, stored and answered byte for byte, so
-//! `1.10` stays `1.10` and a large result is not taken apart and put together again. Pure.
+//! A payload is validated once and then passed on, stored and returned unchanged, so `1.10` stays
+//! `1.10` and a large result is not parsed and serialized again. Pure.
 
 mod canonical;
 mod check;
@@ -19,18 +19,18 @@ pub use canonical::canonical;
 pub use check::{check, mended};
 pub use rounded::rounded;
 
-/// How deep a document may nest, everywhere.
+/// Maximum nesting depth of a document, enforced everywhere.
 pub const MAX_DEPTH: usize = 64;
 
-/// One JSON document, kept as text, which can be read as a value. Cheap to clone.
+/// One JSON document, held as text and readable as a value. Cheap to clone.
 #[derive(Clone)]
 pub struct Json(Arc<RawValue>);
 
-/// Why a text is not acceptable JSON, and where.
+/// The reason why a text is not acceptable JSON, and the location.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{reason} at line {line} column {column}")]
 pub struct NotJson {
-    /// What is wrong.
+    /// The problem.
     pub reason: String,
     /// Line, from 1.
     pub line: usize,
@@ -39,60 +39,60 @@ pub struct NotJson {
 }
 
 impl Json {
-    /// Checks a text and keeps it.
+    /// Validates a text and wraps it.
     pub fn parse(text: &str) -> Result<Self, NotJson> {
         check(text.as_bytes())?;
         Self::kept(text)
     }
 
-    /// What a store gives back: it was checked before it was kept.
+    /// Wraps a text from a store, which was validated before it was stored.
     pub fn kept(text: &str) -> Result<Self, NotJson> {
         let raw: Box<RawValue> = serde_json::from_str(text).map_err(NotJson::from)?;
         Ok(Self(raw.into()))
     }
 
-    /// A part of a document that was checked.
+    /// Wraps a part of a validated document.
     pub(crate) fn part(raw: &RawValue) -> Self {
         Self(raw.to_owned().into())
     }
 
-    /// The JSON of a value.
+    /// Serializes a value.
     pub fn of<T: Serialize + ?Sized>(value: &T) -> Result<Self, serde_json::Error> {
         serde_json::value::to_raw_value(value).map(|raw| Self(raw.into()))
     }
 
-    /// The JSON of a value tree, which always has one.
+    /// Serializes a value tree, which cannot fail.
     pub fn of_value(value: &Value) -> Self {
         Self::of(value).unwrap_or_else(|_| Self::null())
     }
 
-    /// `null`.
+    /// Returns `null`.
     pub fn null() -> Self {
         Self(RawValue::NULL.to_owned().into())
     }
 
-    /// `{}`.
+    /// Returns `{}`.
     pub fn empty_object() -> Self {
         Self::of_value(&Value::Object(serde_json::Map::new()))
     }
 
-    /// The text.
+    /// Returns the text.
     pub fn text(&self) -> &str {
         self.0.get()
     }
 
-    /// The items of an array; none where it is no array.
+    /// Returns the items of an array, or `None` if the document is not an array.
     pub fn items(&self) -> Option<Vec<Self>> {
         let items: Vec<&RawValue> = serde_json::from_str(self.text()).ok()?;
         Some(items.into_iter().map(Self::part).collect())
     }
 
-    /// The same document in the one spelling that documents are compared by.
+    /// Returns the document in its canonical spelling, which is used to compare documents.
     pub fn canonical(&self) -> String {
         canonical(self.text())
     }
 
-    /// The value tree. The text was checked when it came in, so this cannot fail in practice.
+    /// Parses the value tree. The text was validated on arrival, so this cannot fail in practice.
     pub fn value(&self) -> Value {
         serde_json::from_str(self.0.get()).unwrap_or(Value::Null)
     }
@@ -104,8 +104,8 @@ impl fmt::Debug for Json {
     }
 }
 
-/// The same text; or, where the texts differ, the same document. Numbers are compared as they are
-/// written, and not as the doubles next to them.
+/// Two documents are equal if their texts are equal or their canonical texts are. Numbers are
+/// compared as written, not as the nearest doubles.
 impl PartialEq for Json {
     fn eq(&self, other: &Self) -> bool {
         self.text() == other.text() || self.canonical() == other.canonical()
@@ -127,7 +127,7 @@ impl<'de> Deserialize<'de> for Json {
 }
 
 impl NotJson {
-    /// What is wrong with a text at a place in it, counted in bytes.
+    /// Returns an error at a byte offset of a text.
     pub fn at(text: &[u8], at: usize, reason: &str) -> Self {
         let before = &text[..at];
         let line = before.iter().filter(|byte| **byte == b'\n').count() + 1;

@@ -1,12 +1,14 @@
-//! Toolcrib: the tool crib for AI agents, as a library.
+//! Toolcrib, a durable tool-call server for AI agents, as a library.
 //!
-//! An agent asks for a tool by name. The [`Engine`] checks who asks, validates the arguments,
-//! writes a durable ticket, hands the work to the [`source::Source`] that can do it, retries where
-//! that is safe, and keeps the answer. Every way in (HTTP, MCP, NATS, a command line, your own
-//! program) ends in the same method, and every kind of tool is started through the same port.
+//! An agent calls a tool by name. The [`Engine`] authorizes the caller, validates the arguments,
+//! commits a durable ticket, dispatches the work to the [`source::Source`] that executes the tool,
+//! retries where that is safe, and stores the outcome. Every transport (HTTP, MCP, NATS, a command
+//! line, your own program) ends in the same method, and every kind of tool starts through the same
+//! port.
 //!
-//! This crate opens no socket and no file: it has no dependency to do it with. It comes with a
-//! store in memory and local wakes; the crate `toolcrib-store` keeps the tickets in SQLite.
+//! This crate opens no socket and no file: it has no dependency that could. It includes an
+//! in-memory store and in-process wakeups; the crate `toolcrib-store` stores the tickets in SQLite
+//! or PostgreSQL.
 //!
 //! ```
 //! use toolcrib::{Caller, Engine, FnTool, Invocation};

@@ -1,16 +1,16 @@
 //! `step(call, event, now)`: the only place that decides a call's status.
 //!
-//! Pure: it looks at the call, the event and the time, and answers with the next call, what to
-//! write down, and what to do after the commit. Late, repeated and wrong-attempt reports are
-//! refused here, by rule. It never reads a clock, draws a number, logs or performs anything.
+//! Pure: it takes the call, the event and the time, and returns the next call, the records to
+//! append, and the actions to take after the commit. It refuses late, repeated and wrong-attempt
+//! reports by rule. It never reads a clock, draws a number, logs or performs anything.
 //!
 //! ```text
 //!   PENDING(queue) ── claim ──▶ RUNNING            (executed in this process)
-//!        ▲   ▲        claim ──▶ PENDING(parked) ── taken ──▶ RUNNING
-//!        │   └── retry is due ── PENDING(retry) ◀── a failure that may be tried again
-//!        └ lost before it began                      RUNNING ── report ──▶ SUCCEEDED | FAILED
-//!   RUNNING ── ask ──▶ PENDING(input) ── every question answered ──▶ PENDING(queue)
-//!   PENDING(after) ── the call before it has ended ──▶ PENDING(queue)
+//!        ▲   ▲        claim ──▶ PENDING(parked) ── acknowledged ──▶ RUNNING
+//!        │   └── retry is due ── PENDING(retry) ◀── a retryable failure
+//!        └ node lost before start                     RUNNING ── report ──▶ SUCCEEDED | FAILED
+//!   RUNNING ── input required ──▶ PENDING(input) ── every question answered ──▶ PENDING(queue)
+//!   PENDING(after) ── its predecessor has ended ──▶ PENDING(queue)
 //!   any open state ── deadline ──▶ TIMEOUT      any open state ── cancel ──▶ CANCELED
 //! ```
 
@@ -31,63 +31,63 @@ use after::its_turn;
 use elsewhere::{handed, told};
 use reported::{failed, may_report, report};
 
-/// What can happen to a call.
+/// An input of the state machine.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
-    /// A place is free: the next attempt begins on this node.
+    /// A slot is free: the next attempt starts on this node.
     Claim { node: String },
-    /// Whoever the attempt was parked with has taken it; in place of another, where that one had
-    /// taken it, has stayed away, and the attempt was given on.
+    /// A remote executor acknowledged the attempt. `instead_of` names the client that acknowledged
+    /// it before, stayed away, and lost its lease to this one.
     Taken { attempt: u32, by: String, instead_of: Option<String> },
-    /// How an attempt went. No attempt number = the one that is out.
+    /// The result of an attempt. Without an attempt number it is about the one in flight.
     Report { attempt: Option<u32>, by: Option<String>, result: Result<Json, Fault> },
     /// An attempt ended with questions.
     Ask { attempt: u32, questions: Questions },
-    /// Somebody answers some of them.
+    /// A caller or client answers some of the questions.
     Answer { by: String, answers: Map<String, Value> },
-    /// An attempt goes on elsewhere and can be found there again by this name.
+    /// An attempt continues at the executor, which finds it by this handle.
     Handed { attempt: u32, handle: String },
-    /// An attempt did not simply work or fail: whoever executed it says how it ended.
+    /// A tool service ended an attempt otherwise than with a plain success or failure.
     Told { attempt: u32, by: String, told: Told },
-    /// The call before it has ended.
+    /// The predecessor has ended.
     ItsTurn,
     /// The clock reached the call's deadline.
     Deadline,
-    /// Somebody does not want it any more.
+    /// A cancel request.
     Cancel { by: String, reason: Option<String> },
-    /// The process that held it is gone.
+    /// The process that owned the call is gone.
     Lost { node: String },
 }
 
-/// Ends that only a tool service can tell of.
+/// Outcomes that only a tool service can report.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Told {
-    /// It worked, but not all of it.
+    /// The tool succeeded in part.
     Partial(Json),
-    /// It gave up by its own clock.
+    /// The tool service's own timeout passed.
     TimedOut(Fault),
-    /// Somebody canceled it over there.
+    /// The attempt was canceled at the tool service.
     Canceled(Fault),
 }
 
-/// What to do after the commit.
+/// An action to take after the commit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Action {
-    /// Start the attempt that is out now, at its source.
+    /// Start the attempt in flight at its source.
     Start,
-    /// Hand the attempt that is out to its source again: it may have been given before.
+    /// Deliver the attempt in flight to its source again: it may have been delivered before.
     StartAgain,
     /// Tell the source to stop this attempt.
     Stop { attempt: u32 },
-    /// Put it in line for a free place (at once, or when its retry is due).
+    /// Queue the call for a free slot (now, or when its retry is due).
     Enqueue,
-    /// See to it that its turn comes when the call before it has ended.
+    /// Watch the predecessor and apply [`Event::PredecessorEnded`] when it has ended.
     Follow,
     /// The call ended.
     Ended,
 }
 
-/// The next state, with what follows from it.
+/// The next state of a call, with its records and actions.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Step {
     pub call: Call,
@@ -95,20 +95,20 @@ pub struct Step {
     pub actions: Vec<Action>,
 }
 
-/// Why an event changes nothing.
+/// The reason why an event changes nothing.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Refusal {
-    /// It says what is already so: answered as the first time.
+    /// The event repeats what is already recorded; it gets the same reply as the first.
     Repeated,
-    /// The call has ended otherwise; kept as an event.
+    /// The call has already ended otherwise; recorded as an event.
     Ended(Record),
-    /// It is about an attempt that is not out any more, or not yet; kept as an event.
+    /// The event is about an attempt that is not in flight; recorded as an event.
     WrongAttempt(Record),
-    /// The time for it has not come, or the state has no use for it.
+    /// The event is too early, or does not apply to this state.
     NotNow,
 }
 
-/// Decides what an event does to a call.
+/// Decides the effect of an event on a call.
 pub fn step(call: &Call, event: &Event, now_ms: u64) -> Result<Step, Refusal> {
     match event {
         Event::Claim { node } => {
@@ -133,8 +133,8 @@ pub fn step(call: &Call, event: &Event, now_ms: u64) -> Result<Step, Refusal> {
     }
 }
 
-/// The same for a call that nobody else looks at any more: it becomes the next one. Comes back
-/// with a refusal.
+/// Like [`step`], for the only owner of the call: moves the call into the transition where it can,
+/// instead of cloning it. A refusal returns the call.
 pub fn step_on(call: Call, event: &Event, now_ms: u64) -> Result<Step, Box<(Call, Refusal)>> {
     let refusal = match event {
         Event::Claim { node } => match may_claim(&call, now_ms) {
@@ -176,7 +176,7 @@ fn claim(mut next: Call, node: &str, now_ms: u64) -> Step {
     if let Some(dialogue) = &mut next.dialogue {
         dialogue.handle = None;
     }
-    // Who asked and runs it itself has it already.
+    // The caller executes its own calls: the attempt needs no acknowledgement.
     if next.target.executor.parks() && next.target.executor != Executor::Caller {
         next.hold = Some(Hold::Parked);
         return committed(next, vec![], vec![Action::Start]);
@@ -206,7 +206,8 @@ fn taken(
         let why = "taken, but this attempt is not out";
         return Err(Refusal::WrongAttempt(late(call, now_ms, why).with("by", by)));
     }
-    // What one has taken no other can take; given on is only what may be done twice.
+    // Another client may acknowledge the attempt only after the lease moved to it, which happens
+    // only for tools that are safe to repeat.
     let holder = call.taken_by.as_deref().filter(|_| handed_over);
     let given_on = instead_of == holder && call.target.effect != Effect::Irreversible;
     if holder.is_some() && !given_on {
@@ -222,7 +223,7 @@ fn taken(
     Ok(committed(next, records, vec![]))
 }
 
-/// An attempt ended with questions: the call waits for answers, with nothing out.
+/// Ends an attempt with questions: the call waits for answers with no attempt in flight.
 fn ask(call: &Call, attempt: u32, questions: &Questions, now_ms: u64) -> Result<Step, Refusal> {
     if call.status.is_terminal() {
         return Err(Refusal::Ended(late(call, now_ms, "asked after the end")));
@@ -235,7 +236,7 @@ fn ask(call: &Call, attempt: u32, questions: &Questions, now_ms: u64) -> Result<
     next.status = Status::Pending;
     next.hold = Some(Hold::Input);
     next.taken_by = None;
-    // To ask is not to fail: it costs no retry.
+    // An elicitation is not a failure: it costs no retry.
     next.target_attempts = next.target_attempts.saturating_sub(1);
     next.dialogue = Some(Box::new(Dialogue::asking(questions)));
     let keys: Vec<&str> = questions.asked.keys().map(String::as_str).collect();
@@ -243,7 +244,7 @@ fn ask(call: &Call, attempt: u32, questions: &Questions, now_ms: u64) -> Result<
     Ok(committed(next, vec![record], vec![]))
 }
 
-/// Somebody answers. With the last answer the call goes on.
+/// Accepts answers. The last answer queues the call.
 fn answer(
     call: &Call,
     by: &str,
@@ -338,8 +339,8 @@ fn cancel(call: &Call, by: &str, reason: Option<&str>, now_ms: u64) -> Result<St
     Ok(committed(end, vec![record], actions))
 }
 
-/// The process that held the call is gone. What was parked is handed over again; what was being
-/// executed in that process is tried again only where twice is as good as once.
+/// Recovers a call whose owner process is gone. An attempt that survives the process is delivered
+/// again; one that ran inside it is retried only if the tool is safe to repeat.
 fn lost(call: &Call, node: &str, now_ms: u64) -> Result<Step, Refusal> {
     if call.status.is_terminal() {
         return Err(Refusal::NotNow);
@@ -348,7 +349,7 @@ fn lost(call: &Call, node: &str, now_ms: u64) -> Result<Step, Refusal> {
     next.node = Some(node.to_owned());
     let recovered = Record::new(Kind::Recovered, now_ms, call.attempt);
     if !call.attempt_is_out() {
-        // What waits for answers goes on waiting; what waits for a place gets in line.
+        // A call that waits for input keeps waiting; a call that waits for a slot is queued.
         let actions = match call.hold {
             Some(Hold::Input) => vec![],
             Some(Hold::After { .. }) => vec![Action::Follow],
@@ -368,11 +369,11 @@ fn lost(call: &Call, node: &str, now_ms: u64) -> Result<Step, Refusal> {
     let message = format!("the server stopped while {tool} was under way{then}");
     let fault = Fault::new(Code::OutcomeUnknown, message);
     // A crash is not the tool's failure, but it costs an attempt: a call that brings the process
-    // down each time must come to an end.
+    // down each time must end.
     Ok(failed(next, vec![recovered], &fault.retryable(retryable), now_ms))
 }
 
-/// The attempt begins to be executed.
+/// Marks the attempt as running.
 fn begin(next: &mut Call, now_ms: u64) -> Record {
     next.status = Status::Running;
     next.hold = None;

@@ -1,17 +1,17 @@
-//! Lines of a text, as digests and readers count them. Pure.
+//! Splits a text into lines, as digests and slices count them. Pure.
 //!
-//! A line ends behind its line break. One that is longer than [`LONGEST`] counts as several, so
-//! that also a text without line breaks can be read in parts.
+//! A line includes its line break. A line longer than [`MAX_LINE_BYTES`] counts as several, so that
+//! a text without line breaks can also be read in slices.
 
-/// The most bytes of one line.
+/// Maximum bytes of one line.
 pub(crate) const LONGEST: usize = 2_000;
 
-/// The lines of a text, each with its line break.
+/// Iterates over the lines of a text, each with its line break.
 pub(crate) struct Lines<'a> {
     rest: &'a str,
 }
 
-/// The lines of a text.
+/// Returns the lines of a text.
 pub(crate) fn lines(text: &str) -> Lines<'_> {
     Lines { rest: text }
 }

@@ -1,9 +1,8 @@
 //! The port to a language model: a conversation goes in, text or tool calls come out. Pure.
 //!
-//! Conversations are kept in the chat form that most endpoints speak (`role`, `content`,
-//! `tool_calls`, `tool_call_id`); a model of another kind translates at its own door. An
-//! implementation asks once and says honestly how it went. Who asks again, and when, is the
-//! loop's to decide.
+//! Conversations use the chat format that most endpoints support (`role`, `content`, `tool_calls`,
+//! `tool_call_id`); an adapter for another API translates. An implementation sends one request and
+//! reports its result accurately. The agent loop decides about retries.
 
 use std::{fmt, sync::Arc, time::Duration};
 
@@ -13,22 +12,24 @@ use serde_json::{Map, Value};
 
 use crate::fault::Fault;
 
-/// What a model is asked.
+/// A request to a model.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Prompt {
     /// The model, as its endpoint names it.
     pub model: String,
-    /// The conversation, in the chat form.
+    /// The conversation, in the chat format.
     pub messages: Vec<Value>,
-    /// The tools it may call, in the chat form (`{type: "function", function: {…}}`).
+    /// The tools that the model may call, in the chat format (`{type: "function", function: {…}}`).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub tools: Vec<Value>,
-    /// What else goes into the request as it is: `temperature`, `max_tokens`, `tool_choice`, ….
+    /// Other fields that are passed through to the request: `temperature`, `max_tokens`,
+    /// `tool_choice`, ….
     #[serde(default, skip_serializing_if = "Map::is_empty")]
     pub settings: Map<String, Value>,
 }
 
-/// A call that a model asks for. The arguments are its own text, which need not be JSON.
+/// A tool call that a model requests. The arguments are the model's own text, which need not be
+/// JSON.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Wanted {
     pub id: String,
@@ -36,19 +37,19 @@ pub struct Wanted {
     pub arguments: String,
 }
 
-/// Why a model stopped.
+/// The reason why a model stopped.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Stopped {
     #[default]
     Stop,
     ToolCalls,
-    /// It reached a limit of tokens.
+    /// The model reached a token limit.
     Length,
     ContentFilter,
 }
 
-/// The tokens that an answer cost.
+/// The tokens that a reply cost.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Usage {
     pub prompt_tokens: u64,
@@ -62,7 +63,7 @@ impl std::ops::AddAssign for Usage {
     }
 }
 
-/// A whole answer of a model.
+/// A complete reply of a model.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Reply {
     #[serde(default, skip_serializing_if = "String::is_empty")]
@@ -72,18 +73,18 @@ pub struct Reply {
     pub stopped: Stopped,
     #[serde(default)]
     pub usage: Usage,
-    /// The model that answered, where the endpoint says.
+    /// The model that replied, if the endpoint reports it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model: Option<String>,
 }
 
-/// A piece of an answer, told while it comes. What is told is for people to watch: only the whole
-/// [`Reply`] is acted on.
+/// One streamed part of a reply. Deltas are only for display: the loop acts on the complete
+/// [`ModelReply`] alone.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Piece {
     Text(String),
-    /// More of the call at this place in the answer. Id and name come with its first piece; an id
-    /// that the endpoint gives only later comes with that piece, and stands.
+    /// More of the call at this index of the reply. Id and name come with its first delta. An id
+    /// that the endpoint sends later comes with that delta and replaces the earlier one.
     Call {
         index: usize,
         id: Option<String>,
@@ -92,17 +93,17 @@ pub enum Piece {
     },
 }
 
-/// Who listens while an answer comes.
+/// Receives the deltas of a reply while it is streamed.
 pub type Listener<'a> = &'a (dyn Fn(Piece) + Send + Sync);
 
-/// Why there is no answer.
+/// The reason why there is no reply.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Silence {
-    /// In words, without any secret.
+    /// Description of the failure, without any secret.
     pub fault: Fault,
-    /// Whether to ask again may help: 429, 5xx, a time-out, a stream that was cut.
+    /// True if a retry may help: status 429 or 5xx, a timeout, an interrupted stream.
     pub passing: bool,
-    /// How long the endpoint asked to be left alone.
+    /// Delay that the endpoint requested before the next attempt.
     pub retry_after: Option<Duration>,
 }
 
@@ -117,17 +118,17 @@ impl std::error::Error for Silence {}
 /// A language model.
 #[async_trait]
 pub trait Model: Send + Sync + 'static {
-    /// Asks once. Dropping the future ends the request. A stream that ends before the model said
-    /// that it was done is a [`Silence`], whatever came before.
+    /// Sends one request. Dropping the future cancels it. A stream that ends before the model
+    /// reported completion is a [`ModelError`], whatever it delivered before.
     async fn reply(&self, prompt: &Prompt, listener: Listener<'_>) -> Result<Reply, Silence>;
 
-    /// What it is counted as.
+    /// Returns the labels for usage metrics.
     fn counted_as(&self) -> CountedAs<'_> {
         CountedAs::default()
     }
 }
 
-/// The labels under which the tokens of a model are counted: few, and never what an asker wrote.
+/// Labels of a model's token usage in metrics: low in cardinality, and never text from a caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CountedAs<'a> {
     pub provider: &'static str,
@@ -140,24 +141,24 @@ impl Default for CountedAs<'_> {
     }
 }
 
-/// A model that a name stands for.
+/// A model found by its name.
 #[derive(Clone)]
 pub struct Chosen {
     pub model: Arc<dyn Model>,
-    /// What its endpoint calls it: goes into [`Prompt::model`].
+    /// Name of the model at its endpoint, for [`ModelRequest::model`].
     pub name: String,
 }
 
-/// The models there are, by the names that askers use.
+/// The available models, by the names that callers use.
 pub trait Models: Send + Sync + 'static {
-    /// The model of this name; none when there is no such model.
+    /// Returns the model with this name, or `None` if there is none.
     fn find(&self, name: &str) -> Option<Chosen>;
 
-    /// The names there are, the one to use where nobody names any first.
+    /// Returns the available names; the first is the default.
     fn names(&self) -> Vec<String>;
 }
 
-/// No models at all.
+/// A resolver without any models.
 #[derive(Debug, Default)]
 pub struct NoModels;
 

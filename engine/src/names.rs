@@ -1,9 +1,10 @@
-//! Names for models: one mapping between a tool's name and a name that every model API takes. Pure.
+//! Maps tool names to model-facing names that every model API accepts. Pure.
 //!
-//! OpenAI's functions are named with 1 to 64 letters, digits, `_` and `-`; our names have dots and
-//! slashes and up to 128 characters. A dot becomes `__`, a slash `--`, and what is too long is cut
-//! and ends in a part of its hash. The mapping is undone by looking it up among the tools there
-//! are, never by guessing: `a__b` may be `a.b`, or a tool that is really called so.
+//! OpenAI function names have 1 to 64 letters, digits, `_` and `-`; tool names have dots and
+//! slashes and up to 128 characters. A dot becomes `__`, a slash becomes `--`, and a name that is
+//! too long is truncated and ends in part of its hash. The mapping is reversed by a lookup among
+//! the existing tools, never by guessing: `a__b` may stand for `a.b` or for a tool that is really
+//! named `a__b`.
 
 use std::collections::HashMap;
 
@@ -11,13 +12,13 @@ use sha2::{Digest, Sha256};
 
 use crate::tool::hex;
 
-/// The longest name that every model API takes.
+/// Maximum length of a name that every model API accepts.
 pub const MAX_LENGTH: usize = 64;
 
-/// `_` and so many digits of the hash at the end of a name.
+/// Number of hash digits after the `_` at the end of a name.
 const HASH_DIGITS: usize = 8;
 
-/// A tool's name as models are told it.
+/// Returns the model-facing name of a tool.
 ///
 /// ```
 /// use toolcrib::names::for_model;
@@ -29,13 +30,14 @@ pub fn for_model(name: &str) -> String {
     if mapped.len() <= MAX_LENGTH { mapped } else { hashed(name, &mapped) }
 }
 
-/// The same with a part of the name's hash at its end: for tools whose mapped names are the same.
+/// Returns the model-facing name with part of the name's hash at its end, for tools whose mapped
+/// names collide.
 pub fn told_apart(name: &str) -> String {
     hashed(name, &mapped(name))
 }
 
-/// These tools' names as models are told them, in the same order, each another: where the mapped
-/// names of two tools are the same, both end in a part of their own hash.
+/// Returns the model-facing names of these tools, in the same order and all distinct: if the mapped
+/// names of two tools collide, both end in part of their own hash.
 pub fn for_models<'a>(names: impl Iterator<Item = &'a str>) -> Vec<String> {
     let named: Vec<(&str, String)> = names.map(|name| (name, for_model(name))).collect();
     let mut taken: HashMap<&str, usize> = HashMap::new();
@@ -47,11 +49,12 @@ pub fn for_models<'a>(names: impl Iterator<Item = &'a str>) -> Vec<String> {
     pairs.map(|((name, told), alone)| if alone { told } else { told_apart(name) }).collect()
 }
 
-/// The longest name that others like it are looked for: as long as a tool's name can be. Comparing
-/// costs the product of both lengths, and a model may write a name as long as it likes.
+/// Maximum length of a name for which similar names are searched: the maximum length of a tool
+/// name. A comparison costs the product of both lengths, and a model can write a name of any
+/// length.
 const MAX_COMPARED: usize = 128;
 
-/// The names most like this one, at most three, the likest first.
+/// Returns up to three names that are most similar to `name`, best first.
 pub(crate) fn nearest<'n>(name: &str, others: impl Iterator<Item = &'n str>) -> Vec<&'n str> {
     if name.len() > MAX_COMPARED {
         return Vec::new();

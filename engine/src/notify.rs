@@ -1,7 +1,7 @@
-//! The notifier port: whoever can tell a caller, somewhere else, that its call has ended.
+//! The webhook sender port: sends one message to a caller's URL.
 //!
-//! When something is told, and what an answer means, is decided here in the engine
-//! ([`crate::delivery`], [`crate::task::notify`]); the notifier carries one message once.
+//! The engine decides when to send and what a response means ([`crate::delivery`],
+//! [`crate::maintenance::webhook_dispatcher`]); the sender makes one HTTP request.
 
 use std::sync::Arc;
 
@@ -10,31 +10,32 @@ use async_trait::async_trait;
 use crate::call::Call;
 use crate::delivery::{Answer, Delivery, Schedule};
 
-/// One try at telling.
+/// The content of one delivery attempt.
 #[derive(Debug, Clone)]
 pub struct Notice {
     pub delivery: Delivery,
-    /// The call as it ended.
+    /// The call with its outcome.
     pub call: Arc<Call>,
 }
 
-/// Carries messages to the URLs that callers gave.
+/// Sends messages to the URLs that callers gave.
 #[async_trait]
 pub trait Notifier: Send + Sync + 'static {
-    /// The URL as it is kept, or why it cannot be one: asked before a call is taken.
+    /// Returns the URL as stored, or the reason why it is not acceptable. The engine checks it
+    /// before it accepts a call.
     fn check(&self, project: &str, url: &str) -> Result<String, String>;
 
-    /// Tells once. Returns within a time of its own.
+    /// Makes one attempt. The implementation limits its duration.
     async fn deliver(&self, notice: Notice) -> Answer;
 }
 
-/// How deliveries are made.
+/// Settings of webhook delivery.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Notifying {
     pub schedule: Schedule,
-    /// Tries under way at once.
+    /// Maximum attempts in flight.
     pub max_parallel: usize,
-    /// The same to one receiver, so that a slow one does not hold up the others.
+    /// Maximum attempts in flight to one receiver, so that a slow one does not delay the others.
     pub max_parallel_per_receiver: usize,
 }
 

@@ -1,44 +1,44 @@
-//! The observer port: whoever makes traces and metrics of calls out of what the engine does.
+//! The observer port: produces traces and metrics of calls.
 //!
-//! An observer is told when a call has ended, and of a call that it records also when an attempt is
-//! over; after the commit, with the times that are stored. It must be quick and must not wait: it
-//! runs on the path of the call. Without an observer none of this costs anything.
+//! The engine notifies the observer when a call has ended and, for a sampled call, when an attempt
+//! has ended; always after the commit, with the stored times. An observer must be fast and must not
+//! block: it runs on the path of the call. Without an observer nothing of this has a cost.
 
 use crate::call::Call;
 use crate::fault::Code;
 use crate::trace::Ids;
 
-/// An attempt that is over, of a call that is recorded.
+/// An ended attempt of a sampled call.
 pub struct Attempted<'a> {
-    /// Of the call's spans.
+    /// Ids of the call's spans.
     pub ids: Ids,
-    /// The call while the attempt was out: its number and its target are those of the attempt.
+    /// The call while the attempt was in flight: its number and target are those of the attempt.
     pub call: &'a Call,
-    /// The client that had it.
+    /// The client that executed it.
     pub taken_by: Option<&'a str>,
     pub ended_ms: u64,
-    /// What went wrong; nothing when it succeeded.
+    /// Code of the failure; `None` when the attempt succeeded.
     pub failed: Option<Code>,
 }
 
-/// A call that has ended.
+/// An ended call.
 pub struct Ended<'a> {
-    /// Of the call's spans.
+    /// Ids of the call's spans.
     pub ids: Ids,
     pub call: &'a Call,
-    /// What the tool says about itself, if it is still there.
+    /// Returns the tool's description, if the tool still exists.
     pub description: &'a dyn Fn() -> Option<String>,
 }
 
-/// Told of what happened.
+/// Receives ended attempts and calls.
 pub trait Observer: Send + Sync + 'static {
-    /// Whether the spans of a call with these ids are recorded. Always the same answer for the
-    /// same ids: it is also handed on to whoever executes.
+    /// Returns true if the spans of a call with these ids are recorded. The answer must be the same
+    /// for the same ids: the executor receives it too.
     fn samples(&self, ids: &Ids) -> bool;
 
-    /// An attempt of a call that is recorded is over.
+    /// Called when an attempt of a sampled call has ended.
     fn attempted(&self, attempted: &Attempted<'_>);
 
-    /// A call has ended.
+    /// Called when a call has ended.
     fn ended(&self, ended: &Ended<'_>);
 }

@@ -1,10 +1,9 @@
-//! Parts of a result: found by a pointer, given in portions, searched. Pure.
+//! Slices of a stored result: selected by a JSON pointer, paginated, and searchable. Pure.
 //!
-//! A part is named by a JSON pointer (RFC 6901). What it points at has members: the items of an
-//! array, the entries of an object, the lines of a text. Members are given from an offset on, up to
-//! a limit, and never more bytes at once than the reader takes; the answer says how many there are
-//! and where to go on. The result is not taken apart for it, so that reading a little of a large
-//! one is cheap.
+//! A JSON pointer (RFC 6901) selects a value. The value has members: the items of an array, the
+//! entries of an object, or the lines of a text. Members are returned from an offset, up to a limit
+//! and a maximum size; the answer states the total and the next offset. The result is not parsed
+//! into a tree, so reading a small slice of a large result is cheap.
 
 mod pointer;
 mod search;
@@ -17,70 +16,71 @@ use crate::json::cursor::{Cursor, Kind, unquoted};
 use crate::lines::lines;
 pub(crate) use pointer::escaped;
 
-/// So many members are given where nobody says how many.
+/// Number of members returned if the query sets no limit.
 pub const DEFAULT_LIMIT: u64 = 100;
-/// More are never given at once.
+/// Maximum number of members per slice.
 pub const MAX_LIMIT: u64 = 1_000;
-/// The longest pattern to search for.
+/// Maximum length of a search pattern, in bytes.
 pub const MAX_GREP: usize = 1_000;
 
-/// Which part of a result.
+/// Selects a slice of a result.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Part {
-    /// A JSON pointer; empty = the whole.
+    /// A JSON pointer; empty selects the whole result.
     pub pointer: String,
-    /// The first member; with `grep`, the first match.
+    /// Index of the first member; with `grep`, of the first match.
     pub offset: u64,
-    /// How many, from 1 to [`MAX_LIMIT`]; [`DEFAULT_LIMIT`] where none is given.
+    /// Maximum number of members, from 1 to [`MAX_LIMIT`]. Defaults to [`DEFAULT_LIMIT`].
     pub limit: Option<u64>,
-    /// A regular expression: only the members that it fits.
+    /// A regular expression; only matching members are returned.
     pub grep: Option<String>,
 }
 
-/// A part that was read.
+/// A slice of a result.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Piece {
     pub pointer: String,
-    /// What the pointer points at.
+    /// Type of the selected value.
     pub kind: Kind,
-    /// How many bytes that is.
+    /// Size of the selected value in bytes.
     pub bytes: usize,
-    /// How many items, entries or lines it has; none for what has no members.
+    /// Number of items, entries or lines; `None` for a scalar.
     pub total: Option<usize>,
     pub offset: usize,
-    /// How many members, or matches, are given here.
+    /// Number of members, or matches, in this slice.
     pub shown: usize,
-    /// Where to go on, if there is more.
+    /// Offset of the next slice, if there is one.
     pub next_offset: Option<usize>,
-    /// Less was given than asked for, because it would have been too much at once.
+    /// True if the slice is smaller than requested because of the size limit.
     pub truncated: bool,
     pub content: Content,
 }
 
-/// What was read.
+/// The content of a slice.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Content {
-    /// The members, as what they are members of: an array, an object, a text; or a plain value.
+    /// The members in a container of the same type (an array, an object or a text), or a scalar.
     Value(Json),
-    /// The members that fit the pattern, and how many there are of them altogether.
+    /// The members that match the pattern, and the total number of matches.
     Matches { matches: Vec<Match>, matched: usize },
-    /// The beginning of one member that is too long by itself; it can be read in parts there.
+    /// The prefix of a single member that exceeds the size limit. `pointer` selects it for reading
+    /// in slices.
     Beginning { text: String, pointer: String },
 }
 
-/// One member that fits the pattern.
+/// One member that matches the pattern.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Match {
     pub pointer: String,
-    /// Which line, where it is one.
+    /// Line number, if the match is a line.
     pub line: Option<usize>,
-    /// The member; of a long one, its beginning as text.
+    /// The member; for a long one, its prefix as text.
     pub value: Json,
-    /// Whether it is only the beginning.
+    /// True if the value is only a prefix.
     pub cut: bool,
 }
 
-/// A wrong setting of a part, by its name.
+/// Returns a fault for an invalid field of a query.
 pub(crate) fn invalid(field: &str, message: String) -> Fault {
     let problem = json!({ "pointer": format!("/{field}"), "message": message });
     Fault::new(Code::ValidationError, message)
@@ -88,7 +88,7 @@ pub(crate) fn invalid(field: &str, message: String) -> Fault {
         .not_happened()
 }
 
-/// Reads a part of a result, of not much more than so many bytes.
+/// Reads a slice of a result, with a size of about `most_bytes` at most.
 pub fn read(data: &Json, part: &Part, most_bytes: usize) -> Result<Piece, Fault> {
     let limit = part.limit.unwrap_or(DEFAULT_LIMIT);
     if !(1..=MAX_LIMIT).contains(&limit) {
@@ -117,7 +117,7 @@ pub fn read(data: &Json, part: &Part, most_bytes: usize) -> Result<Piece, Fault>
     })
 }
 
-/// Counts members as they come, and says which of them to give.
+/// Counts members as they are visited and decides which of them to include.
 #[derive(Debug, Default)]
 struct Take {
     offset: usize,
@@ -126,14 +126,14 @@ struct Take {
     seen: usize,
     shown: usize,
     bytes: usize,
-    /// One more would have been too much at once.
+    /// True if another member would have exceeded the size limit.
     full: bool,
 }
 
-/// What to do with a member.
+/// The decision about a member.
 enum Verdict {
     Give,
-    /// It alone is too long.
+    /// The member alone exceeds the size limit.
     Begin,
     Leave,
 }
@@ -155,14 +155,14 @@ impl Take {
     }
 
     fn next_offset(&self) -> Option<usize> {
-        // One that is too long by itself is passed over: it is read at its own pointer.
+        // A member that exceeds the limit on its own is skipped: it is read at its own pointer.
         let passed = usize::from(self.full && self.shown == 0);
         let next = self.offset.saturating_add(self.shown + passed);
         (next < self.seen).then_some(next)
     }
 }
 
-/// The members of what is written so, in their own form.
+/// Returns the selected members of a raw JSON value, in a container of the same type.
 fn members(written: &str, pointer: &str, take: &mut Take) -> (Option<usize>, Content) {
     match Kind::of(written) {
         Kind::Array => collect(written, pointer, take, '['),
@@ -170,7 +170,7 @@ fn members(written: &str, pointer: &str, take: &mut Take) -> (Option<usize>, Con
         Kind::Text => {
             let (text, mut given) = (unquoted(written), String::new());
             for line in lines(&text) {
-                // A line is never so long that it could not be given.
+                // A line is never too long to include.
                 if let Verdict::Give | Verdict::Begin = take.next(line.len()) {
                     given.push_str(line);
                     take.shown = take.shown.max(1);
@@ -225,7 +225,7 @@ fn beginning(written: &str, most_bytes: usize, pointer: String) -> Content {
     Content::Beginning { text, pointer }
 }
 
-/// What was cut out of JSON at its seams is JSON.
+/// Wraps text that was cut out of valid JSON at value boundaries.
 fn raw(written: &str) -> Json {
     Json::parse(written).unwrap_or_else(|_| Json::of_value(&Value::from(written)))
 }

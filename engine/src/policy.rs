@@ -1,12 +1,12 @@
-//! Who may call what: allow and deny rules over tool names. Pure.
+//! Access control: allow and deny rules over tool names. Pure.
 //!
-//! A rule names an agent (or `*`), a pattern and a verdict. Deny wins over allow, and what no rule
-//! allows is denied. The check looks at names only, before the tool is looked up, so that a caller
-//! without permission does not learn whether a tool exists.
+//! A rule names an agent (or `*`), a pattern and a verdict. Deny takes precedence over allow, and a
+//! tool that no rule allows is denied. The check uses names only and runs before the tool lookup,
+//! so that a caller without permission does not learn whether a tool exists.
 
 use serde::{Deserialize, Serialize};
 
-/// What a rule says.
+/// The verdict of a rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
@@ -15,7 +15,7 @@ pub enum Verdict {
 }
 
 impl Verdict {
-    /// As written on the wire.
+    /// Returns the verdict's name on the wire.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Allow => "allow",
@@ -24,7 +24,7 @@ impl Verdict {
     }
 }
 
-/// One line of a project's whitelist.
+/// One rule of a project's access list.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rule {
     pub project: String,
@@ -35,11 +35,11 @@ pub struct Rule {
     pub verdict: Verdict,
 }
 
-/// The answer, with what decided.
+/// The result of an access check.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Decision {
     Allowed,
-    /// With the reason in words.
+    /// Denied, with the reason in words.
     Denied(String),
 }
 
@@ -54,7 +54,7 @@ pub fn check_pattern(pattern: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// Whether a name fits a pattern; `*` stands for any run of characters, also none.
+/// Returns whether a name matches a pattern. `*` matches any run of characters, including none.
 pub fn matches(pattern: &str, name: &str) -> bool {
     let mut parts = pattern.split('*');
     let first = parts.next().unwrap_or_default();
@@ -70,8 +70,8 @@ pub fn matches(pattern: &str, name: &str) -> bool {
     rest.ends_with(last)
 }
 
-/// The rule that denies this name, in words. What an agent does with its own hands needs no rule
-/// that allows it, but a rule that denies the name holds there too.
+/// Returns a description of the rule that denies this name. A call that an agent executes itself
+/// needs no rule that allows it, but a rule that denies the name still applies.
 pub fn denied<'a>(
     rules: impl Iterator<Item = &'a Rule>,
     project: &str,
@@ -92,7 +92,7 @@ fn words(rule: &Rule, project: &str) -> String {
     format!("rule \"deny {} for agent {}\" of project \"{project}\"", rule.pattern, rule.agent)
 }
 
-/// Decides over a project's rules.
+/// Evaluates a project's rules.
 pub fn decide<'a>(
     rules: impl Iterator<Item = &'a Rule>,
     project: &str,
@@ -116,8 +116,8 @@ pub fn decide<'a>(
     Decision::Denied(format!("no rule of project \"{project}\" allows it to agent \"{agent}\""))
 }
 
-/// Decides over a tool that comes along with all others: who is allowed anything is allowed it,
-/// unless a rule denies it.
+/// Evaluates a project's rules for a companion tool, which comes with all others: an agent that may
+/// call any tool may call it, unless a rule denies it.
 pub fn decide_companion<'a>(
     rules: impl Iterator<Item = &'a Rule> + Clone,
     project: &str,

@@ -1,24 +1,24 @@
-//! How calls are executed: limits in parallel, time-outs, retries, backoff. Pure.
+//! Execution policies: concurrency limits, timeouts, retries, backoff. Pure.
 //!
-//! A policy is put together from the global one, the project's and the tool's, the more exact one
-//! winning field by field; what a call was accepted with is frozen on it.
+//! A policy combines the global one, the project's and the tool's; the more specific one wins field
+//! by field. Each call stores the policy it was accepted with.
 
 use serde::{Deserialize, Serialize};
 
-/// The shortest and the longest time a call may be given.
+/// Range of a call's timeout.
 pub const TIMEOUT_MS_RANGE: std::ops::RangeInclusive<u64> = 1..=86_400_000;
 
-/// The most retries anybody may ask for.
+/// Maximum number of retries that a policy may set.
 pub const MAX_RETRIES_LIMIT: u32 = 100;
 
-/// How calls are executed.
+/// Limits and retries of a tool's calls.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ExecutionPolicy {
-    /// How many calls may be executed at once; none = no limit of its own.
+    /// Maximum number of concurrent calls; `None` means no limit at this level.
     pub max_parallel: Option<u32>,
-    /// How long a call has, from being accepted to its outcome, where nobody says otherwise.
+    /// Default time from acceptance of a call to its outcome.
     pub default_timeout_ms: u64,
-    /// How many attempts may follow the first.
+    /// Maximum number of attempts after the first.
     pub max_retries: u32,
     pub backoff: Backoff,
 }
@@ -34,7 +34,7 @@ impl Default for ExecutionPolicy {
     }
 }
 
-/// A policy's fields where somebody said something.
+/// The fields of a policy that one level sets.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct PolicyPatch {
@@ -49,7 +49,7 @@ pub struct PolicyPatch {
 }
 
 impl PolicyPatch {
-    /// What is wrong with it, naming the field.
+    /// Returns the first invalid field as a message, if any.
     pub fn problem(&self) -> Option<String> {
         if self.max_parallel == Some(0) {
             return Some("max_parallel must be at least 1".into());
@@ -72,8 +72,8 @@ impl PolicyPatch {
 }
 
 impl ExecutionPolicy {
-    /// This policy with a more exact one laid over it. `max_parallel` is not inherited: each
-    /// level has its own limit, and all of them hold.
+    /// Returns this policy with a more specific one applied to it. `max_parallel` is not inherited:
+    /// each level has its own limit, and all of them apply.
     pub fn overlaid(&self, patch: &PolicyPatch) -> Self {
         Self {
             max_parallel: patch.max_parallel,
@@ -84,14 +84,14 @@ impl ExecutionPolicy {
     }
 }
 
-/// How long to wait before the next attempt.
+/// Delay before the next attempt.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Backoff {
     pub initial_ms: u64,
     pub factor: f64,
     pub max_ms: u64,
-    /// How much of the wait is left to chance, from 0 to 1.
+    /// Random part of the delay, as a fraction from 0 to 1.
     pub jitter: f64,
 }
 
@@ -102,8 +102,8 @@ impl Default for Backoff {
 }
 
 impl Backoff {
-    /// The wait after this many attempts. The chance in it is drawn from `seed` (the call's id),
-    /// so that deciding stays a pure function and a herd still spreads.
+    /// Returns the delay after this many attempts. The jitter comes from `seed` (the call's id), so
+    /// that deciding stays a pure function and many calls still spread out.
     pub fn wait_ms(&self, attempts: u32, seed: &str) -> u64 {
         let exponent = attempts.saturating_sub(1).min(64);
         let full = (self.initial_ms as f64) * self.factor.powi(exponent as i32);
@@ -113,7 +113,7 @@ impl Backoff {
     }
 }
 
-/// A number from 0 to 1 that depends on nothing but its arguments (FNV-1a, then a mix).
+/// Returns a number from 0 to 1 that depends only on the arguments (FNV-1a, then a mix).
 pub(crate) fn chance(seed: &str, salt: u32) -> f64 {
     let mut hash: u64 = 0xcbf2_9ce4_8422_2325 ^ u64::from(salt);
     for byte in seed.bytes() {

@@ -1,7 +1,7 @@
-//! A run that is kept: a conversation with a model that goes on after a crash. Pure.
+//! A stored run: a conversation with a model that survives a crash. Pure.
 //!
-//! What a run is now is in [`Run`]; what happened in it, and every message of its conversation, is
-//! in its journal, of which each [`Entry`] is committed together with the state it led to.
+//! [`Run`] holds the current state. The journal holds the history and every message of the
+//! conversation; each [`JournalRecord`] is committed together with the state that it leads to.
 
 use std::str::FromStr;
 
@@ -13,25 +13,25 @@ use crate::event::Event;
 use crate::fault::{Code, Fault};
 use crate::turn::{FinalAnswer, Progress, Terms};
 
-/// Where a run stands.
+/// Status of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "SCREAMING_SNAKE_CASE")]
 pub enum RunStatus {
     Running,
-    /// It has nothing to do until results come that are late.
+    /// The run has nothing to do until late results arrive.
     Waiting,
-    /// It has its final answer.
+    /// The run has its final answer.
     Succeeded,
     Failed,
     Canceled,
 }
 
 impl RunStatus {
-    /// Every status.
+    /// All statuses.
     pub const ALL: [Self; 5] =
         [Self::Running, Self::Waiting, Self::Succeeded, Self::Failed, Self::Canceled];
 
-    /// As stored and as written on the wire.
+    /// Returns the status as stored and as written on the wire.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Running => "RUNNING",
@@ -42,7 +42,7 @@ impl RunStatus {
         }
     }
 
-    /// Whether it is over, unless somebody takes it up again.
+    /// Returns whether the run has ended. An ended run can still be resumed.
     pub fn is_over(self) -> bool {
         !matches!(self, Self::Running | Self::Waiting)
     }
@@ -56,20 +56,21 @@ impl FromStr for RunStatus {
     }
 }
 
-/// Who a run acts for.
+/// The caller that a run acts for.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Asker {
     pub agent: String,
     pub role: String,
-    /// Recognised without a key.
+    /// True if the caller was authenticated as local, without a key.
     pub local: bool,
-    /// Recognised by a key of the crib's: the run acts for it as long as there is such a key.
+    /// True if the caller was authenticated by a key that Toolcrib issued. The run acts for the
+    /// caller only as long as that key exists.
     #[serde(default)]
     pub keyed: bool,
 }
 
 impl Asker {
-    /// Whether this caller is the same, with the same rights.
+    /// Returns whether this caller is the same, with the same permissions.
     pub fn is(&self, caller: &Caller) -> bool {
         let other = Self { keyed: self.keyed, ..Self::from(caller) };
         *self == other
@@ -83,7 +84,7 @@ impl From<&Caller> for Asker {
     }
 }
 
-/// A fault, as it is written down.
+/// A fault in its stored form.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Trouble {
     pub code: String,
@@ -109,13 +110,13 @@ impl From<Trouble> for Fault {
     }
 }
 
-/// A run, as it is now.
+/// The current state of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Run {
     pub id: String,
     pub project: String,
     pub asker: Asker,
-    /// The model, as it was asked for.
+    /// The model name from the request.
     pub model: String,
     pub status: RunStatus,
     pub terms: Terms,
@@ -124,22 +125,22 @@ pub struct Run {
     pub answer: Option<FinalAnswer>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<Trouble>,
-    /// What the user said and is not in the conversation yet.
+    /// User messages that are not in the conversation yet.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub said: Vec<Value>,
     pub created_ms: u64,
     pub updated_ms: u64,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ended_ms: Option<u64>,
-    /// Counts the saved states, from 1.
+    /// Number of saved states, from 1.
     pub version: u64,
 }
 
 impl Run {
-    /// What every id begins with.
+    /// Prefix of every run id.
     pub const PREFIX: &'static str = "run_";
 
-    /// Who it acts for.
+    /// Returns the caller that the run acts for.
     pub fn caller(&self) -> Caller {
         Caller {
             project: self.project.clone(),
@@ -150,18 +151,18 @@ impl Run {
     }
 }
 
-/// What happened in a run.
+/// The kind of a journal record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum EntryKind {
     Created,
-    /// The model has answered.
+    /// The model replied.
     Replied,
-    /// What it called has been executed.
+    /// The calls of the reply were executed.
     Results,
-    /// A result has come late.
+    /// A late result arrived.
     Late,
     Waiting,
-    /// The user has spoken.
+    /// The user sent a message.
     Said,
     Resumed,
     Finished,
@@ -170,7 +171,7 @@ pub enum EntryKind {
 }
 
 impl EntryKind {
-    /// Every kind.
+    /// All kinds.
     pub const ALL: [Self; 10] = [
         Self::Created,
         Self::Replied,
@@ -184,7 +185,7 @@ impl EntryKind {
         Self::Canceled,
     ];
 
-    /// As stored and streamed.
+    /// Returns the kind as stored and streamed.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Created => "run.created",
@@ -209,29 +210,29 @@ impl FromStr for EntryKind {
     }
 }
 
-/// One thing that happened.
+/// One record of a run's journal.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Entry {
     pub kind: EntryKind,
     pub at_ms: u64,
     pub data: Value,
-    /// What it added to the conversation.
+    /// The messages that it added to the conversation.
     pub messages: Vec<Value>,
 }
 
 impl Entry {
-    /// An entry that adds nothing to the conversation.
+    /// Creates a record that adds nothing to the conversation.
     pub fn new(kind: EntryKind, at_ms: u64, data: Value) -> Self {
         Self { kind, at_ms, data, messages: Vec::new() }
     }
 
-    /// The same with messages.
+    /// Adds messages to the record.
     pub fn adding(self, messages: Vec<Value>) -> Self {
         Self { messages, ..self }
     }
 }
 
-/// An entry with its number, which it shares with nothing else that happened.
+/// A journal record with its run and its number, which is unique among all events.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Noted {
     pub number: u64,
@@ -239,8 +240,8 @@ pub struct Noted {
     pub entry: Entry,
 }
 
-/// A journal with every answer once. Older servers wrote an answer down again when it was taken up
-/// after a crash.
+/// Removes duplicate replies from a journal. Older servers recorded a reply again when they resumed
+/// it after a crash.
 pub fn without_doubles(mut journal: Vec<Noted>) -> Vec<Noted> {
     let mut last = None;
     journal.retain(|Noted { entry, .. }| {
@@ -254,7 +255,7 @@ pub fn without_doubles(mut journal: Vec<Noted>) -> Vec<Noted> {
     journal
 }
 
-/// Anything that happened in a run: to itself or to one of its calls.
+/// An event of a run: of the run itself or of one of its calls.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Happened {
     Run(Noted),
@@ -262,7 +263,7 @@ pub enum Happened {
 }
 
 impl Happened {
-    /// Its place among everything that happened.
+    /// Returns the event's position among all events.
     pub fn number(&self) -> u64 {
         match self {
             Self::Run(noted) => noted.number,

@@ -1,12 +1,12 @@
-//! JSON Schemas as the crib uses them: compiled once when a tool is registered, then asked what
-//! is wrong with the arguments and results of its calls.
+//! JSON Schemas: compiled once when a tool is registered, then used to validate the arguments and
+//! results of its calls.
 //!
-//! It never fetches a schema, never lets a schema or an instance take unbounded time, and never
-//! says only "invalid": every problem names the place, what was expected and what was given, in
-//! words that a language model can correct itself by.
+//! This module never fetches a schema, never lets a schema or an instance take unbounded time, and
+//! never reports only "invalid": every problem names the location, the expected value and the given
+//! value, in words that help a language model to correct itself.
 //!
-//! One idea: a schema comes from strangers, so it is judged as a program before it is run
-//! (`guard`), run on a budget (`meter`), and its verdict is then put into words (`problem`).
+//! Schemas come from untrusted sources. A schema is therefore analyzed as a program before it runs
+//! (`guard`), runs with a step budget (`meter`), and its errors are then explained (`problem`).
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -28,16 +28,17 @@ use guard::Passed;
 use meter::{Meter, Metered, View};
 use pattern::Pattern;
 
-/// Most problems listed for one instance; a caller corrects those first and asks again.
+/// Maximum number of problems listed for one instance; a caller fixes those first and retries.
 pub const MAX_PROBLEMS: usize = 32;
 
-/// Memory for all compiled patterns of one schema together, and the most for one of them.
+/// Memory for all compiled patterns of one schema together.
 const PATTERN_BYTES: usize = 32 * 1024 * 1024;
+/// Maximum memory for one compiled pattern.
 const ONE_PATTERN_BYTES: usize = 4 * 1024 * 1024;
-/// Deepest nesting of an instance; no parsed document is deeper.
+/// Maximum nesting of an instance; no parsed document is deeper.
 const MAX_LEVELS: usize = 128;
-/// Levels of an instance times the chain of subschemas on each: the validator recurses that deep,
-/// and must fit the 2 MiB stack of a worker thread.
+/// Maximum product of an instance's nesting levels and the chain of subschemas on each level. The
+/// validator recurses that deep, and must fit the 2 MiB stack of a worker thread.
 const MAX_RECURSION: usize = 2048;
 
 /// A compiled schema. Clones share the compiled form.
@@ -48,12 +49,12 @@ pub struct Schema {
 
 struct Inner {
     validator: Validator<Metered>,
-    /// Kept to look up what a failed keyword says, for the wording of problems.
+    /// The schema document, used to look up failed keywords when problems are explained.
     source: Value,
     passed: Passed,
 }
 
-/// Why a schema was refused, and where in it.
+/// The reason why a schema was refused, and the location.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error("schema is not usable at {pointer}: {reason}")]
 pub struct SchemaError {
@@ -61,14 +62,14 @@ pub struct SchemaError {
     pub reason: String,
 }
 
-/// One thing that is wrong with an instance.
+/// One problem of an instance.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Problem {
-    /// JSON pointer into the instance; for a missing property, where it should have been.
+    /// JSON pointer into the instance; for a missing property, the location where it is expected.
     pub pointer: String,
     pub expected: String,
     pub given: String,
-    /// All of it in one sentence.
+    /// The whole problem in one sentence.
     pub message: String,
 }
 
@@ -83,7 +84,8 @@ impl Schema {
     ///
     /// # Errors
     ///
-    /// When the schema is malformed, refers outside itself, or could take unbounded work.
+    /// Returns an error if the schema is malformed, refers outside itself, or could take unbounded
+    /// work.
     pub fn compile(schema: &Value) -> Result<Schema, SchemaError> {
         // The libraries below panic on some identifiers instead of returning an error.
         catch_unwind(AssertUnwindSafe(|| Schema::build(schema))).unwrap_or_else(|_| {
@@ -114,8 +116,8 @@ impl Schema {
         Ok(Schema { inner: Arc::new(inner) })
     }
 
-    /// What is wrong with an instance: nothing when the list is empty, and never more than
-    /// [`MAX_PROBLEMS`] at once.
+    /// Returns the problems of an instance: an empty list if it is valid, and never more than
+    /// [`MAX_PROBLEMS`].
     pub fn problems(&self, instance: &Value) -> Vec<Problem> {
         let Inner { validator, source, passed } = self.inner.as_ref();
         let levels = MAX_LEVELS.min(MAX_RECURSION / (passed.chain as usize).max(1));
@@ -136,15 +138,15 @@ impl Schema {
         problem::explain(source, instance, &genuine)
     }
 
-    /// The same without a word of what the instance says: the place, what was expected there, and
-    /// the type of what was given.
+    /// Returns the problems without any content of the instance: the location, the expected value,
+    /// and the type of the given value.
     pub fn problems_unquoted(&self, instance: &Value) -> Vec<Problem> {
         let problems = self.problems(instance).into_iter();
         problems.map(|problem| problem::unquoted(problem, instance)).collect()
     }
 }
 
-/// Puts a compile error into words, with the pointer to the fault.
+/// Converts a compile error, with the pointer to its location.
 fn refusal(schema: &Value, error: &ValidationError<'_>) -> SchemaError {
     let pointer = error.instance_path().as_str().to_string();
     let reason = match error.kind() {
@@ -161,7 +163,7 @@ fn refusal(schema: &Value, error: &ValidationError<'_>) -> SchemaError {
     SchemaError { pointer, reason }
 }
 
-/// Whether containers nest deeper than that; looks without recursion, as the depth is unknown.
+/// Returns whether containers nest deeper than `levels`. Iterative, because the depth is unknown.
 fn deeper_than(instance: &Value, levels: usize) -> bool {
     let mut stack = vec![(instance, 1)];
     while let Some((value, depth)) = stack.pop() {

@@ -1,7 +1,7 @@
-//! The source port: whoever executes tools.
+//! The source port: executes tools of one kind.
 //!
-//! A source is told to start an attempt and either answers with how it went, or says that somebody
-//! else will report later. It knows nothing of the store, of other sources or of doors.
+//! The engine tells a source to start an attempt. The source either returns the result or says that
+//! an executor reports later. It never accesses the store, other sources or transports.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ use crate::tool::{Definition, Effect, Executor};
 use crate::trace::TraceParent;
 use crate::utp::{Binding, Route};
 
-/// One try at executing a call.
+/// One attempt to execute a call.
 #[derive(Debug, Clone)]
 pub struct Attempt {
     pub call_id: CallId,
@@ -30,43 +30,43 @@ pub struct Attempt {
     pub effect: Effect,
     pub args: Json,
     pub deadline_ms: u64,
-    /// The span that it is: what it does is part of that.
+    /// The span of the attempt; everything it does is part of it.
     pub traceparent: Option<TraceParent>,
-    /// What a tool service is told; only of tools that it or an HTTP API executes.
+    /// The command for a tool service; only for tools that a tool service or an HTTP API executes.
     pub command: Option<Box<Command>>,
     /// The client the call is pinned to.
     pub client_id: Option<String>,
-    /// The client that has taken this very attempt before (it is being handed over again).
+    /// The client that acknowledged this attempt before (the attempt is being redelivered).
     pub taken_by: Option<String>,
-    /// Whether this attempt may have been handed over before.
+    /// True if this attempt may have been delivered before.
     pub again: bool,
-    /// What the attempt before this one asked, with the answers; or answers that were given before
-    /// anything was asked.
+    /// The elicitation of the previous attempt with its answers, or answers that were given in
+    /// advance.
     pub dialogue: Option<Box<Dialogue>>,
 }
 
-/// What a tool service, or who asks an HTTP API, must know to execute an attempt.
+/// The data that a tool service or an HTTP source needs to execute an attempt.
 #[derive(Debug, Clone)]
 pub struct Command {
     pub call: Arc<Call>,
     pub route: Route,
     pub binding: Binding,
-    /// The card that has the arguments.
+    /// The card that holds the arguments.
     pub card_id: String,
-    /// The trace that the tool service goes on with.
+    /// The trace that the tool service continues.
     pub traceparent: String,
 }
 
-/// What starting an attempt came to.
+/// Result of starting an attempt.
 pub enum Started {
-    /// It was executed; this is how it went.
+    /// The attempt has ended with this result.
     Done(Result<Json, Fault>),
-    /// Somebody reports later.
+    /// An executor accepted the attempt and reports later.
     Parked,
-    /// It has to know something first: it is over, and the next one gets the answers.
+    /// The tool needs input first: this attempt has ended, and the next one receives the answers.
     Asks(Questions),
-    /// It goes on elsewhere, under this name. Once the name is stored, what is left of it is waited
-    /// for; and after a crash the attempt is started again with it.
+    /// The attempt continues at the executor under this handle. Once the handle is stored, the
+    /// engine awaits `rest`; after a crash it starts the attempt again with the handle.
     GoesOn { handle: String, rest: BoxFuture<'static, Started> },
 }
 
@@ -81,43 +81,43 @@ impl std::fmt::Debug for Started {
     }
 }
 
-/// How something that a source depends on is.
+/// Health of a dependency of a source.
 #[derive(Debug, Clone)]
 pub struct Health {
     pub name: &'static str,
-    /// None when it is well.
+    /// The problem, or `None` if the dependency is healthy.
     pub trouble: Option<String>,
 }
 
-/// Where an attempt's progress goes.
+/// Receives an attempt's progress.
 pub type ProgressSink = std::sync::Arc<dyn Fn(Progress) + Send + Sync>;
 
 /// Executes tools of one kind.
 #[async_trait]
 pub trait Source: Send + Sync + 'static {
-    /// Which executor's tools this is for.
+    /// Returns the executor whose tools this source runs.
     fn executor(&self) -> Executor;
 
-    /// The tools it brings along itself; those that others register are not listed here.
+    /// Returns the tools that the source itself defines, not those that others register.
     fn list(&self) -> Vec<Definition>;
 
     /// Starts an attempt.
     async fn start(&self, attempt: Attempt, progress: ProgressSink) -> Started;
 
-    /// Stops an attempt, as far as that is possible.
+    /// Stops an attempt, as far as possible.
     fn cancel(&self, call_id: &CallId, attempt: u32);
 
-    /// How whoever executes them is, where that can be known.
+    /// Returns the health of the executor, if it is known.
     fn health(&self) -> Option<Health> {
         None
     }
 
-    /// The attempt is over, whichever way: nothing need be kept for it.
+    /// Releases the state of an attempt, which has ended in any way.
     fn settled(&self, _call_id: &CallId, _attempt: u32) {}
 }
 
-/// The source of what callers run themselves: there is nothing to start, to stop or to forget, and
-/// the caller reports how it went.
+/// The source of calls that callers execute themselves: it starts, stops and releases nothing; the
+/// caller reports the result.
 pub(crate) struct Callers;
 
 #[async_trait]

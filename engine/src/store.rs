@@ -1,7 +1,7 @@
-//! The store port: the truth. Each method is atomic, and has committed when it returns.
+//! The store port: the source of truth. Each method is atomic and has committed when it returns.
 //!
-//! A store keeps what it is given and compares versions; it never decides a status and knows
-//! nothing of policies, wakes or sources. Every implementation passes the one suite in the
+//! A store persists what it receives and compares versions; it never decides a status and never
+//! accesses policies, wakeups or sources. Every implementation passes the one test suite in the
 //! crate `toolcrib-store`.
 
 pub mod grants;
@@ -23,51 +23,51 @@ use crate::json::Json;
 
 pub use memory::MemoryStore;
 
-/// Why the store did not do it.
+/// The reason why a store operation failed.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// It cannot take or give anything now: disk full, locked, gone. Nothing of it was done.
+    /// The store cannot read or write now: disk full, locked, unreachable. Nothing was changed.
     #[error("the store is not available: {0}")]
     Unavailable(String),
-    /// The stored data is not what this program can have written.
+    /// This program cannot have written the stored data.
     #[error("the store holds something unreadable: {0}")]
     Corrupt(String),
 }
 
-/// A new call with what belongs into the same commit.
+/// A new call with everything that belongs in the same commit.
 #[derive(Debug)]
 pub struct NewCall {
     pub call: Arc<Call>,
     pub records: Vec<Record>,
     pub key: Option<IdempotencyKey>,
-    /// It is one of several that come together; let go of when it is in line to be written.
+    /// Set if the call is part of a group; dropped once the call is queued for writing.
     pub coming: Option<Coming>,
 }
 
-/// How many new calls are on their way to the store: one that commits in groups does well to wait
-/// for those that are still to come.
+/// Counts the new calls on their way to the store. A store that commits in groups waits for the
+/// pending members.
 #[derive(Debug, Clone, Default)]
 pub struct Together(Arc<AtomicUsize>);
 
 impl Together {
-    /// One more is on its way, until it has come or is given up.
+    /// Adds a member; it counts as pending until it arrives or is dropped.
     pub fn expect(&self) -> Coming {
         self.0.fetch_add(1, Ordering::Relaxed);
         Coming(self.clone())
     }
 
-    /// Whether any is still to come.
+    /// Returns true if a member is still pending.
     pub fn more(&self) -> bool {
         self.0.load(Ordering::Acquire) > 0
     }
 }
 
-/// One that is on its way.
+/// A pending member of a group; dropping it removes it from the count.
 #[derive(Debug)]
 pub struct Coming(Together);
 
 impl Coming {
-    /// Those it comes with.
+    /// Returns the group.
     pub fn together(&self) -> Together {
         self.0.clone()
     }
@@ -82,74 +82,74 @@ impl Drop for Coming {
 /// A caller's promise that the same key means the same request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct IdempotencyKey {
-    /// Keys of different agents do not meet.
+    /// The scope of the key: the same key of another agent is independent.
     pub agent: String,
     pub key: String,
-    /// Of everything in the request that matters.
+    /// Digest of every relevant part of the request.
     pub fingerprint: String,
 }
 
-/// What creating a call came to.
+/// Result of creating a call.
 #[derive(Debug)]
 pub enum Created {
     New,
-    /// The key was used before, for the same request: this is the call.
+    /// The key was used before for the same request; this is the stored call.
     Replayed(Box<Call>),
-    /// The key was used before, for another request.
+    /// The key was used before for another request.
     Mismatch(CallId),
 }
 
-/// What saving a call came to.
+/// Result of saving a call.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Saved {
     Yes,
-    /// Somebody saved another version meanwhile.
+    /// Another writer saved a newer version first.
     Stale,
 }
 
-/// Which calls to list: newest first.
+/// Selects the calls to list, newest first.
 #[derive(Debug, Clone, Default)]
 pub struct CallFilter {
     pub project: String,
     pub run_id: Option<String>,
     pub tool_name: Option<String>,
     pub status: Option<Status>,
-    /// Only those that are background tasks.
+    /// If set, lists only background tasks.
     pub background: bool,
-    /// Created at or after this.
+    /// Created at or after this time.
     pub since_ms: Option<u64>,
-    /// Older than this call (the last of the page before).
+    /// Older than this call (the last of the previous page).
     pub before: Option<CallId>,
     pub limit: usize,
-    /// Those after the first so many bytes (`Call::bytes`) are not wanted, and need not be read.
+    /// Page size in bytes ([`Call::estimated_bytes`]): calls beyond it need not be read.
     pub enough_bytes: Option<usize>,
 }
 
 impl CallFilter {
-    /// Whether a page that has so many bytes is enough.
+    /// Returns true if a page of this many bytes is full.
     pub fn is_enough(&self, bytes: usize) -> bool {
         self.enough_bytes.is_some_and(|enough| bytes >= enough)
     }
 }
 
-/// Which deliveries to list: of the newest calls first.
+/// Selects the deliveries to list, those of the newest calls first.
 #[derive(Debug, Clone, Default)]
 pub struct DeliveryFilter {
     pub project: String,
     pub status: Option<DeliveryStatus>,
-    /// Of older calls than this (the last of the page before).
+    /// Of older calls than this (the last of the previous page).
     pub before: Option<CallId>,
     pub limit: usize,
 }
 
-/// One open call, with its place in the order of the commits.
+/// One open call, with its position in commit order.
 #[derive(Debug, Clone)]
 pub struct Open {
     pub place: u64,
     pub call: Call,
 }
 
-/// Whose events to read.
+/// Selects the events to read.
 #[derive(Debug, Clone)]
 pub enum EventScope {
     Call { project: String, id: CallId },
@@ -157,41 +157,42 @@ pub enum EventScope {
     Project(String),
 }
 
-/// What is kept of a run beside its calls.
+/// The tool definitions stored for a run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Run {
     pub project: String,
     pub run_id: String,
-    /// The tools that were set for it.
+    /// The tools set for the run.
     pub tool_definitions: Json,
     pub updated_ms: u64,
 }
 
-/// What a purge deleted.
+/// Result of a purge.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Purged {
-    /// How many calls.
+    /// Number of deleted calls.
     pub calls: usize,
-    /// Of one kind it deleted as much as it may at once: there may be more.
+    /// True if one kind of record reached the limit, so that more may remain.
     pub more: bool,
 }
 
-/// Where tickets, their history and the directory are kept.
+/// Stores calls, their history and the directory.
 #[async_trait]
 pub trait Store: Send + Sync + 'static {
-    /// Stores a new call, unless its idempotency key was used before; with the delivery that it
-    /// asks for ([`Delivery::of`]).
+    /// Stores a new call, unless its idempotency key was used before, together with the delivery
+    /// that it requests ([`Delivery::for_call`]).
     async fn create(&self, new: NewCall) -> Result<Created, StoreError>;
 
-    /// What this key was used for before: never [`Created::New`]; none when it was not used.
+    /// Returns the call or mismatch for a used key, never [`CreateCallResult::New`]; `None` if the
+    /// key is unused.
     async fn used(
         &self,
         project: &str,
         key: &IdempotencyKey,
     ) -> Result<Option<Created>, StoreError>;
 
-    /// Replaces a call whose stored version is exactly one below, and appends to its history. When
-    /// the call has ended with it, its delivery becomes due ([`Delivery::made_due`]).
+    /// Replaces a call whose stored version is exactly one lower, and appends to its history. If
+    /// the call has ended, its delivery becomes due ([`Delivery::after_call_ended`]).
     async fn save(&self, call: Arc<Call>, records: Vec<Record>) -> Result<Saved, StoreError>;
 
     /// Appends to a call's history without changing the call.
@@ -202,16 +203,16 @@ pub trait Store: Send + Sync + 'static {
         records: Vec<Record>,
     ) -> Result<(), StoreError>;
 
-    /// One call of a project.
+    /// Returns one call of a project.
     async fn call(&self, project: &str, id: &CallId) -> Result<Option<Call>, StoreError>;
 
-    /// A page of calls, newest first: by their ids, which sort by when they were made.
+    /// Returns a page of calls, newest first: ordered by id, and ids sort by creation time.
     async fn calls(&self, filter: CallFilter) -> Result<Vec<Call>, StoreError>;
 
-    /// Calls that have not ended, in the order they came, after this place.
+    /// Returns open calls after this position, in the order of their creation.
     async fn open_calls(&self, after: u64, limit: usize) -> Result<Vec<Open>, StoreError>;
 
-    /// Events with a number above `after`, in order.
+    /// Returns events with a number above `after`, in order.
     async fn events(
         &self,
         scope: EventScope,
@@ -219,17 +220,17 @@ pub trait Store: Send + Sync + 'static {
         limit: usize,
     ) -> Result<Vec<Event>, StoreError>;
 
-    /// A number that no event in scope is above: whoever follows from there sees what comes from
-    /// now on. 0 when there is no event at all.
+    /// Returns a number that no event in scope exceeds: a subscriber that starts there sees every
+    /// later event. 0 if there are no events.
     async fn newest_event(&self, scope: EventScope) -> Result<u64, StoreError>;
 
-    /// What is kept of a run; none where nothing was ever set for it.
+    /// Returns the tool definitions set for a run, or `None` if none were set.
     async fn run(&self, project: &str, run_id: &str) -> Result<Option<Run>, StoreError>;
 
-    /// Keeps this of a run, instead of what was kept before.
+    /// Replaces the tool definitions of a run.
     async fn put_run(&self, run: Run) -> Result<(), StoreError>;
 
-    /// The newest record of this kind in a call's history.
+    /// Returns the newest record of this kind in a call's history.
     async fn newest_record(
         &self,
         project: &str,
@@ -237,43 +238,44 @@ pub trait Store: Send + Sync + 'static {
         kind: Kind,
     ) -> Result<Option<Record>, StoreError>;
 
-    /// Deliveries that are pending, in the order they are due, after this one.
+    /// Returns pending deliveries after this one, ordered by due time.
     async fn pending_deliveries(
         &self,
         after: Option<(u64, CallId)>,
         limit: usize,
     ) -> Result<Vec<Delivery>, StoreError>;
 
-    /// A page of deliveries, those of the newest calls first.
+    /// Returns a page of deliveries, those of the newest calls first.
     async fn deliveries(&self, filter: DeliveryFilter) -> Result<Vec<Delivery>, StoreError>;
 
-    /// The delivery of a call, with its last tries in their order.
+    /// Returns the delivery of a call, with its stored attempts in order.
     async fn delivery(
         &self,
         project: &str,
         id: &CallId,
     ) -> Result<Option<(Delivery, Vec<Try>)>, StoreError>;
 
-    /// Replaces a delivery whose stored version is exactly one below, and keeps the try that led
-    /// to it; of many tries, the last [`crate::delivery::KEPT_TRIES`].
+    /// Replaces a delivery whose stored version is exactly one lower, and stores the attempt that
+    /// led to it. At most [`crate::delivery::MAX_STORED_ATTEMPTS`] attempts are kept, the latest
+    /// ones.
     async fn save_delivery(
         &self,
         delivery: Delivery,
         tried: Option<Try>,
     ) -> Result<Saved, StoreError>;
 
-    /// Deletes up to `limit` calls that ended before this, with all that belongs to them; and as
-    /// many of each other kind: runs that were last changed before this and have no calls left,
-    /// loops that ended before this, entries of the audit log.
+    /// Deletes up to `limit` calls that ended before this time, with everything that belongs to
+    /// them; and up to as many of each other kind: tool definitions of runs last changed before it
+    /// and without calls, runs that ended before it, audit log entries older than it.
     async fn purge(&self, ended_before_ms: u64, limit: usize) -> Result<Purged, StoreError>;
 
-    /// The version of the directory.
+    /// Returns the version of the directory.
     async fn directory_version(&self) -> Result<u64, StoreError>;
 
-    /// The whole directory.
+    /// Returns the whole directory.
     async fn directory(&self) -> Result<Directory, StoreError>;
 
-    /// Makes a change that was decided on this version of the directory, and writes it down.
+    /// Applies a change that was decided on this version of the directory, with its audit entry.
     async fn change(
         &self,
         change: Change,
@@ -281,28 +283,28 @@ pub trait Store: Send + Sync + 'static {
         audit: Option<AuditEntry>,
     ) -> Result<Saved, StoreError>;
 
-    /// Writes something down for the operator.
+    /// Appends an entry to the audit log.
     async fn audit(&self, entry: AuditEntry) -> Result<(), StoreError>;
 
-    /// What was written down, newest first.
+    /// Returns the audit log, newest first.
     async fn audit_log(
         &self,
         project: Option<String>,
         limit: usize,
     ) -> Result<Vec<AuditEntry>, StoreError>;
 
-    /// Whether the store can be read and written now.
+    /// Checks that the store can be read and written now.
     async fn check(&self) -> Result<(), StoreError>;
 
-    /// Cards, turns and inboxes.
+    /// Returns the store of cards, turns and inboxes.
     fn utp(&self) -> &dyn utp::UtpStore;
 
-    /// Runs: conversations with models.
+    /// Returns the store of runs and their journals.
     fn loops(&self) -> &dyn loops::LoopStore;
 
-    /// Tokens of upstreams.
+    /// Returns the store of upstream credentials.
     fn grants(&self) -> &dyn grants::GrantStore;
 
-    /// How much room it takes.
+    /// Returns the size of the store.
     async fn size_bytes(&self) -> Result<u64, StoreError>;
 }

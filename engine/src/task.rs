@@ -1,7 +1,7 @@
-//! Reconcilers: small loops that take no input, look at what is, and act.
+//! Reconcilers: loops that take no input, compare the current state with the desired one, and act.
 //!
-//! Each has a `run_once` that tests call directly, and is driven by a timer and a signal. Restart,
-//! failover and the normal path are the same path.
+//! Each has a `run_once` that tests call directly, and runs on a timer and a signal. Restart,
+//! failover and normal operation use the same path.
 
 pub mod dispatch;
 pub mod notify;
@@ -12,7 +12,7 @@ pub mod watchdog;
 
 use crate::engine::Engine;
 
-/// Starts all of them; they end when the engine is shut down.
+/// Starts all reconcilers; they end when the engine shuts down.
 pub(crate) fn spawn_all(engine: &Engine, retention_ms: Option<u64>) {
     let tasks = &engine.inner.tasks;
     tasks.spawn(dispatch::run(engine.clone()));
@@ -32,18 +32,19 @@ pub(crate) fn spawn_all(engine: &Engine, retention_ms: Option<u64>) {
     });
 }
 
-/// The store may be away at the start; what is open is taken up as soon as it answers.
+/// Recovers open calls and runs. The store may be unavailable at the start, so this retries until
+/// it responds.
 async fn recover_until_done(engine: &Engine) {
     while let Err(error) = engine.recover().await {
-        tracing::warn!(%error, "open calls could not be taken up yet");
+        tracing::warn!(%error, "cannot recover open calls yet; retrying");
         tokio::select! {
             () = tokio::time::sleep(std::time::Duration::from_secs(1)) => {}
             () = engine.inner.stopping.cancelled() => return,
         }
     }
-    // After the calls, so that a run finds those that it waits for in hand.
+    // After the calls, so that a run finds the calls it waits for already recovered.
     while let Err(error) = engine.take_up_runs().await {
-        tracing::warn!(%error, "runs could not be taken up yet");
+        tracing::warn!(%error, "cannot resume runs yet; retrying");
         tokio::select! {
             () = tokio::time::sleep(std::time::Duration::from_secs(1)) => {}
             () = engine.inner.stopping.cancelled() => return,

@@ -1,27 +1,27 @@
-//! How many tokens a text is to a model, by a real tokenizer (`o200k_base`). Pure.
+//! Counts the tokens of a text with a real tokenizer (`o200k_base`). Pure.
 //!
-//! The tables are part of the program and are made ready on the first question, never at the
-//! start: a process that nobody asks does not pay for them. Other models split text a little
-//! differently; a budget counted here is near enough for them and exact for this encoding.
+//! The tables are compiled into the program and initialized on first use, never at startup, so a
+//! process that counts no tokens does not pay for them. Other models tokenize slightly differently;
+//! a budget counted here is exact for this encoding and a close estimate for them.
 
 use bpe_openai::{Tokenizer, o200k_base};
 
-/// No token of the encoding has more bytes. So a text of this many times a number of tokens cannot
-/// have fewer tokens than that, whatever it says.
+/// Maximum bytes of a token in this encoding. A text of `n` times this many bytes therefore has at
+/// least `n` tokens.
 const LONGEST_TOKEN: usize = 128;
 
 fn tokenizer() -> &'static Tokenizer {
     o200k_base()
 }
 
-/// How many tokens the text is.
+/// Returns the number of tokens of the text.
 pub fn count(text: &str) -> usize {
     tokenizer().count(text)
 }
 
-/// Whether the text is more tokens than the budget. Looks at no more of it than the answer needs.
+/// Returns whether the text has more tokens than the budget. Reads only as much of it as needed.
 pub fn exceeds(text: &str, budget: usize) -> bool {
-    // Every token has at least one byte, and at most so many.
+    // Every token has at least one byte and at most `MAX_TOKEN_BYTES`.
     if text.len() <= budget {
         return false;
     }
@@ -39,10 +39,10 @@ pub fn exceeds(text: &str, budget: usize) -> bool {
     false
 }
 
-/// The longest beginning of the text that is within the budget, whole characters only.
+/// Returns the longest prefix of the text within the budget, in whole characters.
 ///
-/// What a beginning costs alone can differ by a token or two from what it costs inside the text;
-/// the answer is within the budget alone.
+/// A prefix on its own can differ by a token or two from the same text in its context; the returned
+/// prefix on its own is within the budget.
 pub fn first(text: &str, budget: usize) -> &str {
     if text.len() <= budget {
         return text;
@@ -62,14 +62,14 @@ pub fn first(text: &str, budget: usize) -> &str {
         end = text.floor_char_boundary(end + bytes);
         break;
     }
-    // Where it was cut, the rest may fall into other tokens than it did inside the text.
+    // After the cut, the prefix may tokenize differently than it did inside the text.
     while exceeds(&text[..end], budget) {
         end = text.floor_char_boundary(end - 1);
     }
     &text[..end]
 }
 
-/// The longest ending of the text that is within the budget, whole characters only.
+/// Returns the longest suffix of the text within the budget, in whole characters.
 pub fn last(text: &str, budget: usize) -> &str {
     let most = budget.saturating_mul(LONGEST_TOKEN).min(text.len());
     let text = &text[text.ceil_char_boundary(text.len() - most)..];
@@ -99,7 +99,7 @@ mod tests {
 
     #[test]
     fn counts_are_those_of_the_encoding() {
-        // The reference values of the encoding's publisher.
+        // Reference values from the publisher of the encoding.
         assert_eq!(count(""), 0);
         assert_eq!(count("hello world"), 2);
         assert_eq!(count("antidisestablishmentarianism"), 6);

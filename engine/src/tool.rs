@@ -1,4 +1,4 @@
-//! What a tool is: its name, schemas, effect, and who executes it. Pure.
+//! The definition of a tool: its name, schemas, effect and executor. Pure.
 
 use std::fmt;
 use std::str::FromStr;
@@ -10,7 +10,7 @@ use crate::args::Rules;
 use crate::json::Json;
 use crate::retry::PolicyPatch;
 
-/// Who executes a tool.
+/// The executor of a tool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Executor {
@@ -24,7 +24,7 @@ pub enum Executor {
     Mcp,
     /// An HTTP API.
     Http,
-    /// Whoever asked: the caller runs it itself, and the crib keeps the record.
+    /// The caller itself; Toolcrib only records the call.
     Caller,
 }
 
@@ -33,7 +33,7 @@ impl Executor {
     pub const ALL: [Self; 6] =
         [Self::Builtin, Self::Client, Self::Utp, Self::Mcp, Self::Http, Self::Caller];
 
-    /// As written on the wire.
+    /// Returns the name used on the wire.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Builtin => "builtin",
@@ -45,7 +45,8 @@ impl Executor {
         }
     }
 
-    /// The coarse word of the public field `source`: whether the server executes it.
+    /// Returns the value of the public field `source`: `server` if the server executes the tool,
+    /// else `client`.
     pub fn source(self) -> &'static str {
         match self {
             Self::Client | Self::Caller => "client",
@@ -53,8 +54,8 @@ impl Executor {
         }
     }
 
-    /// Whether an attempt is with somebody else, who reports later. Such a call reads PENDING until
-    /// that side has taken it; what the caller runs itself is taken from the first moment.
+    /// Returns true if a remote executor reports the result later. Such a call is PENDING until the
+    /// executor acknowledges it; a caller-executed call counts as acknowledged from the start.
     pub fn parks(self) -> bool {
         matches!(self, Self::Client | Self::Utp | Self::Caller)
     }
@@ -68,21 +69,21 @@ impl FromStr for Executor {
     }
 }
 
-/// What running a tool does to the world. Decides what may be tried a second time.
+/// The side effect of running a tool. It decides whether an attempt may be repeated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Effect {
     /// Changes nothing.
     Read,
-    /// Twice is the same as once.
+    /// Running it twice has the same effect as once.
     Idempotent,
-    /// Twice is not the same as once. What nobody said is taken as this.
+    /// Running it twice differs from once. The default.
     #[default]
     Irreversible,
 }
 
 impl Effect {
-    /// As written on the wire.
+    /// Returns the name used on the wire.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Read => "read",
@@ -92,7 +93,7 @@ impl Effect {
     }
 }
 
-/// What policy and approval look at.
+/// Risk level of a tool, for policies and approval.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Risk {
@@ -104,7 +105,7 @@ pub enum Risk {
 }
 
 impl Risk {
-    /// As written on the wire.
+    /// Returns the name used on the wire.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Low => "low",
@@ -115,12 +116,12 @@ impl Risk {
     }
 }
 
-/// A tool to use instead, when the first is known not to have taken effect.
+/// A tool to use instead when the first one certainly had no effect.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Alternate {
-    /// Its name.
+    /// Name of the fallback tool.
     pub tool: String,
-    /// How its arguments come from the first tool's; none = the same arguments.
+    /// Mapping from the first tool's arguments; `None` passes the same arguments.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub args: Option<crate::args::Mapping>,
 }
@@ -128,7 +129,7 @@ pub struct Alternate {
 /// One tool, as its owner described it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Definition {
-    /// The project it belongs to; none = every project has it (built-ins).
+    /// The project it belongs to; `None` for a tool of every project (built-in tools).
     pub project: Option<String>,
     pub name: String,
     pub description: String,
@@ -136,20 +137,20 @@ pub struct Definition {
     pub input_schema: Json,
     pub output_schema: Option<Json>,
     pub timeout_ms: u64,
-    /// Whether its calls are background tasks: the rest goes on, the result arrives later. `async`
-    /// on every wire.
+    /// True if its calls are background tasks: the caller continues, the result arrives later.
+    /// Named `async` on every wire.
     pub background: bool,
     pub effect: Effect,
     pub risk: Risk,
     pub policy: PolicyPatch,
     pub fallback: Vec<Alternate>,
     pub metadata: Option<Json>,
-    /// How it is executed; only of tools that a tool service or an HTTP API executes.
+    /// Execution settings; only for tools that a tool service or an HTTP API executes.
     pub utp: Option<crate::utp::Binding>,
 }
 
 impl Definition {
-    /// A fingerprint of everything that matters to who calls or approves it.
+    /// Returns a fingerprint of everything that matters to callers and approvers of the tool.
     pub fn version(&self) -> String {
         let mut hash = Sha256::new();
         hash.update(self.name.as_bytes());
@@ -172,7 +173,7 @@ impl Definition {
                 hash.update(parameters.canonical().as_bytes());
             }
         }
-        // What people and models are shown in place of the name.
+        // People and models see the title in place of the name.
         let metadata = self.metadata.as_ref().filter(|metadata| metadata.text().contains("title"));
         let title = metadata.and_then(|metadata| metadata.value().get("title").cloned());
         if let Some(title) = title.as_ref().and_then(serde_json::Value::as_str) {
@@ -184,7 +185,7 @@ impl Definition {
 }
 
 impl Definition {
-    /// What it says about arguments, and the schema that those which are executed must fit.
+    /// Returns the argument rules, and the schema that the executed arguments must match.
     pub(crate) fn rules(&self) -> (Option<Rules>, serde_json::Value) {
         let Some(utp) = &self.utp else { return (None, self.input_schema.value()) };
         let full = utp.parameters.as_ref().unwrap_or(&self.input_schema).value();
@@ -197,7 +198,8 @@ impl Definition {
         }
     }
 
-    /// Leaves of the schema what a model may decide, and keeps all of it for the execution.
+    /// Restricts the input schema to the arguments that a model may set; keeps the full schema for
+    /// execution.
     pub fn hide(&mut self) {
         let Some(utp) = &mut self.utp else { return };
         let Some(rules) = Rules::of(&utp.options.value()) else { return };
@@ -210,7 +212,7 @@ impl Definition {
     }
 }
 
-/// Lower-case hexadecimal.
+/// Formats bytes as lowercase hexadecimal.
 pub fn hex(bytes: &[u8]) -> String {
     use fmt::Write;
     bytes.iter().fold(String::with_capacity(bytes.len() * 2), |mut text, byte| {
@@ -219,7 +221,7 @@ pub fn hex(bytes: &[u8]) -> String {
     })
 }
 
-/// Why a text is not a tool's name.
+/// The error for a text that is not a tool name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "\"{0}\" is not a tool name: 1 to 128 letters, digits, '_', '-', '/' and single dots, \
@@ -240,10 +242,10 @@ pub fn check_name(name: &str) -> Result<(), NotAName> {
     }
 }
 
-/// The longest name of an upstream.
+/// Maximum length of an upstream's name.
 const MAX_UPSTREAM_NAME: usize = 40;
 
-/// Why a text is not the name of an upstream: its tools are called NAME.tool.
+/// Checks an upstream's name; its tools are named NAME.tool.
 pub fn check_upstream_name(name: &str) -> Result<(), String> {
     let plain = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'_' | b'-');
     let begins = name.bytes().next().is_some_and(|b| b.is_ascii_alphanumeric());

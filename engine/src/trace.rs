@@ -1,7 +1,7 @@
-//! The trace a call belongs to, in W3C's trace context. Pure.
+//! The trace of a call, in W3C Trace Context. Pure.
 //!
-//! The ids of a call's spans follow from the call's own id. So they need no room in the store, and
-//! what was handed on to an executor before a restart still has the right parent after it.
+//! The ids of a call's spans derive from the call's id. So the store need not hold them, and a span
+//! whose parent was sent to an executor before a restart still has the right parent after it.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,13 +9,12 @@ use std::str::FromStr;
 use crate::call::Call;
 use crate::id::CallId;
 
-/// The flag that says that the trace is recorded.
+/// The flag of a sampled trace.
 const SAMPLED: u8 = 1;
-/// The flags that version 00 knows: sampled, and that the trace's id is random.
+/// The flags of version 00: sampled, and random trace id.
 const KNOWN_FLAGS: u8 = 3;
 
-/// The header `traceparent`: a trace, the span in it that one comes from, and whether it is
-/// recorded.
+/// The header `traceparent`: a trace, the parent span, and the sampling flag.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TraceParent {
     pub trace_id: [u8; 16],
@@ -23,25 +22,25 @@ pub struct TraceParent {
     flags: u8,
 }
 
-/// The text is not a `traceparent`; it is then treated as if there were none.
+/// The error for a text that is not a `traceparent`; callers treat it like a missing one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("not a traceparent of W3C's trace context")]
 pub struct NotATraceParent;
 
 impl TraceParent {
-    /// Whether whoever sent it records the trace.
+    /// Returns true if the sender records the trace.
     pub fn is_sampled(&self) -> bool {
         self.flags & SAMPLED != 0
     }
 
-    /// The trace's id as it is written.
+    /// Returns the trace id in hexadecimal.
     pub fn trace_id_text(&self) -> String {
         let mut text = [0; 32];
         write_hex(&mut text, &self.trace_id);
         String::from_utf8_lossy(&text).into_owned()
     }
 
-    /// Another span of the same trace.
+    /// Returns another span of the same trace.
     fn with(self, span_id: [u8; 8], sampled: bool) -> Self {
         let flags = self.flags & !SAMPLED | if sampled { SAMPLED } else { 0 };
         Self { span_id, flags, ..self }
@@ -51,7 +50,7 @@ impl TraceParent {
 impl FromStr for TraceParent {
     type Err = NotATraceParent;
 
-    /// Reads version 00, and of later versions the part that version 00 knows, as W3C asks.
+    /// Parses version 00, and the version 00 part of later versions, as W3C requires.
     fn from_str(text: &str) -> Result<Self, NotATraceParent> {
         let bytes = text.as_bytes();
         let dashes = |at: usize| bytes.get(at) == Some(&b'-');
@@ -82,7 +81,7 @@ impl fmt::Display for TraceParent {
     }
 }
 
-/// Lower-case digits only: W3C permits no others.
+/// Parses lowercase digits only: W3C permits no others.
 fn hex<const N: usize>(text: &[u8]) -> Result<[u8; N], NotATraceParent> {
     let digit = |byte: u8| match byte {
         b'0'..=b'9' => Ok(byte - b'0'),
@@ -107,22 +106,22 @@ fn write_hex(text: &mut [u8], bytes: &[u8]) {
 /// The ids of a call's spans.
 #[derive(Debug, Clone, Copy)]
 pub struct Ids {
-    /// What the call was asked with; none when its trace begins here.
+    /// The `traceparent` of the request; `None` if the trace starts here.
     pub parent: Option<TraceParent>,
-    /// The call's own span.
+    /// The call's span.
     call: TraceParent,
     attempts: u64,
 }
 
 impl Ids {
-    /// The ids of this call's spans: always the same ones.
+    /// Returns the ids of this call's spans; the same call always has the same ids.
     pub fn of(call: &Call) -> Self {
         Self::new(&call.id, call.asked.traceparent.as_deref())
     }
 
     fn new(id: &CallId, traceparent: Option<&str>) -> Self {
         let parent = traceparent.and_then(|text| text.parse().ok());
-        // An id of zeros means none.
+        // An id of zeros is invalid.
         let [first, second, own, attempts] = spread(id.as_str().as_bytes()).map(|id| id.max(1));
         let begun_here = || TraceParent {
             trace_id: (u128::from(first) << 64 | u128::from(second)).to_be_bytes(),
@@ -133,27 +132,27 @@ impl Ids {
         Self { parent, call: trace.with(own.to_be_bytes(), trace.is_sampled()), attempts }
     }
 
-    /// The trace's id.
+    /// Returns the trace id.
     pub fn trace_id(&self) -> [u8; 16] {
         self.call.trace_id
     }
 
-    /// The call's own span.
+    /// Returns the call's span.
     pub fn call(&self, sampled: bool) -> TraceParent {
         self.call.with(self.call.span_id, sampled)
     }
 
-    /// The span of one of its attempts: what is handed on to whoever executes it.
+    /// Returns the span of one attempt, which the executor receives.
     pub fn attempt(&self, number: u32, sampled: bool) -> TraceParent {
-        // An odd step reaches every other id before it comes back to the first.
+        // An odd step visits every other id before it returns to the first.
         let step = u64::from(number).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let span_id = self.attempts.wrapping_add(step).max(1).to_be_bytes();
         self.call.with(span_id, sampled)
     }
 }
 
-/// Four numbers that look random and follow from these bytes. They need not resist anybody: whoever
-/// knows the call's id may know its spans'. A cryptographic digest would cost each call ten times
+/// Hashes bytes to four numbers that look random. They need not resist an attacker: the call's id
+/// is no secret from a reader of its spans. A cryptographic digest would cost each call ten times
 /// as much.
 fn spread(bytes: &[u8]) -> [u64; 4] {
     let (mut one, mut other) = (bytes.len() as u64, !(bytes.len() as u64));
@@ -167,7 +166,7 @@ fn spread(bytes: &[u8]) -> [u64; 4] {
     [1, 2, 3, 4].map(|n| mix(one.wrapping_add(other.rotate_left(16 * n))))
 }
 
-/// The finish of SplitMix64: every bit of the number changes about half of the others.
+/// The finalizer of SplitMix64: each input bit changes about half of the output bits.
 fn mix(number: u64) -> u64 {
     let number = (number ^ (number >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let number = (number ^ (number >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

@@ -1,14 +1,14 @@
-//! The loop: a model is asked, what it calls is executed, the results go back to it, until it
-//! answers or a limit is reached.
+//! The agent loop: sends a request to the model, executes the tool calls of its reply and returns
+//! their results to the model, until the model answers or a limit is reached.
 //!
-//! One turn is one request to the model and the execution of everything that its answer calls,
-//! through [`Engine::batch`]. [`Engine::run_turn`] does one, [`Engine::run`] as many as it takes;
-//! neither needs a server or a stored run. What is decided on the way (limits, repeated calls,
-//! what the model is told) is decided in `rules`, which is pure; `ask` is the request with its
-//! retries, `act` the execution, `offer` which tools the model is told of.
+//! One step is one request to the model and the execution of all calls of its reply through
+//! [`Engine::run_batch`]. [`Engine::run_agent_step`] runs one step, [`Engine::run_agent_loop`] as
+//! many as needed; neither requires a server or a stored run. `limits` holds the decisions (limits,
+//! repeated calls, messages to the model) and is pure; `request` sends the request with its
+//! retries, `execute` runs the calls, and `tool_selection` selects the tools that the model sees.
 //!
-//! A [`Talk`] is all there is to know about a conversation that goes on. It can be written down
-//! between any two turns, and also between the model's answer and the execution of what it calls.
+//! A [`Conversation`] is the complete state of an open conversation. It can be stored between any
+//! two steps, and also between the model's reply and the execution of its calls.
 
 mod act;
 mod ask;
@@ -37,25 +37,25 @@ pub(crate) use rules::{closing_of, readdressed, same_call};
 #[cfg(doc)]
 use crate::engine::Engine;
 
-/// How far a loop may go. When one of these is reached, the model is asked once more, without
+/// Limits of an agent loop. If one of them is reached, the model gets one last request, without
 /// tools, for the best answer it can give.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Limits {
-    /// Requests to the model, without the last one.
+    /// Maximum number of requests to the model, not counting the last one.
     pub steps: u32,
-    /// Calls of tools.
+    /// Maximum number of tool calls.
     pub calls: u32,
-    /// Calls of tools in one answer; what is beyond is not done, and the model is told.
+    /// Maximum number of tool calls in one reply; calls beyond it are not executed, and the model
+    /// is informed.
     pub calls_per_step: u32,
-    /// Tokens of all requests and answers together.
+    /// Maximum number of tokens of all requests and replies together.
     pub tokens: u64,
-    /// How long it works, without the time it sleeps until late results come.
+    /// Maximum active time, not counting the time spent waiting for late results.
     pub time_ms: u64,
-    /// A call that was made so often with the same arguments, and had the same result each time,
-    /// is not made again.
+    /// Number of identical calls with identical results after which the call is not executed again.
     pub repeats: u32,
-    /// Steps in a row in which every call failed.
+    /// Maximum number of consecutive steps in which every call failed.
     pub failures: u32,
 }
 
@@ -74,7 +74,7 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// The field that makes no sense, and what it must be.
+    /// Returns the first invalid field and its valid range.
     pub fn problem(&self) -> Option<(&'static str, String)> {
         let ranges = [
             ("steps", u64::from(self.steps), 1, 10_000),
@@ -91,16 +91,16 @@ impl Limits {
     }
 }
 
-/// How a model is asked, and asked again.
+/// Settings for requests to the model and their retries.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Asking {
-    /// How often it is asked again after a fault that may pass.
+    /// Maximum number of retries after a transient error.
     pub retries: u32,
     pub backoff: Backoff,
-    /// The longest that one request may take.
+    /// Maximum duration of one request.
     pub request_ms: u64,
-    /// The longest answer.
+    /// Maximum size of a reply.
     pub max_answer_bytes: usize,
 }
 
@@ -115,26 +115,26 @@ impl Default for Asking {
     }
 }
 
-/// How calls are executed.
+/// Settings for the execution of calls.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Acting {
-    /// Which calls of one answer run side by side; those that only read, unless said.
+    /// Selects the calls of one reply that run concurrently; by default the read-only ones.
     pub mode: Side,
     pub max_parallel: Option<usize>,
-    /// How long each call has; unless said, as long as its tool says.
+    /// Timeout of each call. Defaults to the tool's own.
     pub timeout_ms: Option<u64>,
-    /// How many attempts may follow the first of each call; unless said, as the policies say.
+    /// Maximum number of retries of each call. Defaults to the execution policies.
     pub max_retries: Option<u32>,
-    /// How long the model is kept waiting for the calls of one answer. What has not ended then
-    /// goes on, and its result comes late.
+    /// Maximum time to wait for the calls of one reply. A call that has not ended by then
+    /// continues, and its result arrives late.
     pub wait_ms: Option<u64>,
-    /// How many tokens the results of one answer may have together; long ones are digests.
+    /// Maximum number of tokens of the results of one reply together; long results become digests.
     pub result_tokens: Option<usize>,
 }
 
 impl Acting {
-    /// The field that makes no sense, and what it must be.
+    /// Returns the first invalid field and its valid range.
     pub fn problem(&self, limits: &crate::engine::Limits) -> Option<(&'static str, String)> {
         let number = |value: Option<usize>| value.map(|value| value as u64);
         let ranges = [
@@ -151,10 +151,10 @@ impl Acting {
     }
 }
 
-/// How many tokens the results of one answer have together where nobody says otherwise.
+/// Default for the number of tokens of the results of one reply together.
 pub const RESULT_TOKENS: usize = 8_000;
 
-/// [`Mode`] as it is written down.
+/// Serializable form of [`BatchMode`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Side {
@@ -174,59 +174,60 @@ impl From<Side> for Mode {
     }
 }
 
-/// What is agreed for a conversation.
+/// Options of a conversation.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Terms {
     /// The model, as its endpoint names it.
     pub model: String,
-    /// What its calls are grouped by.
+    /// Id that groups the calls of the conversation.
     pub run_id: String,
-    /// Which tools of the crib are offered, by names and patterns (`weather.*`); none = all that
-    /// the caller may call.
+    /// Names and patterns (`weather.*`) of the Toolcrib tools that the model sees; `None` means all
+    /// tools that the caller may call.
     pub tools: Option<Vec<String>>,
-    /// Tools that the asker runs itself, in the chat form; their calls are handed back to it.
+    /// Tools that the caller executes itself, in the chat format. The loop returns their calls to
+    /// the caller.
     pub own_tools: Vec<Value>,
-    /// What else goes into each request to the model: `temperature`, `max_tokens`, ….
+    /// Other fields of each request to the model: `temperature`, `max_tokens`, ….
     pub settings: Map<String, Value>,
     pub limits: Limits,
     pub asking: Asking,
     pub acting: Acting,
-    /// Calls get idempotency keys made of this, the step and their place, so that a step that is
-    /// done again after a crash makes none twice. It must be used for one conversation only.
+    /// Prefix of the calls' idempotency keys, followed by the step and the call's index, so that a
+    /// step repeated after a crash executes no call twice. Must be unique to one conversation.
     pub key: Option<String>,
-    /// A label of the calls; never used to decide anything.
+    /// A label of the calls; never used for a decision.
     pub user_id: Option<String>,
-    /// The trace the calls are made in, as W3C's `traceparent`.
+    /// W3C `traceparent` of the trace that the calls belong to.
     pub traceparent: Option<String>,
 }
 
 impl Terms {
-    /// A conversation with this model, with all tools the caller may call.
+    /// Creates options for this model, with all tools that the caller may call.
     pub fn new(model: impl Into<String>, run_id: impl Into<String>) -> Self {
         Self { model: model.into(), run_id: run_id.into(), ..Self::default() }
     }
 }
 
-/// A call whose result comes late.
+/// A call whose result arrives late.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Awaited {
     pub tool_call_id: CallId,
-    /// The model's own id of it.
+    /// The model's own id of the call.
     pub call_id: String,
-    /// The tool, as the model knows it.
+    /// The tool's model-facing name.
     pub name: String,
 }
 
-/// How often the same call was made in a row with the same result.
+/// Counts consecutive identical calls with the same result.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Seen {
     pub times: u32,
-    /// A hash of what the model was told.
+    /// Hash of the content that the model received.
     pub told: u64,
 }
 
-/// Why the next request to the model is the last.
+/// The reason why the next request to the model is the last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Closing {
@@ -234,18 +235,18 @@ pub enum Closing {
     Calls,
     Tokens,
     Time,
-    /// It goes on making the same calls.
+    /// The model keeps making the same calls.
     Repeats,
-    /// Its calls fail again and again.
+    /// The model's calls keep failing.
     Failures,
 }
 
 impl Closing {
-    /// Every one.
+    /// All reasons.
     pub const ALL: [Self; 6] =
         [Self::Steps, Self::Calls, Self::Tokens, Self::Time, Self::Repeats, Self::Failures];
 
-    /// As written on the wire.
+    /// Returns the reason's name on the wire.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Steps => "steps",
@@ -258,7 +259,7 @@ impl Closing {
     }
 }
 
-/// What had been used up when the user last spoke: limits count from there.
+/// Usage at the time of the last user message: limits count from there.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Spent {
     pub steps: u32,
@@ -267,45 +268,45 @@ pub struct Spent {
     pub spent_ms: u64,
 }
 
-/// How far a conversation has come, beside its messages.
+/// Progress of a conversation, apart from its messages.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Progress {
-    /// Answers of the model so far.
+    /// Number of replies of the model so far.
     pub steps: u32,
     pub calls: u32,
     pub failed_calls: u32,
     pub usage: Usage,
-    /// How long it has worked.
+    /// Active time so far.
     pub spent_ms: u64,
     pub since: Spent,
-    /// An answer that was given and not acted on yet.
+    /// A reply whose calls have not been executed yet.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reply: Option<Reply>,
-    /// Nobody wants what that answer calls any more: what is not begun is not made.
+    /// True if the calls of that reply were canceled: calls that have not started are not executed.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub canceled: bool,
-    /// Calls whose results come late.
+    /// Calls whose results arrive late.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub awaited: Vec<Awaited>,
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub seen: BTreeMap<String, Seen>,
-    /// Steps in a row in which nothing but repeated calls was asked for.
+    /// Number of consecutive steps that contained nothing but repeated calls.
     pub stubborn: u32,
-    /// Steps in a row in which every call failed.
+    /// Number of consecutive steps in which every call failed.
     pub failures: u32,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub closing: Option<Closing>,
 }
 
 impl Progress {
-    /// What has been used up so far.
+    /// Returns the usage so far.
     pub fn spent(&self) -> Spent {
         let tokens = self.usage.prompt_tokens.saturating_add(self.usage.completion_tokens);
         Spent { steps: self.steps, calls: self.calls, tokens, spent_ms: self.spent_ms }
     }
 
-    /// It is taken up again: what was counted for the limits begins anew.
+    /// Resets the counters of the limits when the conversation is resumed.
     pub(crate) fn count_anew(&mut self) {
         self.since = self.spent();
         (self.stubborn, self.failures) = (0, 0);
@@ -315,32 +316,32 @@ impl Progress {
     }
 }
 
-/// A conversation that goes on.
+/// An open conversation.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Talk {
-    /// In the chat form.
+    /// The messages, in the chat format.
     pub messages: Vec<Value>,
     #[serde(default)]
     pub progress: Progress,
 }
 
 impl Talk {
-    /// A conversation that begins with these messages.
+    /// Creates a conversation that begins with these messages.
     pub fn new(messages: Vec<Value>) -> Self {
         Self { messages, progress: Progress::default() }
     }
 
-    /// The user asks something.
+    /// Creates a conversation that begins with a user message.
     pub fn question(text: &str) -> Self {
         Self::new(vec![serde_json::json!({ "role": "user", "content": text })])
     }
 
-    /// The user says something more: what was counted for the limits begins anew.
+    /// Adds user messages and resets the counters of the limits.
     pub fn say(&mut self, messages: Vec<Value>) {
         self.messages.extend(messages);
         let before = std::mem::take(&mut self.progress);
         self.progress = Progress {
-            // Numbers of steps are part of the keys of calls, and never come again.
+            // Step numbers are part of the calls' idempotency keys and are never reused.
             steps: before.steps,
             calls: before.calls,
             failed_calls: before.failed_calls,
@@ -354,52 +355,52 @@ impl Talk {
     }
 }
 
-/// The last word of the model.
+/// The final answer of the model.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct FinalAnswer {
     pub text: String,
     pub stopped: Stopped,
-    /// The limit at which it was asked for it.
+    /// The limit that triggered the last request, if one did.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub closing: Option<Closing>,
 }
 
-/// What a turn came to.
+/// The outcome of a step.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Next {
-    /// Its calls were executed and the results are in the conversation: the model can be asked
-    /// again.
+    /// The calls were executed and their results are in the conversation: the next request can
+    /// follow.
     GoesOn,
-    /// The model has answered.
+    /// The model gave its final answer.
     Answered(FinalAnswer),
-    /// The model called tools that the asker runs itself. The crib's own calls of the same answer
-    /// are done and answered in the conversation; these wait for messages of the asker.
+    /// The model called caller tools. The Toolcrib calls of the same reply have been executed and
+    /// answered in the conversation; these calls await messages from the caller.
     HandedBack(Vec<Wanted>),
-    /// The model has nothing to do until late results come. What it said meanwhile is in the
+    /// The model has nothing to do until late results arrive. Any text of its reply is in the
     /// conversation.
     Sleeps,
 }
 
-/// What happens in a loop, told while it happens.
+/// An event of the agent loop, emitted as it happens.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Happening<'a> {
-    /// The model is asked.
+    /// A request is sent to the model.
     Asking { step: u32, last: bool },
-    /// A piece of its answer.
+    /// A delta of the reply.
     Piece { step: u32, piece: Piece },
-    /// There was no answer; the model is asked again after a wait. Pieces that were told are void.
+    /// The request failed and is retried after a wait. Deltas emitted so far are void.
     AskingAgain { step: u32, retry: u32, wait_ms: u64, why: &'a Fault },
-    /// The whole answer. Nothing of it has been executed.
+    /// The complete reply. None of its calls has been executed.
     Replied { step: u32, reply: &'a Reply },
-    /// A call has ended, or goes on in the background, or was refused.
+    /// A call ended, continues in the background, or was refused.
     Settled { step: u32, settled: &'a Settled, message: &'a Value },
-    /// A result that came late is in the conversation.
+    /// A late result was added to the conversation.
     Late { call: &'a Awaited, message: &'a Value },
 }
 
-/// Who is told what happens.
+/// Receives the events of an agent loop.
 pub type Watch<'a> = &'a (dyn Fn(Happening<'_>) + Send + Sync);
 
-/// Nobody is told.
+/// Discards an event.
 pub fn unwatched(_: Happening<'_>) {}

@@ -1,8 +1,8 @@
-//! UTP's words: how a tool service is addressed, what a turn is, what waits where. Pure.
+//! The records of UTP: bindings, routes, turns, inbox items, outbox messages. Pure.
 //!
-//! UTP is the protocol of tools over NATS: a command points at a `tool.call` card, a tool service
-//! writes a `tool.result` card and reports it. The types here are kept as JSON by the stores, so a
-//! field that is added has a default.
+//! UTP is a protocol for tools over NATS: a command points at a `tool.call` card; a tool service
+//! writes a `tool.result` card and reports it. The stores hold these types as JSON, so a new field
+//! needs a default.
 
 pub mod card;
 pub mod news;
@@ -19,29 +19,29 @@ use crate::json::Json;
 
 pub use card::Card;
 
-/// Names that belong to the protocol's own internal tools.
+/// Tool names reserved for the protocol.
 pub const RESERVED_NAMES: [&str; 5] =
     ["delegate_async", "launch_principal", "ask_expert", "fork_join", "provision_agent"];
 
-/// The channel of what nobody gave one.
+/// The channel used if none is given.
 pub const DEFAULT_CHANNEL: &str = "public";
 
-/// How deep agents may call agents.
+/// Maximum depth of agents that call agents.
 pub const MAX_DEPTH: u32 = 20;
 
-/// What becomes of the turn when the result is in.
+/// Effect of a tool's result on the turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AfterExecution {
-    /// It goes on.
+    /// The turn continues.
     #[default]
     Suspend,
-    /// It ends.
+    /// The turn ends.
     Terminate,
 }
 
 impl AfterExecution {
-    /// As written on the wire.
+    /// Returns the name used on the wire.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Suspend => "suspend",
@@ -62,24 +62,24 @@ impl FromStr for AfterExecution {
     }
 }
 
-/// How a project's own tool is executed: the part of its definition that no model sees.
+/// Execution settings of a project's tool: the part of its definition that no model sees.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Binding {
-    /// Where its commands go, with `{project_id}` and `{channel_id}` still in it; none when the
-    /// crib executes it itself.
+    /// Subject of its commands, with the placeholders `{project_id}` and `{channel_id}`; `None` if
+    /// the server executes it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub target_subject: Option<String>,
     pub after_execution: AfterExecution,
-    /// An object, kept as it was given: `args`, `envs`, `jina` and whatever a service looks for.
+    /// A JSON object, stored as given: `args`, `envs`, `jina` and any options of the service.
     #[serde(default = "Json::empty_object")]
     pub options: Json,
-    /// The schema of all arguments, where a model is not shown all of it.
+    /// The schema of all arguments, if models see only a part of it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parameters: Option<Json>,
 }
 
 impl Binding {
-    /// How long a call may take, where the options say so.
+    /// Returns the timeout of a call, if the options set one.
     pub fn timeout_ms(&self) -> Option<u64> {
         let options = self.options.value();
         let named = ["suspend_timeout_seconds", "timeout_seconds"];
@@ -88,7 +88,7 @@ impl Binding {
     }
 }
 
-/// How a tool service says that a call ended.
+/// The status of an ended call as a tool service reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ToolStatus {
@@ -104,7 +104,7 @@ impl ToolStatus {
     pub const ALL: [Self; 5] =
         [Self::Success, Self::Failed, Self::Canceled, Self::Timeout, Self::Partial];
 
-    /// As written on the wire.
+    /// Returns the name used on the wire.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Success => "success",
@@ -115,7 +115,7 @@ impl ToolStatus {
         }
     }
 
-    /// How an ended call is called here; none while it is open.
+    /// Returns the status of an ended call; `None` while it is open.
     pub fn of(call: &Call) -> Option<Self> {
         let partial = call.outcome.as_ref().is_some_and(|outcome| outcome.partial);
         match call.status {
@@ -137,7 +137,7 @@ impl FromStr for ToolStatus {
     }
 }
 
-/// Whose call it is, in UTP's terms: what a report must name to be taken.
+/// The identity of a call in UTP; a report must match it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Route {
     pub agent_id: String,
@@ -154,13 +154,13 @@ pub struct Route {
     pub context_box_id: Option<String>,
     #[serde(default)]
     pub depth: u32,
-    /// The project it was made in, where another executes it.
+    /// The project that made the call, if another project executes it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub project: Option<String>,
 }
 
 impl Route {
-    /// The route of a call. One that was not made in a turn has its run for a turn, of one epoch.
+    /// Returns the route of a call. A call outside any turn uses its run as the turn, with epoch 1.
     pub fn of(call: &Call) -> Self {
         if let Some(turn) = &call.asked.turn {
             let mut route = turn.as_ref().clone();
@@ -184,7 +184,8 @@ impl Route {
     }
 }
 
-/// A tool service answers a call it knows from memory, so an alternate needs an id of its own.
+/// Returns the call id for the current target. A tool service answers a known id from memory, so a
+/// fallback needs a separate id.
 fn numbered(id: &str, call: &Call) -> String {
     match call.target.tool == call.tool_name {
         true => id.to_owned(),
@@ -192,22 +193,22 @@ fn numbered(id: &str, call: &Call) -> String {
     }
 }
 
-/// Where a turn stands.
+/// Status of a turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TurnStatus {
-    /// Somebody has the lease and thinks.
+    /// A worker holds the lease.
     Running,
-    /// Calls are out; it goes on when all of them are in.
+    /// Calls are in flight; the turn resumes when all results are in.
     Suspended,
     Finished,
     Stopped,
-    /// Its lease ran out and nobody renewed it.
+    /// The lease expired without renewal.
     Expired,
 }
 
 impl TurnStatus {
-    /// As written on the wire.
+    /// Returns the name used on the wire.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Running => "running",
@@ -218,7 +219,7 @@ impl TurnStatus {
         }
     }
 
-    /// Whether it can never go on.
+    /// Returns true if the turn can never continue.
     pub fn is_over(self) -> bool {
         matches!(self, Self::Finished | Self::Stopped)
     }
@@ -230,14 +231,14 @@ pub struct Turn {
     pub project: String,
     pub agent_id: String,
     pub turn_id: String,
-    /// Rises with every lease, resume and stop: what names an older one is refused.
+    /// Increases with every lease, resume and stop; messages with an older epoch are rejected.
     pub epoch: u64,
     pub status: TurnStatus,
     pub channel: String,
-    /// The step whose calls are out, or were last.
+    /// The step whose calls are in flight, or the last one.
     #[serde(default)]
     pub step_id: Option<String>,
-    /// The steps that were dispatched in this epoch and not gone on from: it waits for all of them.
+    /// The steps dispatched in this epoch and not resumed yet: the turn waits for all of them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub steps: Vec<String>,
     #[serde(default)]
@@ -250,15 +251,15 @@ pub struct Turn {
     pub context_box_id: Option<String>,
     #[serde(default)]
     pub depth: u32,
-    /// While running: until when the lease holds.
+    /// While running: expiry of the lease.
     pub lease_until_ms: u64,
     pub lease_ms: u64,
-    /// While suspended: when the last of its calls must be in.
+    /// While suspended: deadline for the last of its results.
     #[serde(default)]
     pub resume_deadline_ms: Option<u64>,
     pub created_ms: u64,
     pub updated_ms: u64,
-    /// Why it ended.
+    /// The reason why the turn ended.
     #[serde(default)]
     pub reason: Option<String>,
     /// Counts the saved states, from 1.
@@ -266,7 +267,7 @@ pub struct Turn {
 }
 
 impl Turn {
-    /// The steps whose calls are out, or were last.
+    /// Returns the steps whose calls are in flight, or the last ones.
     pub fn last_steps(&self) -> &[String] {
         match self.steps.is_empty() {
             true => self.step_id.as_slice(),
@@ -285,7 +286,7 @@ pub struct Waiting {
     pub step_id: String,
     pub tool_call_id: String,
     pub tool_name: String,
-    /// The call; none when it was refused before there could be one.
+    /// The call; `None` if it was refused before it was created.
     #[serde(default)]
     pub call_id: Option<String>,
     /// The card of its result, once it is in.
@@ -295,7 +296,7 @@ pub struct Waiting {
     pub inbox_id: Option<String>,
 }
 
-/// Something that waits for an agent until it has taken it.
+/// An item in an agent's inbox, until the agent acknowledges it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct InboxItem {
     /// `inbox_…`
@@ -306,7 +307,7 @@ pub struct InboxItem {
     pub message_type: String,
     pub turn_id: String,
     pub tool_call_id: String,
-    /// As UTP writes it.
+    /// The payload as UTP writes it.
     pub payload: Map<String, Value>,
     pub traceparent: String,
     #[serde(default)]
@@ -320,26 +321,26 @@ pub struct InboxItem {
     pub created_ms: u64,
 }
 
-/// A message that is to be published, after the commit that it follows from.
+/// A message to publish after the commit of the change that it announces.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Letter {
-    /// Also the message's id at the broker, which drops what it has seen.
+    /// Also the message id at the broker, which drops duplicates.
     pub id: String,
-    /// What comes after `cg.<version>.`.
+    /// The subject without the prefix `cg.<version>.`.
     pub subject: String,
     pub headers: Vec<(String, String)>,
     pub payload: Value,
-    /// When nobody needs it any more.
+    /// Time after which the message is obsolete.
     pub expires_ms: u64,
 }
 
-/// A message that could not be taken.
+/// A message that could not be processed.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DeadLetter {
     /// `dl_…`
     pub id: String,
     pub project: String,
-    /// `report`, `command` or `letter`: a wakeup or an event.
+    /// `report`, `command` or `letter` (a wakeup or an event).
     pub kind: String,
     /// One word: `malformed`, `orphan`, `wrong_turn`, `wrong_epoch`, …
     pub reason: String,
@@ -347,33 +348,33 @@ pub struct DeadLetter {
     pub subject: String,
     #[serde(default)]
     pub headers: Map<String, Value>,
-    /// As it came, cut to a readable length.
+    /// The payload as received, truncated to a readable length.
     pub payload: String,
-    /// Whether something was cut off: then it cannot be tried again.
+    /// True if the payload was truncated; such a message cannot be redriven.
     #[serde(default)]
     pub cut: bool,
     pub created_ms: u64,
     #[serde(default)]
     pub redriven_ms: Option<u64>,
-    /// What the last try came to.
+    /// Result of the last redrive.
     #[serde(default)]
     pub last_try: Option<String>,
 }
 
-/// An agent that can be woken.
+/// An agent that Toolcrib can wake.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Member {
     pub project: String,
     pub agent_id: String,
-    /// Where its wakeups go: `cmd.agent.<worker_target>.wakeup`.
+    /// Target of its wakeups: `cmd.agent.<worker_target>.wakeup`.
     pub worker_target: String,
     pub profile: Option<Json>,
-    /// The tools it may call in a turn; none = all that the rules allow it.
+    /// The tools it may call in a turn; `None` for every tool that the rules allow.
     pub allowed_tools: Option<Vec<String>>,
     pub updated_ms: u64,
 }
 
-/// Whether a text can stand between the dots of a subject.
+/// Returns true if a text is a valid token of a subject.
 pub fn is_token(text: &str) -> bool {
     let plain = |c: char| c.is_ascii_graphic() && !matches!(c, '.' | '*' | '>');
     (1..=128).contains(&text.len()) && text.chars().all(plain)

@@ -1,13 +1,13 @@
-//! The crib as a client, for the public MCP conformance suite: the real engine, store and source,
-//! with the suite's server as an upstream whose every tool is called.
+//! Toolcrib as an MCP client, for the public MCP conformance suite: the real engine, store and
+//! source, with the suite's server as an upstream. The program calls every tool of it.
 //!
 //! ```console
 //! $ npx -y @modelcontextprotocol/conformance@0.2.0-alpha.12 client \
 //!       --command target/debug/examples/conformance_client --requirements 2026-07-28
 //! ```
 //!
-//! What a tool asks is answered as its schema wants it; what lies beside the tools is read. Where
-//! somebody must sign in, the address that the crib shows is opened, as a person's browser would.
+//! It answers elicitations with values that match their schemas, and reads resources and prompts.
+//! When a sign-in is required, it opens the URL that Toolcrib shows, as a browser would.
 
 use std::time::Duration;
 
@@ -24,13 +24,13 @@ use toolcrib_server::sources::mcp::{McpOauth, McpSettings};
 
 const NAME: &str = "suite";
 
-/// Where the suite believes that our client describes itself.
+/// The URL at which the suite expects the metadata of our OAuth client.
 const CLIENT: &str = "https://conformance-test.local/client-metadata.json";
 
-/// How often somebody signs in.
+/// Maximum number of sign-ins.
 const ENOUGH: usize = 5;
 
-/// How long the suite's server may take to be there, and how long it may be away for good.
+/// Maximum time until the suite's server is ready, and downtime after which it counts as gone.
 const PATIENCE: Duration = Duration::from_secs(60);
 const AWAY: Duration = Duration::from_secs(8);
 
@@ -75,13 +75,13 @@ async fn main() -> anyhow::Result<()> {
     done.context("it took too long")?
 }
 
-/// What the suite says about this run.
+/// Returns the suite's context for this run.
 fn context() -> Value {
     let context = std::env::var("MCP_CONFORMANCE_CONTEXT").unwrap_or_default();
     serde_json::from_str(&context).unwrap_or_default()
 }
 
-/// Who we are at the suite's issuer, where it has been told beforehand.
+/// Returns the OAuth settings, with the credentials that the suite provides.
 fn oauth(context: &Value) -> anyhow::Result<McpOauth> {
     let mut settings = json!({ "client_metadata_url": CLIENT });
     for (ours, theirs) in [
@@ -101,7 +101,7 @@ fn oauth(context: &Value) -> anyhow::Result<McpOauth> {
     Ok(serde_json::from_value(settings)?)
 }
 
-/// Somebody who opens every address that the crib shows, once, until it has been enough.
+/// Opens every sign-in URL that Toolcrib shows, once each, up to a maximum.
 async fn person(crib: &str) -> anyhow::Error {
     let browser = reqwest::Client::new();
     let mut opened = std::collections::HashSet::new();
@@ -118,12 +118,12 @@ async fn person(crib: &str) -> anyhow::Error {
     }
 }
 
-/// The suite's server as the crib shows it.
+/// Reads the state of the suite's server from Toolcrib.
 async fn source(browser: &reqwest::Client, crib: &str) -> anyhow::Result<Value> {
     Ok(browser.get(crib).send().await?.json().await?)
 }
 
-/// Waits until the suite's server is there, or is away for good.
+/// Waits until the suite's server is ready. Fails when it stays away.
 async fn there(crib: &str) -> anyhow::Result<()> {
     let (browser, began) = (reqwest::Client::new(), std::time::Instant::now());
     let mut seen = std::time::Instant::now();
@@ -169,7 +169,7 @@ async fn run(served: &Served, crib: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Whether a call wanted more rights than there were, and somebody has given them.
+/// Returns true if a call required more scopes than granted, and a sign-in has granted them.
 async fn more_rights(crib: &str) -> anyhow::Result<bool> {
     let (browser, began) = (reqwest::Client::new(), std::time::Instant::now());
     let mut asked = false;
@@ -183,7 +183,8 @@ async fn more_rights(crib: &str) -> anyhow::Result<bool> {
     Ok(false)
 }
 
-/// What to call: what the suite names, and every other tool with what its schema demands.
+/// Returns the calls to make: those that the suite names, and every other tool with the arguments
+/// its schema requires.
 fn calls(engine: &Engine, caller: &Caller) -> Vec<(String, Value)> {
     let context = context();
     let named = context["toolCalls"].as_array().into_iter().flatten();
@@ -203,7 +204,7 @@ fn calls(engine: &Engine, caller: &Caller) -> Vec<(String, Value)> {
             continue;
         }
         let args = match theirs {
-            // It wants to see what we know of another tool.
+            // This tool expects the schema of another tool.
             "json_schema_echo" => json!({ "schema": schema_of("json_schema_2020_12_tool") }),
             _ => fitting(&tool.definition.input_schema.value()),
         };
@@ -212,13 +213,13 @@ fn calls(engine: &Engine, caller: &Caller) -> Vec<(String, Value)> {
     calls
 }
 
-/// Without what is null: it does not fit the schema, and means that nothing is given.
+/// Removes null arguments: null does not match the schemas, and means that no value is given.
 fn given(args: &Value) -> Value {
     let each = args.as_object().into_iter().flatten().filter(|(_, value)| !value.is_null());
     Value::Object(each.map(|(name, value)| (name.clone(), value.clone())).collect())
 }
 
-/// A value that fits a simple schema.
+/// Returns a value that matches a simple schema.
 fn fitting(schema: &Value) -> Value {
     if let Some(first) = schema["enum"].as_array().and_then(|words| words.first()) {
         return first.clone();
@@ -237,7 +238,7 @@ fn fitting(schema: &Value) -> Value {
     }
 }
 
-/// A call to its end; what is asked on the way is answered.
+/// Runs a call to its end and answers its elicitations.
 async fn call(engine: &Engine, caller: &Caller, asked: Invocation) -> anyhow::Result<Call> {
     let ticket = engine.invoke(caller, asked).await?;
     let mut call = ticket.call.clone();
@@ -253,7 +254,7 @@ async fn call(engine: &Engine, caller: &Caller, asked: Invocation) -> anyhow::Re
     Ok((*call).clone())
 }
 
-/// Fields with a default are left to it.
+/// Answers an elicitation. Omits fields that have a default.
 fn answered((key, question): (String, Value)) -> (String, Value) {
     let schema = &question["params"]["requestedSchema"]["properties"];
     let fields = schema.as_object().into_iter().flatten();

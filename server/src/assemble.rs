@@ -1,5 +1,5 @@
-//! Puts the parts together: the store, the engine, the built-in tools, the doors. Constructs and
-//! connects; decides nothing.
+//! Bootstrap: builds the store, the engine, the built-in tools and the transports from the settings
+//! and connects them. Makes no decisions.
 
 use std::fs::File;
 use std::net::SocketAddr;
@@ -25,7 +25,8 @@ use crate::upstreams::Keeper;
 use crate::utp::Link;
 use crate::webhooks::Webhooks;
 
-/// A server's engine, and what keeps its database its own.
+/// A started server: the engine, its transports and its MCP servers, with the lock that keeps a
+/// SQLite database exclusive to this process.
 pub struct Served {
     pub engine: Engine,
     keeper: Arc<Keeper>,
@@ -36,54 +37,57 @@ pub struct Served {
 }
 
 impl Served {
-    /// All doors of the server that are reached over HTTP.
+    /// Returns the router of all HTTP transports, including MCP.
     pub fn router(&self, config: &Config) -> axum::Router {
         doors(config, &self.engine, Some(&self.keeper))
     }
 
-    /// The MCP door of the server.
+    /// Returns the MCP transport of the server.
     pub fn mcp_door(&self, config: &Config) -> mcp::Door {
         let settings = mcp_settings(config);
         mcp::Door::with_shelf(self.engine.clone(), settings, self.keeper.shelf())
     }
 
-    /// Whether an upstream is there, once that is known or the time is over.
+    /// Returns true if the MCP server is connected. Waits until that is decided, at most `limit`.
     pub async fn ready(&self, project: &str, upstream: &str, limit: Duration) -> bool {
         self.keeper.ready(project, upstream, limit).await
     }
 
-    /// What is wrong with an upstream.
+    /// Returns the current problem of an MCP server, or an empty string.
     pub fn problem(&self, project: &str, upstream: &str) -> String {
         self.keeper.problem(project, upstream).unwrap_or_default()
     }
 
-    /// The server listens here: people's browsers reach it so, unless the settings say otherwise.
+    /// Sets the address that the server listens on as the base of its browser-facing URLs, unless
+    /// the settings give a public URL.
     pub fn listens(&self, config: &Config, address: SocketAddr) {
         if config.upstreams.public_url.is_none() {
             self.keeper.set_base(crate::config::local_url(address));
         }
     }
 
-    /// What lies beside the tools of upstreams.
+    /// Returns the passthrough for what upstreams offer besides tools: resources and prompts.
     pub fn shelf(&self) -> Arc<crate::upstreams::Beside> {
         self.keeper.shelf()
     }
 
-    /// After the engine's shutdown: ends the programs that were started for their tools.
+    /// Stops the MCP servers that were started as child processes. Call it after the engine's
+    /// shutdown.
     pub async fn close(&self) {
         self.keeper.close().await;
     }
 
-    /// Sends the spans and metrics that still wait, within a limit; after the engine's shutdown.
+    /// Sends the queued spans and metrics, for at most `limit`. Call it after the engine's
+    /// shutdown.
     pub async fn flush(&self, limit: Duration) {
         let Some(otlp) = self.otlp.clone() else { return };
         let _ = tokio::task::spawn_blocking(move || otlp.stop(limit)).await;
     }
 }
 
-/// The engine of a server: it takes up what is open and runs its reconcilers.
+/// Starts a server: opens its store exclusively, resumes open calls and starts the reconcilers.
 pub async fn engine(config: &Config) -> anyhow::Result<Served> {
-    // Before the first call is counted: what is counted without a collector is lost.
+    // Installed before the first call: anything counted without a recorder is lost.
     telemetry::metrics();
     let (store, lock) = kept::serve(&config.kept()?).await?;
     let otlp = Otlp::start(&config.telemetry).await?;
@@ -134,14 +138,14 @@ pub async fn engine(config: &Config) -> anyhow::Result<Served> {
     Ok(Served { engine, keeper, otlp, _nats: nats, _rows: rows, _lock: lock })
 }
 
-/// An engine for a look at the directory or a change to it: it runs nothing by itself, and may be
-/// used beside a running server.
+/// Opens an engine for administration: it reads and changes the directory but executes nothing, so
+/// it is safe to use beside a running server.
 pub async fn operator(config: &Config) -> anyhow::Result<Engine> {
     let store = kept::look(&config.kept()?).await?;
     Ok(Engine::builder().store(store).limits(config.limits()).idle().await?)
 }
 
-/// The HTTP door of a server.
+/// Builds the state that the handlers of the HTTP transport share.
 fn door(config: &Config, engine: Engine, keeper: Option<&Arc<Keeper>>) -> Door {
     let settings = Settings {
         max_body_bytes: config.limits.max_body_bytes,
@@ -178,7 +182,7 @@ fn mcp_settings(config: &Config) -> mcp::Settings {
     }
 }
 
-/// All doors of an engine that are reached over HTTP, without upstreams behind it.
+/// Returns the router of all HTTP transports of an engine that has no MCP servers.
 pub fn router(config: &Config, engine: Engine) -> axum::Router {
     doors(config, &engine, None)
 }
@@ -196,7 +200,7 @@ fn doors(config: &Config, engine: &Engine, keeper: Option<&Arc<Keeper>>) -> axum
     router.merge(mcp::router(door))
 }
 
-/// What asks HTTP APIs.
+/// Builds the source that calls HTTP APIs.
 pub fn http_tools(config: &Config) -> anyhow::Result<HttpTools> {
     HttpTools::new(config.http.clone()).map_err(|why| anyhow::anyhow!("http.{why}"))
 }
@@ -209,7 +213,7 @@ fn webhooks(config: &Config) -> anyhow::Result<Webhooks> {
         .map_err(|why| anyhow::anyhow!("callbacks cannot be signed: {why}"))
 }
 
-/// The tools that come with the server, as configured.
+/// Returns the built-in tools that the settings enable.
 pub fn builtin_tools(config: &Config) -> anyhow::Result<Vec<Arc<dyn Tool>>> {
     let mut tools = Vec::new();
     if config.builtin.enabled {
@@ -226,11 +230,11 @@ pub fn builtin_tools(config: &Config) -> anyhow::Result<Vec<Arc<dyn Tool>>> {
     Ok(tools)
 }
 
-/// Arguments that nobody looks at.
+/// Arguments of a tool that ignores them.
 #[derive(serde::Deserialize, schemars::JsonSchema)]
 struct Anything {}
 
-/// What the benchmark calls: as little as a tool can be.
+/// The minimal tool that the benchmark calls.
 fn noop() -> FnTool {
     let nothing = |_: Anything| async { Ok::<_, String>(serde_json::json!({})) };
     FnTool::new("bench.noop", "Does nothing and returns {}: for the benchmark", nothing)

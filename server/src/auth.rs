@@ -1,4 +1,4 @@
-//! Making secrets, and recognising who sends one.
+//! Generates secrets and authenticates requests.
 
 pub mod oauth;
 
@@ -6,14 +6,14 @@ use axum::http::{HeaderMap, header};
 use toolcrib::fault::{Code, Error};
 use toolcrib::{Caller, Engine};
 
-/// What every key's secret begins with, so that scanners and people recognise it.
+/// The prefix of every key's secret, so that secret scanners and people recognize it.
 pub const SECRET_PREFIX: &str = "tck_";
 
-/// A new secret: 256 random bits, in letters and digits.
+/// Returns a new secret with at least 256 random bits, in letters and digits.
 pub fn new_secret() -> String {
     const ALPHABET: &[u8; 32] = b"0123456789abcdefghjkmnpqrstvwxyz";
     let mut bits = Vec::with_capacity(52);
-    // Each ULID brings 80 random bits; four of them are more than enough.
+    // Each ULID has 80 random bits, of which 65 are used.
     for _ in 0..4 {
         let random = ulid::Ulid::generate().random();
         bits.extend((0..13).map(|n| ((random >> (5 * n)) & 31) as usize));
@@ -22,8 +22,9 @@ pub fn new_secret() -> String {
     format!("{SECRET_PREFIX}{body}")
 }
 
-/// Who sends this request. With any key made, a key is needed and decides everything; without,
-/// whoever reaches this loopback address is the operator.
+/// Returns the caller of a request. If the server has any key, the request needs one, and the key
+/// determines the caller. Without keys, every request to the loopback address counts as the
+/// operator's.
 pub fn caller(engine: &Engine, headers: &HeaderMap) -> Result<Caller, Error> {
     if engine.has_keys() {
         let secret = bearer(headers).ok_or_else(|| {
@@ -45,8 +46,8 @@ pub fn caller(engine: &Engine, headers: &HeaderMap) -> Result<Caller, Error> {
     Ok(Caller::local(project))
 }
 
-/// Who began a conversation, and with what: for streams and waits that outlive the moment in which
-/// the key was looked at, since a key can be revoked meanwhile.
+/// The caller of a request and its credentials, for streams and waits that outlive the
+/// authentication: the key may be revoked meanwhile.
 #[derive(Clone)]
 pub struct Standing {
     caller: Caller,
@@ -54,12 +55,12 @@ pub struct Standing {
 }
 
 impl Standing {
-    /// Of a caller that was recognised by these headers.
+    /// Returns the credentials of a caller that these headers authenticated.
     pub fn new(caller: &Caller, headers: &HeaderMap) -> Self {
         Self { caller: caller.clone(), headers: headers.clone() }
     }
 
-    /// Refuses who would not be let in any more.
+    /// Refuses if the credentials no longer authenticate the same caller.
     pub fn check(&self, engine: &Engine) -> Result<(), Error> {
         if caller(engine, &self.headers)? == self.caller {
             return Ok(());
@@ -74,8 +75,8 @@ fn bearer(headers: &HeaderMap) -> Option<&str> {
     scheme.eq_ignore_ascii_case("bearer").then(|| secret.trim())
 }
 
-/// Without keys the address is the only fence, and a web page in the operator's browser stands
-/// inside it: requests that name another host or come from another site are refused.
+/// Refuses requests with a foreign host or origin. Without keys only the loopback address protects
+/// the server, and a web page in the operator's browser can reach it.
 fn refuse_foreign_pages(headers: &HeaderMap) -> Result<(), Error> {
     let foreign = |value: &axum::http::HeaderValue| {
         let text = value.to_str().unwrap_or("");
@@ -92,7 +93,7 @@ fn refuse_foreign_pages(headers: &HeaderMap) -> Result<(), Error> {
     Ok(())
 }
 
-/// Whether `host` or `host:port` names this machine's loopback.
+/// Returns whether `host` or `host:port` names the loopback interface.
 pub fn is_loopback_name(host: &str) -> bool {
     let bare = match host.strip_prefix('[') {
         Some(rest) => rest.split_once(']').map_or("", |(inside, _)| inside),

@@ -1,5 +1,5 @@
-//! Fills a store with finished calls, through the same port as the engine, so that the benchmark
-//! can measure a crib that has been used for a while.
+//! Fills a store with finished calls through the engine's own port, so that the benchmark can
+//! measure a server that has been in use for a while.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -16,10 +16,10 @@ use toolcrib::store::{NewCall, Store};
 use toolcrib::{Effect, Executor, Json};
 use toolcrib_store::SqliteStore;
 
-/// Calls that are written at a time; they share commits.
+/// Number of calls written concurrently; they share commits.
 const AT_ONCE: usize = 512;
 
-/// Writes `count` finished calls: of 20 tools and a run per 100 calls, one in 50 failed.
+/// Writes `count` finished calls: of 20 tools, one run per 100 calls, one call in 50 failed.
 pub async fn run(data_dir: &Path, count: u64) -> anyhow::Result<()> {
     let store = SqliteStore::open(&data_dir.join("toolcrib.db"))?;
     let minter = Minter::default();
@@ -33,7 +33,7 @@ pub async fn run(data_dir: &Path, count: u64) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A call with the history it would have had.
+/// Builds a finished call with the event history it would have.
 fn finished(minter: &Minter, n: u64, at_ms: u64) -> NewCall {
     let args = Json::of_value(&serde_json::json!({ "query": format!("call number {n}") }));
     let tool = format!("bench.tool_{}", n % 20);

@@ -1,9 +1,9 @@
-//! The command line: what can be asked, and who answers it.
+//! The command line: parses arguments and runs commands.
 //!
-//! Commands for users of a server speak HTTP. Commands for its operator (`keys`, `allow`, `deny`,
+//! Commands for users of a server use HTTP. Commands for its operator (`keys`, `allow`, `deny`,
 //! `rules`, `audit`) open the data directory, because the first key must come from somewhere; with
-//! a server named they speak HTTP too. Data goes to standard output, everything else to standard
-//! error, and the exit code says what kind of end it was (see [`failure::exit`]).
+//! `--server` they use HTTP too. Data goes to standard output, everything else to standard error,
+//! and the exit code classifies the result (see [`failure::exit`]).
 
 mod admin;
 mod bench;
@@ -49,7 +49,7 @@ Exit codes:
   0 ok   1 failure   2 usage   3 no valid key   4 server not reachable
   5 the tool failed   6 timed out   7 denied by policy   130 interrupted";
 
-/// The tool crib for AI agents: durable tool calls. Without a command it starts the server.
+/// Durable tool calls for AI agents. Without a command it starts the server.
 #[derive(Debug, Parser)]
 #[command(name = "toolcrib", version, after_help = EXAMPLES, max_term_width = 100)]
 pub struct Cli {
@@ -62,22 +62,22 @@ pub struct Cli {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Everywhere")]
 struct Global {
-    /// Configuration file; toolcrib.toml in the current directory when there is one
+    /// Configuration file [default: toolcrib.toml in the current directory, if it exists]
     #[arg(long, global = true, value_name = "FILE", env = "TOOLCRIB_CONFIG")]
     config: Option<PathBuf>,
-    /// The server to talk to [default: http://127.0.0.1:8080]
+    /// URL of the server [default: http://127.0.0.1:8080]
     #[arg(long, global = true, value_name = "URL", env = "TOOLCRIB_SERVER")]
     server: Option<String>,
-    /// The key to show there
+    /// API key for the server
     #[arg(long, global = true, value_name = "KEY", env = "TOOLCRIB_KEY", hide_env_values = true)]
     key: Option<String>,
-    /// The project; with a key, the key decides
+    /// Project; with a key, the key's project is used
     #[arg(long, global = true, value_name = "NAME")]
     project: Option<String>,
-    /// JSON on standard output; a failure as one line of JSON on standard error
+    /// Print JSON on standard output, and a failure as one line of JSON on standard error
     #[arg(long, global = true)]
     json: bool,
-    /// No colours (also when NO_COLOR is set)
+    /// Disable colors (also when NO_COLOR is set)
     #[arg(long, global = true)]
     no_color: bool,
 }
@@ -95,31 +95,31 @@ Examples:
     Tools(tools::ToolsArgs),
     /// Call a tool and wait for its result
     Call(call::CallArgs),
-    /// List calls, show one, cancel one, see what happened to it
+    /// List, show, read, answer or cancel calls, and show their events
     Calls(calls::CallsArgs),
-    /// Ask a model, and see its tool calls happen
+    /// Send a question to a model and show its tool calls
     Run(run::RunArgs),
-    /// See calls as they happen
+    /// Show calls as they happen
     Watch(watch::WatchArgs),
-    /// Be an MCP server on standard input and output, for clients that start their servers
+    /// Run as an MCP server on standard input and output, or manage upstream MCP servers
     Mcp(mcp::McpArgs),
-    /// Serve the built-in tools, and tools that are HTTP APIs, to other systems over NATS
+    /// Serve the built-in tools and HTTP API tools to other systems over NATS
     Utp(utp::UtpArgs),
-    /// See what became of callbacks, send one again, make a signing key
+    /// List webhook deliveries, repeat one, or generate a signing key
     Webhooks(webhooks::WebhooksArgs),
-    /// Make, list and revoke keys
+    /// Create, list and revoke keys
     Keys(admin::KeysArgs),
-    /// Allow tools to an agent
+    /// Allow an agent to call tools
     Allow(admin::VerdictArgs),
-    /// Deny tools to an agent; deny wins over allow
+    /// Deny an agent tools; deny takes precedence over allow
     Deny(admin::VerdictArgs),
     /// List or remove rules
     Rules(admin::RulesArgs),
-    /// Show what was denied and what was changed
+    /// Show denied calls and administrative changes
     Audit(admin::AuditArgs),
-    /// Check configuration, data directory, port, store, keys and NATS, and say what to do
+    /// Check configuration, data directory, port, store, keys and NATS, with advice on each problem
     Doctor(doctor::DoctorArgs),
-    /// Measure this machine: throughput, latency, memory, start; each against its limit
+    /// Measure throughput, latency, memory and startup on this machine, each against its limit
     Bench(bench::BenchArgs),
     #[command(hide = true)]
     BenchFloor(bench::FloorArgs),
@@ -143,34 +143,35 @@ struct ServeArgs {
     place: Place,
 }
 
-/// Where the data is, for whoever works on it directly.
+/// Options that select the stored data, for commands that work on it directly.
 #[derive(Debug, Default, Clone, Args)]
 struct Place {
-    /// Directory for everything that is kept
+    /// Directory for all stored data
     #[arg(long, value_name = "DIR", global = true)]
     data_dir: Option<PathBuf>,
-    /// Where calls are kept, when not there: postgres://USER:PASSWORD@HOST/NAME or sqlite:PATH
+    /// Database URL: postgres://USER:PASSWORD@HOST/NAME or sqlite:PATH [default: SQLite in the data
+    /// directory]
     #[arg(long, value_name = "URL", global = true)]
     store: Option<String>,
 }
 
 impl Place {
-    /// Whether a place was named at all.
+    /// Returns true if a location was given.
     fn is_named(&self) -> bool {
         self.data_dir.is_some() || self.store.is_some()
     }
 }
 
-/// What every command gets.
+/// Context shared by all commands.
 struct Context {
     global: Global,
     output: Output,
-    /// Whether `--server` was typed, and not only set in the environment.
+    /// True if `--server` was given as a flag, not only in the environment.
     server_typed: bool,
 }
 
 impl Context {
-    /// The server that client commands talk to.
+    /// Returns the client for the server that user commands talk to.
     fn client(&self) -> Result<Client, Failure> {
         let server = self.global.server.as_deref().unwrap_or(DEFAULT_SERVER);
         Client::new(server, self.global.key.as_deref(), self.global.project.as_deref())
@@ -182,20 +183,21 @@ impl Context {
         Ok(Config::load(self.global.config.as_deref(), &overrides)?)
     }
 
-    /// The project that is meant where no key decides.
+    /// Returns the project to use when no key determines it.
     fn project(&self) -> &str {
         self.global.project.as_deref().unwrap_or("default")
     }
 }
 
-/// A command line that could be read.
+/// A parsed command line.
 pub struct Ready {
     context: Context,
     command: Command,
 }
 
 impl Ready {
-    /// Whether it serves many at once; for everything else one thread is enough and cheaper.
+    /// Returns true if the command needs a multi-threaded runtime because it serves many requests.
+    /// For all others one thread is enough and cheaper.
     pub fn serves(&self) -> bool {
         matches!(
             self.command,
@@ -210,9 +212,10 @@ impl Ready {
     }
 }
 
-/// Reads the command line; on failure (and after `--help`), the exit code, everything being said.
+/// Parses the command line. On failure, and after `--help`, prints the message and returns the exit
+/// code.
 pub fn read(arguments: Vec<OsString>) -> Result<Ready, u8> {
-    // Before the rest can be read at all, since reading it can fail.
+    // Read before parsing, because parsing can fail.
     let has = |flag: &str| arguments.iter().any(|argument| argument == flag);
     let (json, no_color) = (has("--json"), has("--no-color"));
     let output = Output::new(json, no_color);
@@ -227,7 +230,7 @@ fn parse(arguments: Vec<OsString>, json: bool, no_color: bool) -> Result<Ready, 
     let matches = command.try_get_matches_from(arguments)?;
     let server_typed = matches.value_source("server") == Some(ValueSource::CommandLine);
     let mut cli = Cli::from_arg_matches(&matches)?;
-    // A variable that is set to nothing says nothing.
+    // A variable that is set but empty counts as unset.
     let global = &mut cli.global;
     global.server = global.server.take().filter(|server| !server.is_empty());
     global.key = global.key.take().filter(|key| !key.is_empty());
@@ -239,30 +242,30 @@ fn parse(arguments: Vec<OsString>, json: bool, no_color: bool) -> Result<Ready, 
 
 fn usage(output: Output, error: &clap::Error) -> u8 {
     if error.use_stderr() && output.json {
-        // What is wrong stands before the first empty line; behind it are usage and help.
+        // The message ends at the first empty line; usage and help follow it.
         let text = error.to_string();
         let lines = text.lines().take_while(|line| !line.is_empty()).map(str::trim);
         let message = lines.collect::<Vec<_>>().join(" ");
         output.failure(&Failure::usage(message.strip_prefix("error: ").unwrap_or(&message)));
     } else {
-        // With nobody to read it, the exit code is what is left.
+        // If standard error is closed, only the exit code reports the error.
         let _ = error.print();
     }
     u8::try_from(error.exit_code()).unwrap_or(exit::USAGE)
 }
 
-/// Runs the command to its end and gives the exit code.
+/// Runs the command to its end and returns the exit code.
 pub async fn run(ready: Ready) -> u8 {
     let Ready { context, command } = ready;
     let outcome = match command {
-        // What serves finishes what it began, so it listens for signals itself.
+        // Serving commands finish running work first, so they handle signals themselves.
         Command::Serve(args) => serve(&context, args).await,
         Command::Utp(args) => utp::run(&context, args).await,
         command => tokio::select! {
-            // The command first: one that has something to say about being interrupted says it.
+            // Poll the command first: one that handles the interrupt itself reports it.
             biased;
             outcome = dispatch(&context, command) => outcome,
-            // Dropping the command ends its connections and its child processes.
+            // Dropping the command closes its connections and ends its child processes.
             _ = tokio::signal::ctrl_c() => Err(Failure::interrupted()),
         },
     };

@@ -1,11 +1,11 @@
-//! The configuration: every setting, its default, and what it may be.
+//! The configuration: every setting, its default and its valid values.
 //!
-//! A setting comes from, in this order: a flag, the environment (`TOOLCRIB_LISTEN`; a table's
-//! settings with two underscores, `TOOLCRIB_POLICY__MAX_PARALLEL`), the file (`toolcrib.toml` in
-//! the current directory, or the one named with `--config`), the default written here. A key that
-//! nobody knows is an error, because a misspelt limit that is silently not in force is worse than
-//! a server that does not start. The doc comments are the user documentation: the check of the
-//! keys is made from the same types, so neither can say something the other does not.
+//! A setting comes from, in order of precedence: a flag, the environment (`TOOLCRIB_LISTEN`; two
+//! underscores for a setting in a table, `TOOLCRIB_POLICY__MAX_PARALLEL`), the file
+//! (`toolcrib.toml` in the current directory, or the one given with `--config`), the default
+//! defined here. An unknown key is an error: a misspelt limit that silently has no effect is worse
+//! than a server that does not start. The doc comments are the user documentation, and keys are
+//! checked against a schema generated from the same types, so the two cannot disagree.
 
 mod doors;
 mod kept;
@@ -44,48 +44,48 @@ pub(crate) use telemetry::check_endpoint;
 pub use upstreams::{UpstreamSettings, local_url};
 pub use webhooks::{WebhookKeySettings, WebhookSettings};
 
-/// The file that is read when no other is named.
+/// The file that is read when `--config` names no other.
 pub const DEFAULT_FILE: &str = "toolcrib.toml";
 
 /// Every setting.
 #[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
-    /// Address and port to listen on. Other than a loopback address needs at least one key.
+    /// Address and port to listen on. An address other than loopback requires at least one key.
     pub listen: String,
-    /// Directory for everything that is kept. A relative path starts at the current directory.
+    /// Directory for all stored data. A relative path starts at the current directory.
     pub data_dir: PathBuf,
-    /// Where calls are kept.
+    /// The database that stores calls.
     pub store: StoreSettings,
-    /// What is logged, and how.
+    /// Log level and format.
     pub log: LogSettings,
     /// Keys and permissions.
     pub auth: AuthSettings,
-    /// How calls are executed where neither the project nor the tool says otherwise.
+    /// Default execution policy for calls. A project or a tool can override it.
     pub policy: PolicySettings,
-    /// What holds for one project: `[projects.NAME.policy]`.
+    /// Settings of one project: `[projects.NAME.policy]`.
     pub projects: BTreeMap<String, ProjectSettings>,
-    /// What holds for one tool: `[tools."NAME".policy]`, `[[tools."NAME".fallback]]`.
+    /// Settings of one tool: `[tools."NAME".policy]`, `[[tools."NAME".fallback]]`.
     pub tools: BTreeMap<String, ToolSettings>,
-    /// A limit on everything that could grow.
+    /// Limits on everything that could grow.
     pub limits: LimitSettings,
-    /// How long finished calls are kept.
+    /// Retention of finished calls.
     pub retention: RetentionSettings,
-    /// How the server stops.
+    /// Shutdown of the server.
     pub shutdown: ShutdownSettings,
-    /// Connections of programs that offer tools.
+    /// Connections of clients: programs that provide tools.
     pub ingress: IngressSettings,
-    /// Completion callbacks.
+    /// Webhooks that report finished calls.
     pub webhooks: WebhookSettings,
-    /// The tools that come with the server.
+    /// The built-in tools.
     pub builtin: BuiltinSettings,
-    /// The ways in.
+    /// Transports: the interfaces that callers use.
     pub doors: DoorSettings,
     /// Tools over NATS.
     pub nats: NatsSettings,
-    /// MCP servers whose tools are offered: `[[mcp]]`.
+    /// MCP servers whose tools Toolcrib offers: `[[mcp]]`.
     pub mcp: Vec<crate::sources::mcp::McpSettings>,
-    /// MCP servers that are added over the API.
+    /// Rules for MCP servers that are added over the API.
     pub upstreams: UpstreamSettings,
     /// Language models.
     pub llm: LlmSettings,
@@ -93,7 +93,7 @@ pub struct Config {
     pub http: HttpSettings,
     /// Traces and metrics.
     pub telemetry: TelemetrySettings,
-    /// The file that was read; not a setting.
+    /// The file that was read. Not a setting.
     #[serde(skip)]
     #[schemars(skip)]
     pub file: Option<PathBuf>,
@@ -128,23 +128,23 @@ impl Default for Config {
     }
 }
 
-/// Where calls are kept.
+/// The database that stores calls.
 #[derive(Clone, Default, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct StoreSettings {
-    /// `postgres://USER:PASSWORD@HOST/NAME` or `sqlite:PATH`; without it, the file `toolcrib.db` in
+    /// `postgres://USER:PASSWORD@HOST/NAME` or `sqlite:PATH`. Default: the file `toolcrib.db` in
     /// the data directory.
     pub url: Option<String>,
 }
 
-/// What is logged, and how.
+/// Log level and format.
 #[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct LogSettings {
     /// `error`, `warn`, `info`, `debug`, `trace`, or a filter such as `info,toolcrib=debug`. The
-    /// variable `TOOLCRIB_LOG` goes before it.
+    /// variable `TOOLCRIB_LOG` takes precedence.
     pub level: String,
-    /// `text` for people, `json` for programs; `auto` is text on a terminal and json elsewhere.
+    /// `text` for people, `json` for programs. `auto` is text on a terminal and JSON elsewhere.
     pub format: LogFormat,
 }
 
@@ -154,8 +154,9 @@ impl Default for LogSettings {
     }
 }
 
-// No doc comments on the words: they would turn the schema's plain list into alternatives.
-/// How log lines are written.
+// No doc comments on the variants: they would turn the schema's plain `enum` list into `oneOf`
+// alternatives.
+/// Format of log lines.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum LogFormat {
@@ -169,24 +170,25 @@ pub enum LogFormat {
 #[derive(Debug, Clone, Default, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct AuthSettings {
-    /// Tokens of an OAuth issuer, beside keys.
+    /// Accepts tokens of an OAuth issuer in addition to keys.
     pub oauth: Option<OauthSettings>,
-    /// Patterns (`weather.*`) of the tools that the agent of a new key may call. Empty: nothing,
-    /// until `toolcrib allow` says otherwise.
+    /// Patterns (`weather.*`) of the tools that the agent of a new key may call. If empty, the
+    /// agent may call nothing until `toolcrib allow` grants it.
     pub default_allow: Vec<String>,
 }
 
-/// How calls are executed.
+/// Execution policy for calls.
 #[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct PolicySettings {
-    /// How many calls may be executed at once.
+    /// Maximum number of calls executed at the same time.
     pub max_parallel: u32,
-    /// How long a call has, from being accepted to its outcome, where nobody says otherwise.
+    /// Time from the acceptance of a call to its outcome, unless the request or the tool sets
+    /// another timeout.
     pub default_timeout_ms: u64,
-    /// How many attempts may follow the first, where the tool's effect permits a second one.
+    /// Maximum number of attempts after the first, where the tool's effect permits a retry.
     pub max_retries: u32,
-    /// How long to wait before the next attempt.
+    /// Wait between attempts.
     #[schemars(with = "BackoffSettings")]
     pub backoff: Backoff,
 }
@@ -203,21 +205,21 @@ impl Default for PolicySettings {
     }
 }
 
-/// The engine's backoff, as far as the check of keys needs to know it.
+/// Schema of the engine's backoff, used to check keys.
 #[derive(JsonSchema)]
 #[allow(dead_code, reason = "only its schema is used")]
 struct BackoffSettings {
-    /// The wait after the first attempt.
+    /// Wait after the first attempt.
     initial_ms: u64,
-    /// How much longer each further wait is.
+    /// Factor by which each further wait grows.
     factor: f64,
-    /// The longest wait.
+    /// Maximum wait.
     max_ms: u64,
-    /// How much of the wait is left to chance, from 0 to 1, so that a herd spreads.
+    /// Random share of the wait, from 0 to 1, so that simultaneous retries spread out.
     jitter: f64,
 }
 
-/// What holds for one project.
+/// Settings of one project.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct ProjectSettings {
@@ -226,75 +228,76 @@ pub struct ProjectSettings {
     pub policy: PolicyPatch,
 }
 
-/// What holds for one tool.
+/// Settings of one tool.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct ToolSettings {
     /// The same fields as in `[policy]`, each optional.
     #[schemars(with = "PolicySettings")]
     pub policy: PolicyPatch,
-    /// Tools to use instead, in this order, when an attempt is known not to have taken effect.
+    /// Tools to use instead, in this order, when an attempt is known to have had no effect.
     #[schemars(with = "Vec<AlternateSettings>")]
     pub fallback: Vec<Alternate>,
 }
 
-/// The engine's alternate, as far as the check of keys needs to know it.
+/// Schema of the engine's alternate, used to check keys.
 #[derive(JsonSchema)]
 #[serde(deny_unknown_fields)]
 #[allow(dead_code, reason = "only its schema is used")]
 struct AlternateSettings {
     /// The tool to use instead.
     tool: String,
-    /// For each of its arguments, where the value comes from; without it, the same arguments.
+    /// Source of each of its arguments. Default: the same arguments.
     args: Option<BTreeMap<String, ArgumentSettings>>,
 }
 
-/// Where one argument comes from: exactly one of the two.
+/// Source of one argument. Set exactly one of the two.
 #[derive(JsonSchema)]
 #[serde(deny_unknown_fields)]
 #[allow(dead_code, reason = "only its schema is used")]
 struct ArgumentSettings {
-    /// A JSON pointer into the first tool's arguments.
+    /// A JSON pointer into the arguments of the original tool.
     from: Option<String>,
     /// A fixed value.
     value: Option<serde_json::Value>,
 }
 
-/// A limit on everything that could grow.
+/// Limits on everything that could grow.
 #[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct LimitSettings {
-    /// Size of the arguments of one call.
+    /// Maximum size of the arguments of one call.
     pub max_args_bytes: usize,
-    /// Size of the result of one call.
+    /// Maximum size of the result of one call.
     pub max_result_bytes: usize,
-    /// Calls that have not ended, of all projects together.
+    /// Maximum number of open calls across all projects.
     pub max_open_calls: usize,
-    /// Calls that have not ended, of one project.
+    /// Maximum number of open calls of one project.
     pub max_open_calls_per_project: usize,
-    /// The longest a request may wait for an outcome.
+    /// Maximum time a request waits for an outcome.
     pub max_wait_ms: u64,
-    /// Progress events that are kept of one call.
+    /// Maximum number of progress events stored per call.
     pub max_progress_events: u32,
-    /// Tools in one registration.
+    /// Maximum number of tools in one registration.
     pub max_tools_per_registration: usize,
-    /// Tools of one project.
+    /// Maximum number of tools of one project.
     pub max_tools_per_project: usize,
-    /// Clients of one project that have ever registered.
+    /// Maximum number of clients that have ever registered in one project.
     pub max_clients_per_project: usize,
-    /// Entries of one batch.
+    /// Maximum number of entries in one batch.
     pub max_batch_entries: usize,
-    /// Entries of one batch that are under way at the same time.
+    /// Maximum number of entries of one batch in flight at the same time.
     pub max_batch_parallel: usize,
-    /// Size of the results of one batch together; what is over it is fetched by its ticket.
+    /// Maximum total size of the results of one batch. Results beyond it are fetched by their
+    /// tickets.
     pub max_batch_bytes: usize,
-    /// Runs that are not over.
+    /// Maximum number of open runs.
     pub max_open_runs: usize,
-    /// Size of the body of one HTTP request.
+    /// Maximum size of the body of one HTTP request.
     pub max_body_bytes: usize,
-    /// HTTP connections at the same time.
+    /// Maximum number of concurrent HTTP connections.
     pub max_connections: usize,
-    /// How long a client may take to send the head of a request.
+    /// Maximum time to send the header of an HTTP request.
     pub request_header_timeout_ms: u64,
 }
 
@@ -322,11 +325,12 @@ impl Default for LimitSettings {
     }
 }
 
-/// How long finished calls are kept.
+/// Retention of finished calls.
 #[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct RetentionSettings {
-    /// Days after which a finished call is removed; parts of a day are fine, 0 keeps for ever.
+    /// Days after which a finished call is deleted. Fractions of a day are allowed; 0 keeps calls
+    /// forever.
     pub finished_calls_days: f64,
 }
 
@@ -336,11 +340,11 @@ impl Default for RetentionSettings {
     }
 }
 
-/// How the server stops.
+/// Shutdown of the server.
 #[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct ShutdownSettings {
-    /// How long calls under way are waited for; the next start settles what is left.
+    /// Maximum time the server waits for running calls. The next start recovers the rest.
     pub drain_ms: u64,
 }
 
@@ -350,15 +354,15 @@ impl Default for ShutdownSettings {
     }
 }
 
-/// Connections of programs that offer tools.
+/// Connections of clients: programs that provide tools.
 #[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct IngressSettings {
-    /// How often a connection shows that it is alive.
+    /// Interval between heartbeats on a connection.
     pub heartbeat_ms: u64,
-    /// How long a connection may be silent before it is taken for dead.
+    /// Silence after which a connection is considered dead.
     pub dead_after_ms: u64,
-    /// Requests that a client may have without having answered them.
+    /// Maximum number of requests a client holds unanswered.
     pub window: u32,
 }
 
@@ -368,11 +372,11 @@ impl Default for IngressSettings {
     }
 }
 
-/// The tools that come with the server.
+/// The built-in tools.
 #[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct BuiltinSettings {
-    /// Whether they are offered at all.
+    /// Offers the built-in tools.
     pub enabled: bool,
     /// The tool `database.query`.
     pub database: DatabaseSettings,
@@ -387,23 +391,23 @@ impl Default for BuiltinSettings {
     }
 }
 
-/// Settings given as flags, which go before everything else.
+/// Settings given as flags; they take precedence over everything else.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Overrides {
     pub listen: Option<String>,
     pub data_dir: Option<PathBuf>,
-    /// Instead of `store.url`.
+    /// Replaces `store.url`.
     pub store: Option<String>,
 }
 
 impl Config {
-    /// Reads the file and this process's environment, lays the flags over them, and checks all
-    /// of it.
+    /// Reads the file and the environment of this process, applies the flags and validates the
+    /// result.
     pub fn load(file: Option<&Path>, overrides: &Overrides) -> Result<Self, ConfigError> {
         Self::from_parts(file, std::env::vars_os(), overrides)
     }
 
-    /// The same with the environment given.
+    /// Same as [`Config::load`], with the environment as a parameter.
     pub(crate) fn from_parts(
         file: Option<&Path>,
         environment: impl Iterator<Item = (std::ffi::OsString, std::ffi::OsString)>,
@@ -423,7 +427,8 @@ impl Config {
         Ok(config)
     }
 
-    /// The file that is read: the one named, or the one in the current directory when it is there.
+    /// Returns the file to read: the given one, or the default file if it exists in the current
+    /// directory.
     pub fn file_in_use(named: Option<&Path>) -> Option<PathBuf> {
         match named {
             Some(path) => Some(path.to_owned()),
@@ -431,7 +436,7 @@ impl Config {
         }
     }
 
-    /// What the engine is told about execution.
+    /// Builds the engine's execution policies.
     pub fn policies(&self) -> Policies {
         let policy = &self.policy;
         Policies {
@@ -457,7 +462,7 @@ impl Config {
         }
     }
 
-    /// What the engine is told about limits.
+    /// Builds the engine's limits.
     pub fn limits(&self) -> toolcrib::Limits {
         let limits = &self.limits;
         toolcrib::Limits {

@@ -1,5 +1,5 @@
-//! The ways in. A door turns its wire into a caller and a question to the engine, and the answer
-//! back; it knows neither the store nor the sources.
+//! Transports: the ways into Toolcrib. A transport turns its wire format into a caller and an
+//! engine request, and turns the response back. It uses neither the store nor the sources.
 
 mod form;
 pub mod http;

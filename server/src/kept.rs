@@ -1,4 +1,5 @@
-//! Opening the store that the settings name, for a server or for a look at it.
+//! Opens the store that the settings name: exclusively for a server, or shared for an
+//! administrative command.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -10,7 +11,8 @@ use toolcrib_store::{PostgresStore, SqliteStore, private};
 
 use crate::config::Kept;
 
-/// The store of a server, which is its alone, and what keeps a file its alone.
+/// Opens the store exclusively for a server. Returns the lock that must be held while a SQLite file
+/// is in use; PostgreSQL needs none here.
 pub async fn serve(kept: &Kept) -> anyhow::Result<(Arc<dyn Store>, Option<File>)> {
     let cannot = || format!("cannot open {}", kept.shown());
     match kept {
@@ -26,7 +28,7 @@ pub async fn serve(kept: &Kept) -> anyhow::Result<(Arc<dyn Store>, Option<File>)
     }
 }
 
-/// The store for a look or a single change, maybe beside a server.
+/// Opens the store for a read or a single change, possibly while a server is using it.
 pub async fn look(kept: &Kept) -> anyhow::Result<Arc<dyn Store>> {
     let cannot = || format!("cannot open {}", kept.shown());
     match kept {
@@ -49,9 +51,11 @@ async fn in_file<T: Send + 'static>(
     tokio::task::spawn_blocking(move || open(&path)).await
 }
 
-/// Two servers on one database would each believe to be the only writer: the first keeps this
-/// file locked for as long as it lives, however it ends. One that has just stopped may be survived
-/// by its lock for a moment, in a process that it was starting: so that is waited for.
+/// Locks the SQLite database for this process.
+///
+/// Two servers on one database would each assume that it is the only writer. The first holds this
+/// lock until its process ends, however it ends. A child process that a stopped server was just
+/// starting may hold the lock a moment longer, so this function retries briefly.
 async fn lock(store: &Path) -> anyhow::Result<File> {
     let path = store.with_extension("lock");
     private::make(&path).with_context(|| format!("cannot make {}", path.display()))?;
@@ -71,12 +75,12 @@ async fn lock(store: &Path) -> anyhow::Result<File> {
     )
 }
 
-/// Whether a server has this database now.
+/// Returns true if a server holds the lock of this database.
 pub fn is_served(store: &Path) -> bool {
     let lock = File::open(store.with_extension("lock"));
     lock.is_ok_and(|file| matches!(file.try_lock(), Err(std::fs::TryLockError::WouldBlock)))
 }
 
-/// How often, and with which pause, a lock that is held is looked at again.
+/// Number of attempts to acquire the lock, and the pause between them.
 const LOCK_LOOKS: u32 = 40;
 const LOCK_LOOK: std::time::Duration = std::time::Duration::from_millis(25);

@@ -1,7 +1,8 @@
-//! Toolcrib's server: sources, doors, configuration and the command line around the engine.
+//! Toolcrib's server: configuration, bootstrap, transports, sources, telemetry and the command line
+//! around the engine.
 //!
-//! `assemble` constructs and connects everything; `serve` runs it. Doors know the engine and their
-//! own wire forms and nothing else; sources know their protocol and nothing else.
+//! `bootstrap` builds and connects the parts; `serve` runs them. A transport knows the engine and
+//! its own wire format and nothing else; a source knows its protocol and nothing else.
 
 pub mod assemble;
 pub mod auth;

@@ -1,8 +1,9 @@
-//! The binary `toolcrib`: reads the command line, makes the runtime, runs the command.
+//! The `toolcrib` binary: parses the command line, builds the async runtime and runs the command.
 
 use std::process::ExitCode;
 
-/// Calls are made on one thread and let go of on another; this allocator minds that least.
+/// Calls are freed on a different thread than the one that allocated them; jemalloc handles that
+/// pattern best.
 #[global_allocator]
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
@@ -27,7 +28,7 @@ fn main() -> ExitCode {
         }
     };
     let code = runtime.block_on(toolcrib_server::cli::run(ready));
-    // A blocking read that nobody waits for any more must not keep the process.
+    // An abandoned blocking read must not keep the process alive.
     runtime.shutdown_background();
     code.into()
 }

@@ -1,8 +1,9 @@
-//! Language models: the endpoints that are configured, behind the engine's port, and the scripted
-//! `demo`. Each asks once and says honestly how it went.
+//! Language models: the configured endpoints behind the engine's model port, and the scripted
+//! `demo`. Each sends one request and reports its result or its error; the engine decides about
+//! retries.
 //!
-//! A key is looked up when it is used. It is in no message of ours, and an endpoint that says it is
-//! not heard saying it.
+//! An API key is read when it is used. Toolcrib never logs or returns it, and redacts it from the
+//! replies of endpoints.
 
 mod anthropic;
 mod counted;
@@ -27,7 +28,7 @@ pub use openai::OpenAi;
 /// The name of the scripted model.
 pub const DEMO: &str = "demo";
 
-/// How an endpoint is spoken with.
+/// The API that an endpoint implements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     OpenAi,
@@ -35,7 +36,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// Its name.
+    /// Returns the name of the API in the configuration.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::OpenAi => "openai",
@@ -43,7 +44,7 @@ impl Kind {
         }
     }
 
-    /// Where the vendor's own endpoint is.
+    /// Returns the base URL of the vendor's own endpoint.
     pub fn usual_base(self) -> &'static str {
         match self {
             Self::OpenAi => "https://api.openai.com/v1",
@@ -52,24 +53,24 @@ impl Kind {
     }
 }
 
-/// Every model there is.
+/// All configured models.
 pub struct Shelf {
-    /// What is asked where nobody says which.
+    /// The model of requests that name none.
     usual: Option<String>,
     named: BTreeMap<String, Known>,
-    /// Where a name is asked for that is not known here.
+    /// The endpoint for names that are not registered.
     others: Option<Arc<dyn Model>>,
 }
 
 #[derive(Clone)]
 struct Known {
     model: Arc<dyn Model>,
-    /// The name that its endpoint knows it by.
+    /// The name of the model at its endpoint.
     upstream: String,
 }
 
 impl Shelf {
-    /// What the configuration names, and the demo.
+    /// Builds the registry from the configuration, and adds the demo.
     pub fn new(settings: &LlmSettings) -> Self {
         let demo = Counted::over(Arc::new(Demo), DEMO, DEMO);
         let demo = Known { model: demo, upstream: DEMO.into() };
@@ -88,7 +89,7 @@ impl Shelf {
             let model = Counted::over(at(endpoint), provider, name);
             named.insert(name.clone(), Known { model, upstream });
         }
-        // Where one is all there is, nobody has to name it.
+        // A single configured model is the default.
         let only = settings.models.keys().next().filter(|_| settings.models.len() == 1).cloned();
         Self { usual: settings.model.clone().or(only), named, others }
     }
@@ -109,7 +110,7 @@ impl Models for Shelf {
     }
 }
 
-/// What an endpoint may be asked for.
+/// Returns whether a name may be sent to an endpoint.
 pub(crate) fn is_name(name: &str) -> bool {
     (1..=200).contains(&name.len()) && !name.chars().any(char::is_control)
 }

@@ -1,8 +1,8 @@
-//! OpenAPI 3.0 and 3.1: every operation of a document as a tool. Pure.
+//! Imports OpenAPI 3.0 and 3.1 documents: each operation becomes a tool. Pure.
 //!
-//! The parameters and the body of an operation become one schema of arguments; where each of them
-//! goes is kept in the definition's `options.http`. Only references within the document are
-//! followed. An operation that cannot become a tool is left out and named, with the reason.
+//! The parameters and the body of an operation become one schema of arguments; `options.http` of
+//! the definition says where each argument goes in the request. Only references within the document
+//! are followed. An operation that cannot become a tool is skipped and reported with the reason.
 
 mod body;
 mod document;
@@ -23,44 +23,44 @@ use toolcrib::utp::{AfterExecution, Binding, RESERVED_NAMES};
 use crate::operation::{METHODS, Operation, Plan};
 use document::Document;
 
-/// Most operations of one document.
+/// Maximum number of operations in one document.
 pub const MAX_OPERATIONS: usize = 500;
 
-/// How to import.
+/// Options of an import.
 #[derive(Debug, Clone, Default)]
 pub struct Wanted {
-    /// Stands before every name, with a dot.
+    /// Prefix of every tool name, followed by a dot.
     pub prefix: Option<String>,
-    /// Where the API is, when not where the document says.
+    /// Base URL of the API. Default: the server in the document.
     pub server: Option<String>,
 }
 
-/// An operation that is a tool.
+/// An operation that became a tool.
 #[derive(Debug, Clone)]
 pub struct Imported {
     pub definition: Definition,
-    /// `GET /pets/{id}`.
+    /// For example `GET /pets/{id}`.
     pub operation: String,
     pub url: String,
-    /// The environment variables it needs.
+    /// The environment variables that the tool needs.
     pub envs: Vec<String>,
 }
 
-/// An operation that is none.
+/// An operation that could not become a tool.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Skipped {
     pub operation: String,
     pub reason: String,
 }
 
-/// What became of a document.
+/// The result of an import.
 #[derive(Debug, Default)]
 pub struct Import {
     pub tools: Vec<Imported>,
     pub skipped: Vec<Skipped>,
 }
 
-/// Reads a document for a project; or says why it is none.
+/// Imports a document for a project. Fails if it is not a valid OpenAPI document.
 pub fn import(
     document: &Value,
     project: &str,
@@ -89,7 +89,8 @@ pub fn import(
             let named = format!("{method} {path}");
             match tool(&document, &place, project, wanted, timeout_ms) {
                 Ok(tool) if names.insert(tool.definition.name.clone()) => import.tools.push(tool),
-                // An operationId that two have: the second is named by where it is.
+                // Of two operations with one `operationId`, the second is named by its method and
+                // path.
                 Ok(mut tool) => match name(&place, wanted.prefix.as_deref(), By::Path) {
                     Ok(other) if names.insert(other.clone()) => {
                         tool.definition.name = other;
@@ -107,7 +108,7 @@ pub fn import(
     Ok(import)
 }
 
-/// One operation where it stands.
+/// One operation and its position in the document.
 struct At<'a> {
     path: &'a str,
     method: &'a str,
@@ -141,7 +142,7 @@ fn tool(
         executor: Executor::Http,
         input_schema: Json::of_value(&made.parameters),
         output_schema: None,
-        // A call that ends before its answer may come could not have it.
+        // The call's timeout must not be shorter than the operation's own.
         timeout_ms: plan.timeout_ms(&options).map_or(timeout_ms, |own_ms| own_ms.max(timeout_ms)),
         background: false,
         effect: effect(at)?,
@@ -161,13 +162,14 @@ fn tool(
     Ok(Imported { definition, operation: format!("{} {}", at.method, at.path), url, envs })
 }
 
-/// What came of reading an operation.
+/// An operation and the schema of its arguments.
 struct Made {
     http: Operation,
     parameters: Value,
 }
 
-/// GET and HEAD read, PUT and DELETE can be repeated, the rest cannot; unless the operation says.
+/// Infers the effect from the method: GET and HEAD read, PUT and DELETE are idempotent, the rest is
+/// irreversible. `x-toolcrib-effect` overrides it.
 fn effect(at: &At<'_>) -> Result<Effect, String> {
     let said = at.operation.get("x-toolcrib-effect").or_else(|| at.item.get("x-toolcrib-effect"));
     match said {
@@ -182,16 +184,17 @@ fn effect(at: &At<'_>) -> Result<Effect, String> {
     }
 }
 
-/// What an operation is named by.
+/// The origin of a tool name.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum By {
-    /// Its own id, where it has one.
+    /// The `operationId`, if there is one.
     Id,
-    /// Its method and path.
+    /// The method and the path.
     Path,
 }
 
-/// The operation's own id, or its method and path, in the letters that a name may have.
+/// Returns the tool name: the `operationId`, or the method and the path, in the characters that a
+/// name may have.
 fn name(at: &At<'_>, prefix: Option<&str>, by: By) -> Result<String, String> {
     let own = at.operation["operationId"].as_str().map(str::trim).filter(|id| !id.is_empty());
     let base = match own.filter(|_| by == By::Id) {
@@ -211,7 +214,7 @@ fn name(at: &At<'_>, prefix: Option<&str>, by: By) -> Result<String, String> {
     Ok(name)
 }
 
-/// Every run of other letters is one underscore.
+/// Replaces every sequence of other characters with one underscore.
 fn worded(text: &str) -> String {
     let mut made = String::with_capacity(text.len());
     for c in text.chars() {

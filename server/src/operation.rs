@@ -1,5 +1,5 @@
-//! An HTTP operation as a tool's definition describes it (`options.http`), and the request that it
-//! and some arguments make. Pure: nothing is sent here.
+//! An HTTP operation as a tool definition describes it (`options.http`), and the request that it
+//! makes from arguments. Pure: this module sends nothing.
 
 pub mod allow;
 pub mod jina;
@@ -21,13 +21,13 @@ pub use request::{Environment, Request, encoded};
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Operation {
-    /// `GET` unless said.
+    /// Default: `GET`.
     #[serde(default = "get")]
     pub method: String,
-    /// With the arguments of the path in braces: `https://api.example.com/pets/{id}`.
+    /// With path parameters in braces: `https://api.example.com/pets/{id}`.
     pub url: String,
-    /// Where arguments go. Without this and `body`, what is not in the path goes into the query of
-    /// GET, HEAD and DELETE, and into a JSON body otherwise.
+    /// The location of each argument. Without this and `body`, arguments that are not in the path
+    /// go into the query of GET, HEAD and DELETE, and into a JSON body otherwise.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub parameters: Vec<Parameter>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -38,10 +38,10 @@ pub struct Operation {
     /// Credentials, by the names of environment variables.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub auth: Vec<Auth>,
-    /// Whether it is sent without them when their variables are not set.
+    /// True if the request is sent without credentials when their variables are not set.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub auth_optional: bool,
-    /// How long the answer may take.
+    /// Timeout of the response in seconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout_s: Option<f64>,
     #[serde(default, skip_serializing_if = "Mapping::is_plain")]
@@ -52,28 +52,28 @@ fn get() -> String {
     "GET".to_owned()
 }
 
-/// Where one argument goes.
+/// The location of one argument.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Parameter {
-    /// Its name in the request.
+    /// The name in the request.
     pub name: String,
     #[serde(rename = "in")]
     pub place: Place,
-    /// The argument's name, where that is another.
+    /// The name of the argument, if it differs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub arg: Option<String>,
-    /// How lists and objects are written, as OpenAPI has it.
+    /// The serialization of lists and objects, as OpenAPI defines it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub style: Option<Style>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub explode: Option<bool>,
-    /// Written as JSON.
+    /// True if the value is serialized as JSON.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub json: bool,
 }
 
-/// Where in a request.
+/// A location in a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Place {
@@ -83,7 +83,7 @@ pub enum Place {
     Cookie,
 }
 
-/// How a list or an object is written.
+/// The serialization of a list or an object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Style {
@@ -94,11 +94,11 @@ pub enum Style {
     DeepObject,
 }
 
-/// What the body is made of.
+/// The content of the body.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BodyPlan {
-    /// The argument that is the whole body.
+    /// The argument that is the entire body.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub arg: Option<String>,
     /// The arguments that are the fields of the body.
@@ -106,15 +106,15 @@ pub struct BodyPlan {
     pub args: Vec<String>,
     #[serde(default)]
     pub encoding: Encoding,
-    /// How fields of a form are written, where not as usual.
+    /// The serialization of form fields, if it is not the default.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub fields: BTreeMap<String, Field>,
-    /// Other than the encoding's own.
+    /// Overrides the content type of the encoding.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub content_type: Option<String>,
 }
 
-/// How one field of a form is written, as OpenAPI has it.
+/// The serialization of one form field, as OpenAPI defines it.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Field {
@@ -122,12 +122,12 @@ pub struct Field {
     pub style: Option<Style>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub explode: Option<bool>,
-    /// Written as JSON.
+    /// True if the value is serialized as JSON.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub json: bool,
 }
 
-/// How a body is written.
+/// The encoding of a body.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Encoding {
@@ -137,7 +137,7 @@ pub enum Encoding {
     Text,
 }
 
-/// A credential and where it goes.
+/// A credential and its location in the request.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
 pub enum Auth {
@@ -157,7 +157,7 @@ pub enum Auth {
 }
 
 impl Auth {
-    /// The variables it needs.
+    /// Returns the environment variables that the credential needs.
     pub fn envs(&self) -> Vec<&str> {
         match self {
             Self::Bearer { env } | Self::ApiKey { env, .. } => vec![env],
@@ -166,11 +166,11 @@ impl Auth {
     }
 }
 
-/// What of the answer becomes the result.
+/// The part of the response that becomes the result.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Mapping {
-    /// A JSON pointer into the body; without it, all of it.
+    /// A JSON pointer into the body. Default: the full body.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pointer: Option<String>,
 }
@@ -181,7 +181,7 @@ impl Mapping {
     }
 }
 
-/// What to ask for: an operation, or one of Jina's.
+/// The kind of request that a tool makes: an HTTP operation, or a Jina request.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Plan {
     Http(Box<Operation>),
@@ -189,12 +189,12 @@ pub enum Plan {
 }
 
 impl Plan {
-    /// Whether options say how an HTTP API is asked.
+    /// Returns whether the options describe an HTTP request.
     pub fn is_in(options: &Value) -> bool {
         ["http", "jina", "openapi"].iter().any(|name| options.get(*name).is_some())
     }
 
-    /// What a definition's options ask for, or what is wrong with them.
+    /// Parses the options of a definition. The error says what is wrong with them.
     pub fn of(options: &Value) -> Result<Self, String> {
         if let Some(http) = options.get("http") {
             let read: Operation = serde_json::from_value(http.clone())
@@ -205,7 +205,7 @@ impl Plan {
         jina::check(options).map(|()| Self::Jina)
     }
 
-    /// How long the answer may take, where the definition says.
+    /// Returns the timeout of the response, if the definition sets one.
     pub fn timeout_ms(&self, options: &Value) -> Option<u64> {
         let seconds = match self {
             Self::Http(operation) => operation.timeout_s,
@@ -214,7 +214,7 @@ impl Plan {
         seconds.map(in_ms)
     }
 
-    /// Whether it only reads, as far as the method says.
+    /// Returns whether the method is GET, which only reads.
     pub fn is_get(&self, options: &Value) -> bool {
         match self {
             Self::Http(operation) => operation.method.eq_ignore_ascii_case("get"),
@@ -223,16 +223,16 @@ impl Plan {
     }
 }
 
-/// Seconds as milliseconds, of which there is at least one.
+/// Converts seconds to milliseconds, at least one.
 pub fn in_ms(seconds: f64) -> u64 {
     (seconds * 1_000.0).max(1.0) as u64
 }
 
-/// The methods that an operation may have.
+/// All HTTP methods. An operation may have any of them except TRACE.
 pub const METHODS: [&str; 8] =
     ["GET", "PUT", "POST", "DELETE", "OPTIONS", "HEAD", "PATCH", "TRACE"];
 
-/// What the connection itself is about is not a definition's to say.
+/// Headers of the connection itself, which a definition must not set.
 const NOT_OURS: [&str; 6] =
     ["host", "content-length", "transfer-encoding", "connection", "upgrade", "te"];
 
@@ -284,7 +284,7 @@ fn check_header(name: &str) -> Result<(), String> {
     }
 }
 
-/// The definition or the arguments cannot make a request.
+/// Returns the fault for a definition or arguments that cannot make a request.
 pub fn bad(message: impl Into<String>) -> Fault {
     Fault::new(Code::BadRequest, message).not_happened()
 }

@@ -1,20 +1,21 @@
-//! Ends what the server has started and left behind.
+//! Terminates the process groups that a killed server leaves behind.
 //!
-//! A server that is killed cannot end its programs any more. They see the end of their standard
-//! input, and most end by that; for those that do not, this very program is started a second time
-//! and does nothing but hold a pipe of the server's. When that ends, the server is gone, however it
-//! went, and the groups of processes that it still had are ended: asked first, and then killed.
+//! A killed server cannot stop its child processes. Their standard input closes, and most exit for
+//! that reason. For those that do not, the server starts its own executable a second time as a
+//! reaper, which only reads from a pipe held by the server. When the pipe closes, the server is
+//! gone, whatever the cause, and the reaper sends SIGTERM and then SIGKILL to the remaining groups.
 //!
-//! Only the program `toolcrib` can do this, since it is the one that can be started so. Where the
-//! server is part of another program, nobody watches.
+//! Only the `toolcrib` program can do this, because only its executable accepts the reaper's
+//! argument. When the server is embedded in another program, no reaper runs.
 
 use std::ffi::OsStr;
 use std::process::ExitCode;
 
-/// The word that makes the program one that watches.
+/// The command-line argument that makes the program run as the reaper.
 const WORD: &str = "watch-for-orphans";
 
-/// A group of processes that is ended when the server is gone; until this is dropped.
+/// A process group that the reaper terminates when the server is gone. Dropping the guard
+/// unregisters the group.
 pub(crate) struct Kept(#[cfg_attr(not(unix), allow(dead_code))] i32);
 
 #[cfg(unix)]
@@ -24,15 +25,15 @@ impl Drop for Kept {
     }
 }
 
-/// Keeps an eye on a group of processes.
+/// Registers a process group with the reaper.
 pub(crate) fn keep(group: i32) -> Kept {
     #[cfg(unix)]
     unix::tell(group, true);
     Kept(group)
 }
 
-/// Whether this process was started to watch; then it does, and ends with this code. Otherwise, one
-/// can be started from now on.
+/// Runs the reaper if this process was started as one, and returns its exit code. Otherwise returns
+/// `None`, and from then on this process may start a reaper.
 pub fn watch(first: Option<&OsStr>) -> Option<ExitCode> {
     #[cfg(unix)]
     {
@@ -59,20 +60,20 @@ mod unix {
     use parking_lot::Mutex;
     use rustix::process::{Pid, Signal, kill_process_group, setsid, test_kill_process_group};
 
-    /// How long they may take to end by themselves, and then after being asked to.
+    /// Grace period before SIGTERM is sent, and again after each signal.
     const PATIENCE: Duration = Duration::from_secs(2);
 
-    /// How often it is looked whether they have.
+    /// Interval between checks for groups that have exited.
     const LOOK: Duration = Duration::from_millis(50);
 
-    /// How long to wait before one that has died is started again.
+    /// Delay before a reaper that died is restarted.
     const AGAIN: Duration = Duration::from_secs(1);
 
-    /// What the server knows.
+    /// The server's view of the reaper.
     struct Watched {
         able: bool,
         groups: BTreeSet<i32>,
-        /// To the watcher that was started last.
+        /// Standard input of the current reaper.
         input: Option<ChildStdin>,
         started: u64,
     }
@@ -84,7 +85,7 @@ mod unix {
         WATCHED.lock().able = true;
     }
 
-    /// Tells the watcher of a group, or that it is gone.
+    /// Reports to the reaper that a group exists, or that it is gone.
     pub(super) fn tell(group: i32, here: bool) {
         let mut watched = WATCHED.lock();
         if !watched.able {
@@ -106,7 +107,7 @@ mod unix {
             input.write_all(line.as_bytes())
         }
 
-        /// Starts a watcher, also in place of one that has died, and tells it everything.
+        /// Starts a reaper, possibly replacing one that died, and sends it all groups.
         fn begin(&mut self) {
             self.input = None;
             if self.groups.is_empty() {
@@ -121,12 +122,12 @@ mod unix {
                 self.say(&lines)
             });
             if let Err(error) = begun {
-                tracing::warn!(%error, "programs may outlive this server if it is killed");
+                tracing::warn!(%error, "child processes may outlive this server if it is killed");
             }
         }
     }
 
-    /// Waits for the end of a watcher, and starts another unless somebody has.
+    /// Waits for a reaper to exit and starts another, unless a newer one already runs.
     fn replace(mut watcher: Child, number: u64) {
         let _ = watcher.wait();
         std::thread::sleep(AGAIN);
@@ -137,7 +138,7 @@ mod unix {
     }
 
     fn start() -> std::io::Result<Child> {
-        // By this name it is the same program also after its file was replaced.
+        // This path refers to the running program even after its file was replaced.
         let itself = PathBuf::from("/proc/self/exe");
         let program = if itself.exists() { itself } else { std::env::current_exe()? };
         Command::new(program)
@@ -151,9 +152,10 @@ mod unix {
             .spawn()
     }
 
-    /// Reads which groups there are until the server is gone, and ends those that are left.
+    /// Reads the list of groups until the server is gone, then terminates those that are left.
     pub(super) fn watch() {
-        // What is done to the server's terminal or group is not done to this.
+        // A new session, so that signals to the server's terminal or process group do not reach the
+        // reaper.
         let _ = setsid();
         let mut groups = BTreeSet::new();
         for line in std::io::stdin().lock().lines() {
@@ -164,16 +166,16 @@ mod unix {
                 _ => {}
             }
         }
-        // Never this group's own number, nor all there are.
+        // 0 would mean the reaper's own group, and 1 every process.
         groups.retain(|group| *group > 1);
         for signal in [None, Some(Signal::TERM), Some(Signal::KILL)] {
             for group in groups.iter().filter_map(|group| Pid::from_raw(*group)) {
-                // It may be gone meanwhile.
+                // The group may have exited in the meantime.
                 let _ = signal.map(|signal| kill_process_group(group, signal));
             }
             let until = Instant::now() + PATIENCE;
             while !groups.is_empty() && Instant::now() < until {
-                // A number that was free once may be another's afterwards.
+                // Once a group is gone, its number may be reused: it must not be signalled again.
                 groups.retain(|group| {
                     Pid::from_raw(*group)
                         .is_some_and(|group| test_kill_process_group(group).is_ok())

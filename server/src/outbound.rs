@@ -1,10 +1,10 @@
-//! Where the server may connect to when somebody else names the address.
+//! Guards outbound connections to addresses that a caller names.
 //!
-//! A URL that a caller gives must not be a way into the network the server stands in: to its
-//! loopback, its neighbours, or the metadata service of its cloud. A URL is looked at when it is
-//! given ([`Outbound::check`]), which catches mistakes early; and names are resolved by a resolver
-//! that hands out permitted addresses only ([`Outbound::client`]), so the address that was checked
-//! is the one that is connected to, whatever the name's owner answers the next time.
+//! A caller's URL must not give access to the network of the server: its loopback, its neighbors,
+//! or the metadata service of its cloud. A URL is checked when it is given
+//! ([`OutboundPolicy::check`]), which catches mistakes early. Host names are resolved by a resolver
+//! that returns only permitted addresses ([`OutboundPolicy::client_builder`]), so the address that
+//! was checked is the one that is connected to, whatever a later DNS query returns.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
@@ -15,16 +15,16 @@ use reqwest::dns::{Addrs, Name, Resolve, Resolving};
 use reqwest::header::{HeaderMap, RETRY_AFTER};
 use reqwest::{ClientBuilder, Url, redirect};
 
-/// The rules, and how an operator changes them.
+/// The rules for outbound connections, as the operator configures them.
 #[derive(Debug, Clone)]
 pub struct Outbound {
     allow_private: bool,
     allow_hosts: Vec<String>,
-    /// The table of the configuration that they come from.
+    /// The configuration table of the rules, for error messages.
     table: &'static str,
 }
 
-/// A name that leads nowhere we may go.
+/// The error for a host that has only addresses in private networks.
 #[derive(Debug, thiserror::Error)]
 #[error("{host} has only addresses of private networks, which {table}.allow_private forbids")]
 pub struct PrivateAddress {
@@ -33,13 +33,14 @@ pub struct PrivateAddress {
 }
 
 impl Outbound {
-    /// `allow_hosts` are names, addresses, or `*.name`, for which private addresses are fine.
+    /// Returns the rules. `allow_hosts` are names, addresses, or `*.name`, for which private
+    /// addresses are allowed.
     pub fn new(table: &'static str, allow_private: bool, allow_hosts: &[String]) -> Self {
         let allow_hosts = allow_hosts.iter().map(|host| bare(host)).collect();
         Self { allow_private, allow_hosts, table }
     }
 
-    /// The URL in its usual form, or what is wrong with it: a phrase to follow its field's name.
+    /// Returns the normalized URL. The error is a phrase that follows the name of the field.
     pub fn check(&self, text: &str) -> Result<Url, String> {
         let mut url = Url::parse(text).map_err(|error| format!("is not a URL: {error}"))?;
         if !matches!(url.scheme(), "http" | "https") {
@@ -65,8 +66,8 @@ impl Outbound {
         Ok(url)
     }
 
-    /// A client that connects to permitted addresses only, never through a proxy (which would
-    /// resolve names by itself) and never on to where an answer points.
+    /// Returns the builder of a client that connects only to permitted addresses. It uses no proxy,
+    /// which would resolve names itself, and follows no redirects.
     pub fn client(&self) -> ClientBuilder {
         self.client_resolving(|host| {
             Box::pin(async move {
@@ -107,7 +108,7 @@ impl Outbound {
     }
 }
 
-/// A host in lower case, without the brackets of IPv6 and the final dot of a full name.
+/// Returns a host in lower case, without the brackets of IPv6 and without a final dot.
 fn bare(host: &str) -> String {
     let host = host.trim_start_matches('[').trim_end_matches(']').trim_end_matches('.');
     host.to_ascii_lowercase()
@@ -147,8 +148,7 @@ impl Resolve for Guard {
     }
 }
 
-/// Why a request was not answered: with the causes, without the URL, which may have something
-/// secret in it.
+/// Describes a request error with its causes, without the URL, which may contain a secret.
 pub fn plainly(error: reqwest::Error) -> String {
     let error = error.without_url();
     let mut text = error.to_string();
@@ -160,7 +160,7 @@ pub fn plainly(error: reqwest::Error) -> String {
     text
 }
 
-/// The rule that kept a request from being sent, if one did.
+/// Returns the rule that prevented a request, if there is one.
 pub fn forbidden(error: &reqwest::Error) -> Option<&PrivateAddress> {
     let mut cause = std::error::Error::source(error);
     while let Some(error) = cause {
@@ -172,18 +172,18 @@ pub fn forbidden(error: &reqwest::Error) -> Option<&PrivateAddress> {
     None
 }
 
-/// `Retry-After` in either of its forms.
+/// Returns the delay of a `Retry-After` header in either of its forms.
 pub fn retry_after_ms(headers: &HeaderMap) -> Option<u64> {
     read_retry_after(headers.get(RETRY_AFTER)?.to_str().ok()?)
 }
 
-/// The same of the header's text.
+/// Parses the text of a `Retry-After` header.
 pub fn read_retry_after(text: &str) -> Option<u64> {
     let text = text.trim();
     if let Ok(seconds) = text.parse::<u64>() {
         return Some(seconds.saturating_mul(1_000));
     }
-    // Some say it more exactly than the standard has it.
+    // Some servers send fractions, which the standard does not allow.
     if let Ok(seconds) = text.parse::<f64>() {
         let fits = (0.0..=u32::MAX.into()).contains(&seconds);
         return fits.then_some((seconds * 1_000.0).ceil() as u64);
@@ -192,7 +192,7 @@ pub fn read_retry_after(text: &str) -> Option<u64> {
     u64::try_from(at.as_millisecond() - Timestamp::now().as_millisecond()).ok()
 }
 
-/// Whether an address is reached over the public internet, by every way of writing it.
+/// Returns whether an address is on the public internet, in every notation.
 pub fn is_public(address: IpAddr) -> bool {
     match address {
         IpAddr::V4(address) => is_public_v4(address),
@@ -204,9 +204,9 @@ fn is_public_v4(address: Ipv4Addr) -> bool {
     let [a, b, c, _] = address.octets();
     !matches!(
         (a, b, c),
-        // This network, private, carrier-grade NAT, loopback, link-local (with the metadata
-        // services of clouds), private, IETF, documentation, 6to4 relays, private, benchmarks,
-        // documentation, documentation, multicast and reserved.
+        // This network, private, carrier-grade NAT, loopback, link-local (which includes the
+        // metadata services of clouds), private, IETF, documentation, 6to4 relays, private,
+        // benchmarks, documentation, documentation, multicast and reserved.
         (0 | 10 | 127, _, _)
             | (100, 64..=127, _)
             | (169, 254, _)
@@ -228,14 +228,14 @@ fn is_public_v6(address: Ipv6Addr) -> bool {
         is_public_v4(Ipv4Addr::new(a, b, c, d))
     };
     match parts {
-        // NAT64, 6to4 and mapped addresses carry an IPv4 address, which decides.
+        // NAT64, 6to4 and mapped addresses contain an IPv4 address, which decides.
         [0x64, 0xff9b, 0, 0, 0, 0, high, low]
         | [0x2002, high, low, ..]
         | [0, 0, 0, 0, 0, 0xffff, high, low] => embedded(high, low),
-        // Teredo, ORCHID and others of the IETF; documentation, twice.
+        // Teredo, ORCHID and other IETF ranges; documentation, twice.
         [0x2001, 0..=0x1ff, ..] | [0x2001, 0xdb8, ..] | [0x3fff, 0..=0xfff, ..] => false,
-        // Global unicast is all that is left: not loopback, unique local, link-local, site-local,
-        // multicast, or anything that is not given out yet.
+        // Of the rest only global unicast is public: not loopback, unique local, link-local,
+        // site-local, multicast, or ranges that are not assigned yet.
         [first, ..] => first & 0xe000 == 0x2000,
     }
 }

@@ -1,9 +1,9 @@
-//! Gives back the memory that only the start has needed.
+//! Releases the memory that only the startup needed.
 //!
-//! A start goes once through most of the program: settings, migrations, routes, descriptions. Every
-//! piece of code that it touches is then counted as this process's memory for as long as it runs,
-//! with what lies around it. After the start those pages are let go of; the few that calls need
-//! come back, from the system's cache, when they are touched.
+//! Startup runs once through most of the program: settings, migrations, routes, descriptions. Every
+//! code page it touches, and the pages around it, then count as resident memory of this process for
+//! as long as it runs. After startup the process releases those pages; the few that calls need
+//! return from the page cache when they are touched.
 
 #[cfg(target_os = "linux")]
 mod linux {
@@ -11,7 +11,7 @@ mod linux {
 
     use rustix::mm::{Advice, madvise};
 
-    /// Where the code of this program is mapped: begin and length.
+    /// Returns the mappings of this program's code: start address and length.
     pub(super) fn code(maps: &str, program: &Path) -> Vec<(usize, usize)> {
         let mapped = maps.lines().filter_map(|line| {
             let mut words = line.split_ascii_whitespace();
@@ -32,8 +32,8 @@ mod linux {
         let maps = std::fs::read_to_string("/proc/self/maps")?;
         for (begin, length) in code(&maps, &program) {
             let begin = std::ptr::with_exposed_provenance_mut(begin);
-            // SAFETY: these pages are private, cannot be written, and come from a file: what is let
-            // go of is read from there again, the same, when it is touched next.
+            // SAFETY: these pages are private, read-only and file-backed: a released page is read
+            // from the file again, unchanged, when it is next touched.
             #[allow(unsafe_code, reason = "there is no safe way to advise the system on memory")]
             unsafe {
                 madvise(begin, length, Advice::LinuxDontNeed)?;
@@ -43,11 +43,11 @@ mod linux {
     }
 }
 
-/// Lets go of the code that is not needed at present.
+/// Releases the code pages that startup touched.
 pub(crate) fn let_go() {
     #[cfg(target_os = "linux")]
     if let Err(error) = linux::let_go() {
-        tracing::debug!(%error, "the pages of the start stay where they are");
+        tracing::debug!(%error, "cannot release the code pages that startup used");
     }
 }
 
@@ -56,7 +56,7 @@ pub(crate) fn let_go() {
 mod tests {
     use std::path::Path;
 
-    /// What the system says this program has of its file in memory, in KiB.
+    /// Returns the resident file-backed memory of this process in KiB.
     fn resident_kib() -> u64 {
         let status = std::fs::read_to_string("/proc/self/status").unwrap();
         let line = status.lines().find(|line| line.starts_with("RssFile:")).unwrap();

@@ -1,8 +1,8 @@
-//! The other end of a connection, and how long it may leave unacknowledged what it was sent.
+//! TCP connections with a timeout for unacknowledged data (`TCP_USER_TIMEOUT`).
 //!
-//! A peer whose machine has vanished sends nothing, not even that it is gone: the system finds out
-//! when it has sent something again and again for a quarter of an hour. An answer can ask for less
-//! patience, for as long as it is being sent.
+//! A peer whose machine has vanished sends nothing, not even a FIN: the kernel gives up only after
+//! about 15 minutes of retransmissions. A response can request a shorter timeout for as long as it
+//! is being sent.
 
 use std::io;
 use std::pin::Pin;
@@ -14,11 +14,13 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 
-/// Belongs to an answer: a peer that leaves it unacknowledged for so long is taken for dead.
+/// A response extension: the connection is considered dead when the peer leaves data of this
+/// response unacknowledged for this long.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct DeadAfter(pub(crate) Duration);
 
-/// What the answer under way asks of the connection, in milliseconds; 0 leaves it to the system.
+/// Shares the timeout requested by the current response with its connection, in milliseconds. 0
+/// keeps the system's default.
 #[derive(Clone, Default)]
 pub(crate) struct Patience(Arc<AtomicU32>);
 
@@ -29,11 +31,11 @@ impl Patience {
     }
 }
 
-/// A connection that heeds what its answers ask for.
+/// A TCP stream that applies the timeout its responses request.
 pub(crate) struct Peer {
     stream: TcpStream,
     asked: Patience,
-    /// What the system was told last.
+    /// The value last passed to the system.
     set_ms: u32,
 }
 
@@ -48,7 +50,7 @@ impl Peer {
         if ms != self.set_ms {
             self.set_ms = ms;
             if let Err(error) = set_patience(&self.stream, ms) {
-                tracing::debug!(%error, "a connection keeps the system's patience");
+                tracing::debug!(%error, "a connection keeps the system's TCP_USER_TIMEOUT");
             }
         }
     }
@@ -59,7 +61,7 @@ fn set_patience(stream: &TcpStream, ms: u32) -> io::Result<()> {
     Ok(rustix::net::sockopt::set_tcp_user_timeout(stream, ms)?)
 }
 
-/// Other systems have no such setting for a single connection.
+/// Other systems have no such option for a single connection.
 #[cfg(not(target_os = "linux"))]
 fn set_patience(_: &TcpStream, _: u32) -> io::Result<()> {
     Ok(())

@@ -1,9 +1,9 @@
-//! Running the server: listening, the first screen, and stopping in order.
+//! Runs the server: listens, prints the banner, accepts connections and shuts down in order.
 //!
-//! Connections are limited in number and in how long they may take to say what they want, so a
-//! thousand silent ones cost a little memory and nothing else. On SIGTERM or Ctrl-C the server
-//! takes no more calls, lets what runs finish within a limit, and leaves the rest to the next
-//! start, which settles it.
+//! The number of connections is limited, and so is the time to send a request's header, so a
+//! thousand idle connections cost a little memory and nothing else. On SIGTERM or Ctrl-C the server
+//! accepts no more calls and lets running calls finish within a limit. The next start recovers the
+//! rest.
 
 use std::convert::Infallible;
 use std::io::IsTerminal;
@@ -25,13 +25,13 @@ use crate::doors::http::Place;
 use crate::peer::{DeadAfter, Peer};
 use crate::{assemble, pages, telemetry};
 
-/// How long connections may take to finish after the calls have.
+/// Maximum time that connections have to finish after the calls have ended.
 const HANG_UP: Duration = Duration::from_secs(2);
 
-/// How long the last spans and metrics may take to be sent.
+/// Maximum time to send the last spans and metrics.
 const FLUSH: Duration = Duration::from_secs(3);
 
-/// Runs the server until it is told to stop.
+/// Runs the server until SIGTERM or Ctrl-C.
 pub async fn run(config: Config) -> anyhow::Result<()> {
     let began = Instant::now();
     telemetry::start_logging(&config.log.level, config.log.format);
@@ -49,10 +49,11 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     let connections = TaskTracker::new();
     let stop = async {
         told_to_stop().await;
-        tracing::info!("stopping: no more calls are taken, what runs may finish");
+        tracing::info!("stopping: no new calls are accepted, running calls may finish");
         engine.shut_down(Duration::from_millis(config.shutdown.drain_ms)).await;
     };
-    // Whoever comes meanwhile is told to come back later, instead of waiting for nothing.
+    // The listener stays open during the drain: new requests are refused with a "retry later" error
+    // instead of waiting for a response that never comes.
     tokio::select! {
         () = accept(&listener, router, &limits, &connections, &stopping) => {}
         () = stop => {}
@@ -80,7 +81,8 @@ async fn bind(address: &str) -> anyhow::Result<TcpListener> {
     })
 }
 
-/// Without keys, whoever reaches the server may do everything: so only loopback may reach it.
+/// Refuses to listen beyond loopback while there are no keys: without keys every request is allowed
+/// everything.
 fn refuse_open_door(engine: &Engine, address: SocketAddr) -> anyhow::Result<()> {
     if address.ip().is_loopback() || engine.has_keys() {
         return Ok(());
@@ -92,7 +94,7 @@ fn refuse_open_door(engine: &Engine, address: SocketAddr) -> anyhow::Result<()> 
     )
 }
 
-/// Where everything is kept.
+/// Describes where data is stored, without credentials.
 fn data(config: &Config) -> String {
     let directory = config.data_dir.display().to_string();
     match config.kept() {
@@ -139,8 +141,8 @@ fn first_screen(config: &Config, engine: &Engine, address: SocketAddr, took: Dur
     );
 }
 
-/// Serves a router on a listener until told to stop: for a program that has its own way to start
-/// and stop.
+/// Serves a router on a listener until `stop` is cancelled. For commands that have their own
+/// startup and shutdown.
 pub async fn on(listener: TcpListener, router: Router, config: &Config, stop: CancellationToken) {
     let (limits, connections) = (Limits::of(config), TaskTracker::new());
     tokio::select! {
@@ -174,12 +176,13 @@ async fn accept(
 ) {
     let places = Arc::new(Semaphore::new(limits.connections));
     loop {
-        // Beyond the limit, connections wait in the system's own queue until one ends.
+        // Beyond the limit, connections wait in the kernel's accept queue until one ends.
         let Ok(place) = places.clone().acquire_owned().await else { return };
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(error) => {
-                // Out of file descriptors, most likely: it passes when connections end.
+                // Most likely the process is out of file descriptors; that passes when connections
+                // end.
                 tracing::warn!(%error, "a connection could not be accepted");
                 tokio::time::sleep(Duration::from_millis(50)).await;
                 continue;
@@ -198,14 +201,14 @@ async fn serve_connection(
     stopping: CancellationToken,
     place: Place,
 ) {
-    // Answers are small and whole: holding them back for more would only delay them.
+    // Responses are small and written whole: Nagle's algorithm would only delay them.
     let _ = stream.set_nodelay(true);
     let (peer, patience) = Peer::new(stream);
     let service =
         hyper::service::service_fn(move |request: hyper::Request<hyper::body::Incoming>| {
             let router = router.clone();
             let mut request = request.map(axum::body::Body::new);
-            // What becomes of the connection then is not seen here any more.
+            // An upgraded connection outlives this task, so its handler holds the permit.
             if request.headers().contains_key(hyper::header::UPGRADE) {
                 request.extensions_mut().insert(place.clone());
             }

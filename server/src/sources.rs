@@ -1,5 +1,5 @@
-//! Where tools are executed, by protocol. A source knows its port and its protocol's crate; never
-//! the store, another source or a door.
+//! Execution of tools, one module per protocol. A source knows its port and its protocol's crate;
+//! it never uses the store, another source or a transport.
 
 pub mod builtin;
 pub mod http;

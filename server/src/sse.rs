@@ -1,11 +1,11 @@
-//! Reading server-sent events, as the HTML standard describes them.
+//! Parses server-sent events as the HTML standard defines them.
 
 use serde_json::Value;
 
-/// An event longer than this ends the stream: no server of ours sends one.
+/// Maximum size of an event; a longer one ends the stream. Toolcrib sends no event of this size.
 const MAX_EVENT_BYTES: usize = 64 << 20;
 
-/// What some servers begin with; it is no part of the first line.
+/// Some servers send a byte order mark before the first line.
 const BYTE_ORDER: &[u8] = "\u{feff}".as_bytes();
 
 /// One event.
@@ -16,31 +16,31 @@ pub struct Message {
 }
 
 impl Message {
-    /// Its data as JSON; what is none becomes text.
+    /// Returns the data as JSON, or as a JSON string if it is not valid JSON.
     pub fn value(&self) -> Value {
         serde_json::from_str(&self.data).unwrap_or_else(|_| Value::from(self.data.as_str()))
     }
 }
 
-/// The event became longer than anybody would send.
+/// The error for an event over the maximum size.
 #[derive(Debug)]
 pub struct TooLong;
 
-/// Puts events together out of whatever pieces arrive.
+/// Assembles events from chunks of any size.
 #[derive(Debug, Default)]
 pub struct Parser {
     line: Vec<u8>,
-    /// The last byte was a carriage return, so a line feed now belongs to it.
+    /// True if the last byte was a carriage return, so that a line feed now belongs to it.
     after_return: bool,
     message: Message,
     has_data: bool,
     last_id: Option<String>,
-    /// The first line has been read; a mark of the byte order may stand before it.
+    /// True after the first line, before which a byte order mark may stand.
     begun: bool,
 }
 
 impl Parser {
-    /// Takes a piece and gives the events that it completed.
+    /// Adds a chunk and returns the events that it completes.
     pub fn push(&mut self, piece: &[u8]) -> Result<Vec<Message>, TooLong> {
         let mut done = Vec::new();
         for &byte in piece {
@@ -57,7 +57,7 @@ impl Parser {
         Ok(done)
     }
 
-    /// The id to go on after: of the last event, or of a block that had nothing else.
+    /// Returns the id to resume after: of the last event, or of a block that contained only an id.
     pub fn last_id(&self) -> Option<&str> {
         self.last_id.as_deref()
     }
@@ -84,11 +84,11 @@ impl Parser {
                 self.message.data.push_str(value);
                 self.has_data = true;
             }
-            // The number goes into a header later, so only a number is one.
+            // The id is sent in a header later, so only digits are accepted.
             "id" if value.bytes().all(|b| b.is_ascii_digit()) && value.len() <= 20 => {
                 self.message.id = Some(value.to_owned()).filter(|id| !id.is_empty());
             }
-            // The name of the event is in its data too; comments are signs of life.
+            // The event name is also in the data; comments serve as heartbeats.
             _ => {}
         }
         None

@@ -1,5 +1,5 @@
-//! The words of the background protocol: what a task's statuses and events are called, and how its
-//! end is told. The same on `/v1/tasks`, on its event stream and in callbacks.
+//! The background protocol: the names of a task's statuses and events, and the form of its outcome.
+//! `/v1/tasks`, its event stream and webhooks share them.
 
 use serde::Serialize;
 use serde_json::Value;
@@ -8,10 +8,11 @@ use toolcrib::fault::Fault;
 use toolcrib::{Call, Json, Status};
 use utoipa::ToSchema;
 
-/// Results that are larger are left out of events and callbacks, with a note where to read them.
+/// Maximum size of a result in events and webhooks. Larger results are omitted, with a path to read
+/// them from.
 pub const MAX_DATA_BYTES: usize = 256 << 10;
 
-/// A task's status. One to one with the call's.
+/// Returns the name of a task's status. Task statuses map one to one to call statuses.
 pub fn status_word(status: Status) -> &'static str {
     match status {
         Status::Pending => "submitted",
@@ -23,13 +24,14 @@ pub fn status_word(status: Status) -> &'static str {
     }
 }
 
-/// The status with this name.
+/// Parses a task status.
 pub fn parse_status(word: &str) -> Option<Status> {
     Status::ALL.into_iter().find(|status| status_word(*status) == word)
 }
 
-/// What an event of a call is called among those of tasks; none when it is not one of them. A task
-/// that was canceled or ran out of time has failed, and its `status` says how.
+/// Returns the name of the task event for an event of a call, or `None` if tasks have no such
+/// event. A task that was canceled or timed out reports `task.failed`; its `status` gives the
+/// cause.
 pub fn event_name(kind: Kind) -> Option<&'static str> {
     match kind {
         Kind::Requested => Some("task.submit"),
@@ -47,13 +49,13 @@ pub fn event_name(kind: Kind) -> Option<&'static str> {
     }
 }
 
-/// How a task ended.
+/// The outcome of a task.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct TaskEnd<'a> {
     pub task_id: &'a str,
     /// The same as `task_id`.
     pub tool_call_id: &'a str,
-    /// The caller's own id for it.
+    /// The id that the caller gave the call.
     pub call_id: Option<&'a str>,
     pub run_id: &'a str,
     pub tool_name: &'a str,
@@ -63,7 +65,7 @@ pub struct TaskEnd<'a> {
     /// The result.
     #[schema(value_type = Option<Object>)]
     pub data: Option<Json>,
-    /// Set when the result is too large to be told.
+    /// Set when the result is too large to include.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub data_omitted: Option<Omitted>,
     #[schema(value_type = Option<Object>)]
@@ -73,15 +75,15 @@ pub struct TaskEnd<'a> {
     pub completed_at_ms: Option<u64>,
 }
 
-/// Where the result is that was left out.
+/// Describes a result that was omitted.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct Omitted {
     pub bytes: usize,
-    /// The path to read it at.
+    /// The path to read the result from.
     pub read_at: String,
 }
 
-/// What went wrong; the same object as on the call.
+/// The error of a failed task; the same object as on the call.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct TaskFault<'a> {
     pub code: &'static str,
@@ -91,7 +93,7 @@ pub struct TaskFault<'a> {
     pub retryable: bool,
 }
 
-/// What it took.
+/// Timings and attempts of a task.
 #[derive(Debug, Default, Serialize, ToSchema)]
 pub struct TaskMetrics {
     pub latency_ms: u64,
@@ -101,7 +103,7 @@ pub struct TaskMetrics {
 }
 
 impl<'a> TaskEnd<'a> {
-    /// The end of a call that has ended.
+    /// Builds the outcome from an ended call. Omits a result of more than `max_data_bytes`.
     pub fn of(call: &'a Call, max_data_bytes: usize) -> Self {
         let outcome = call.outcome.as_ref();
         let data = outcome.and_then(|outcome| outcome.data.as_ref());
@@ -132,7 +134,7 @@ impl<'a> TaskEnd<'a> {
         }
     }
 
-    /// The event that says so.
+    /// Returns the name of the event that reports this outcome.
     pub fn event(&self) -> &'static str {
         if self.ok { "task.completed" } else { "task.failed" }
     }

@@ -14,7 +14,7 @@ use crate::config::LogFormat;
 pub use otlp::Otlp;
 pub use prometheus::metrics;
 
-/// Starts logging to standard error. `TOOLCRIB_LOG` wins over the configured level.
+/// Starts logging to standard error. `TOOLCRIB_LOG` takes precedence over the configured level.
 pub fn start_logging(level: &str, format: LogFormat) {
     let wanted = std::env::var("TOOLCRIB_LOG").unwrap_or_else(|_| level.to_owned());
     let filter = EnvFilter::try_new(quietly(&wanted)).unwrap_or_else(|_| EnvFilter::new("info"));
@@ -24,12 +24,13 @@ pub fn start_logging(level: &str, format: LogFormat) {
         LogFormat::Json => true,
     };
     let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
-    // A second start in one process (tests) keeps the first.
+    // A second start in one process, as in tests, keeps the first subscriber.
     let _ = if json { builder.json().try_init() } else { builder.try_init() };
 }
 
-/// The MCP library writes several lines about every request. Who wants them names it: `rmcp=info`.
-/// What it says about signing in is not for a log even then: a code is in it.
+/// Adds filters for rmcp, the MCP library, which logs several lines per request. A level that names
+/// it, such as `rmcp=info`, enables them. Its sign-in module stays at `warn` even then, because its
+/// other lines contain an authorization code.
 fn quietly(wanted: &str) -> String {
     let wanted = if wanted.contains("rmcp") { wanted } else { &format!("{wanted},rmcp=error") };
     format!("{wanted},rmcp::transport::auth=warn")

@@ -1,11 +1,11 @@
-//! Lengths of time as people write them.
+//! Parses durations as people write them.
 
 use std::time::Duration;
 
-/// The longest time that may be named: a thousand days.
+/// The longest duration accepted: a thousand days.
 const LONGEST: Duration = Duration::from_secs(86_400_000);
 
-/// `500ms`, `30s`, `5m`, `1h`, `2d`; a bare number is seconds.
+/// Parses `500ms`, `30s`, `5m`, `1h` or `2d`. A bare number is in seconds.
 pub fn duration(text: &str) -> Result<Duration, String> {
     let wrong = || format!("\"{text}\" is not a time such as 500ms, 30s, 5m, 1h or 2d");
     let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());

@@ -1,6 +1,6 @@
-//! Keeps the MCP servers behind the crib in step with the configuration and the directory, and
-//! writes down what they offer. It is what lies between the source, which knows no engine, and the
-//! doors, which know no source.
+//! Reconciles the connected MCP servers with the configuration and the tool registry, and records
+//! the tools they offer. It connects the MCP source, which does not know the engine, with the
+//! transports, which do not know any source.
 
 mod api;
 mod lists;
@@ -24,18 +24,18 @@ use crate::sources::mcp::{Ledger, McpSettings, Phase, Upstreams};
 pub use api::{imported, stored, to_add};
 pub use shelf::Beside;
 
-/// The kind of upstream that this is about.
+/// The registry's kind of upstream that this module manages.
 pub const KIND: &str = "mcp";
 
-/// How long programs may take to end when the server stops.
+/// Maximum time that child processes have to exit when the server stops.
 const ENDING: Duration = Duration::from_secs(8);
 
-/// Where upstreams that a key has named may be.
+/// Returns the policy that limits the addresses of upstreams added with an API key.
 pub fn outbound(settings: &UpstreamSettings) -> Outbound {
     Outbound::new("upstreams", settings.allow_private, &settings.allow_hosts)
 }
 
-/// The directory, as the source sees it.
+/// The engine's tool registry, as the MCP source sees it.
 struct Book(Engine);
 
 #[async_trait]
@@ -77,18 +77,19 @@ impl Ledger for Book {
     }
 }
 
-/// What keeps upstreams in step.
+/// Keeps the MCP source in step with the configured and the registered upstreams.
 pub struct Keeper {
     engine: Engine,
     upstreams: Arc<Upstreams>,
-    /// Those of the configuration.
+    /// Upstreams from the configuration file.
     configured: Vec<McpSettings>,
     settings: UpstreamSettings,
     task: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Keeper {
-    /// Begins to keep these, and those of the directory. Costs nothing while there are none.
+    /// Starts to reconcile the configured upstreams and those in the registry. Costs nothing while
+    /// there are none.
     pub fn start(
         engine: Engine,
         upstreams: Arc<Upstreams>,
@@ -118,7 +119,8 @@ impl Keeper {
         keeper
     }
 
-    /// Those that are wanted now. The configuration goes before the directory.
+    /// Returns the upstreams that should be connected. The configuration takes precedence over the
+    /// registry.
     fn wanted(&self) -> Vec<McpSettings> {
         let mut wanted = self.configured.clone();
         let ours = |u: &McpSettings| (u.project.clone(), u.name.clone());
@@ -132,7 +134,8 @@ impl Keeper {
         self.upstreams.set(self.wanted());
     }
 
-    /// Tools of upstreams that are in no configuration any more are nobody's.
+    /// Removes the tools and credentials of upstreams that are neither configured nor registered
+    /// any more.
     async fn forget_the_gone(&self) {
         let wanted = self.wanted();
         let mut places = self.engine.upstreams_with_tools();
@@ -140,12 +143,12 @@ impl Keeper {
         for (project, name) in places {
             let known = wanted.iter().any(|u| u.project == project && u.name == name);
             if !known && let Err(error) = self.engine.forget_upstream(&project, &name).await {
-                tracing::warn!(upstream = name, %error, "its tools could not be removed");
+                tracing::warn!(upstream = name, %error, "cannot remove its tools");
             }
         }
     }
 
-    /// After the engine has been shut down: waits until nothing of the upstreams is left.
+    /// Waits until all upstreams are shut down. Call it after the engine has been shut down.
     pub async fn close(&self) {
         let task = self.task.lock().take();
         if let Some(task) = task {
@@ -153,34 +156,34 @@ impl Keeper {
         }
     }
 
-    /// Whether one is there, once that is known or the time is over.
+    /// Returns `true` if the upstream is ready, once its state is known or `limit` has passed.
     pub async fn ready(&self, project: &str, name: &str, limit: Duration) -> bool {
         self.upstreams.known_by(project, name, tokio::time::Instant::now() + limit).await;
         self.upstreams.one(project, name).is_some_and(|shown| shown.state.phase == Phase::Ready)
     }
 
-    /// What is wrong with one.
+    /// Returns the current problem of an upstream, if any.
     pub fn problem(&self, project: &str, name: &str) -> Option<String> {
         self.upstreams.one(project, name)?.state.problem
     }
 
-    /// A person's browser reaches the server here.
+    /// Sets the URL at which a person's browser reaches the server.
     pub fn set_base(&self, base: String) {
         self.upstreams.set_base(base);
     }
 
-    /// What lies beside the tools of upstreams.
+    /// Returns the passthrough of resources, prompts and completions of upstreams.
     pub fn shelf(&self) -> Arc<Beside> {
         Arc::new(Beside::new(self.engine.clone(), self.upstreams.clone()))
     }
 }
 
-/// The settings of a stored upstream.
+/// Parses the settings of a stored upstream.
 fn read(known: Upstream) -> Option<McpSettings> {
     match serde_json::from_str::<McpSettings>(known.settings.text()) {
         Ok(settings) => Some(McpSettings { project: known.project, name: known.name, ..settings }),
         Err(error) => {
-            tracing::warn!(upstream = known.name, %error, "its stored settings cannot be read");
+            tracing::warn!(upstream = known.name, %error, "cannot read its stored settings");
             None
         }
     }

@@ -1,6 +1,6 @@
-//! Tools over NATS (UTP): the connection, the wire, and the side of a tool service.
+//! Tools over NATS (UTP): the connection, the wire format, and the tool service side.
 //!
-//! A tool service in Rust is a few lines; see [`Host`].
+//! A tool service in Rust takes a few lines; see [`ToolHost`].
 
 pub mod follow;
 pub mod host;
@@ -12,5 +12,5 @@ pub mod wire;
 pub use host::{Answer, Host, Job};
 pub use link::Link;
 
-/// The version of the protocol that is spoken unless configured otherwise.
+/// Default protocol version.
 pub const DEFAULT_VERSION: &str = "v1r3";

@@ -1,8 +1,8 @@
-//! Completion callbacks: one signed POST to the URL that was given with a call, as Standard
-//! Webhooks has it. When to send, and what an answer means, is the engine's to decide.
+//! Webhooks for ended calls: one signed POST to the callback URL of a call, as Standard Webhooks
+//! defines it. The engine decides when to send and what the response means.
 //!
-//! Nothing of the answer's body is read: all that counts is the status. What is kept of a failure
-//! says what happened and never what a receiver in some network answered.
+//! Only the status and the headers of the response are used, never its body. The stored reason of a
+//! failure never contains content from the receiver, which may be in a private network.
 
 mod signing;
 
@@ -23,28 +23,28 @@ use crate::task::TaskEnd;
 
 pub use signing::{KEY_PREFIX, KeyPlace, KeyRing, new_key};
 
-/// Sends callbacks.
+/// Sends webhooks.
 pub struct Webhooks {
     keys: KeyRing,
     outbound: Outbound,
     timeout: Duration,
     max_data_bytes: usize,
-    /// Made by the first delivery, as loading certificates takes a while.
+    /// Created by the first delivery, because loading certificates takes time.
     client: OnceLock<reqwest::Client>,
 }
 
-/// What is sent.
+/// The body of a webhook.
 #[derive(Serialize)]
 struct Payload<'a> {
     #[serde(rename = "type")]
     kind: &'static str,
-    /// When the call ended.
+    /// The time at which the call ended.
     timestamp: String,
     data: TaskEnd<'a>,
 }
 
 impl Webhooks {
-    /// A sender with these keys, rules and limits; or what is wrong with the keys.
+    /// Returns a sender with these keys, outbound rules and limits. Fails if a key is invalid.
     pub fn new(
         keys: KeyRing,
         outbound: Outbound,
@@ -67,10 +67,10 @@ impl Webhooks {
     async fn send(&self, notice: &Notice) -> Result<(u16, HeaderMap), String> {
         let delivery = &notice.delivery;
         let keys = self.keys.keys(&delivery.project)?;
-        // The rules may have changed since the URL was given.
+        // The rules may have changed since the URL was accepted.
         let url = self.outbound.check(&delivery.url).map_err(|why| format!("the URL {why}"))?;
         let payload = self.payload(&notice.call)?;
-        // By the wall, not by the engine's clock: the receiver compares it with its own.
+        // The wall clock and not the engine's clock, because the receiver compares it with its own.
         let (id, timestamp) = (delivery.message_id(), Timestamp::now().as_second());
         let signature = keys.sign(&id, timestamp, &payload);
         let request = self
@@ -95,7 +95,7 @@ impl Webhooks {
         serde_json::to_string(&payload).map_err(|error| format!("no payload: {error}"))
     }
 
-    /// Why there was no answer, without the URL, which may have something secret in it.
+    /// Describes why there was no response, without the URL, which may contain a secret.
     fn why(&self, error: &reqwest::Error) -> String {
         if error.is_timeout() {
             return format!("no answer within {} ms", self.timeout.as_millis());

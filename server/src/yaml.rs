@@ -1,13 +1,13 @@
-//! YAML from outside: read within a budget, so that a small text cannot become a large one.
+//! Parses untrusted YAML within a budget, so that a small text cannot expand into a large value.
 
 use serde_json::Value;
 
-/// Reads one document. `no` and `yes` are words, a repeated key is an error.
+/// Parses one document. `no` and `yes` are strings, and a duplicate key is an error.
 pub fn parse(text: &str) -> Result<Value, String> {
     within(text, 20_000)
 }
 
-/// The same of a document that may have much to say, such as the description of an API.
+/// Parses a large document, such as the description of an API.
 pub fn parse_long(text: &str) -> Result<Value, String> {
     within(text, 500_000)
 }

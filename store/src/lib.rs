@@ -1,8 +1,9 @@
-//! Where Toolcrib keeps its tickets: SQLite or PostgreSQL behind the engine's `Store` port.
+//! The durable stores of Toolcrib: SQLite and PostgreSQL implementations of the engine's `Store`
+//! port.
 //!
-//! One writer takes everything that waits and commits it as one transaction; callers wait for
-//! that commit. Readers work beside it. The store compares
-//! versions and keeps what it is given; it never decides a status.
+//! One writer takes all queued changes and commits them in one transaction; callers wait for that
+//! commit. Reads run concurrently on other connections. A store compares versions and persists what
+//! it receives; it never decides a status.
 
 mod migrate;
 pub mod postgres;
@@ -14,7 +15,8 @@ pub use migrate::SCHEMA_VERSION;
 pub use postgres::{PostgresError, PostgresStore};
 pub use sqlite::{OpenError, SqliteStore};
 
-/// The page for Rust users: its code is compiled and run here, where both crates are at hand.
+/// The guide for Rust users. Its code is compiled and run here because this crate has both
+/// libraries as dependencies.
 #[cfg(doctest)]
 #[doc = include_str!("../../docs/library.md")]
 pub struct LibraryPage;

@@ -1,5 +1,6 @@
-//! Versioned migrations. Each runs in one transaction together with the new version number, so
-//! one that was killed half-way has not happened; a database from a newer program is not opened.
+//! Versioned migrations of the SQLite schema. Each migration runs in one transaction together with
+//! the new version number, so an interrupted migration leaves no trace. A database written by a
+//! newer version of Toolcrib is not opened.
 
 use rusqlite::{Connection, TransactionBehavior};
 
@@ -17,13 +18,15 @@ const MIGRATIONS: [&str; 9] = [
     include_str!("../migrations/sqlite/0009_not_ok_by_run.sql"),
 ];
 
-/// The version this program writes.
+/// The schema version that this program writes.
 pub const SCHEMA_VERSION: i64 = MIGRATIONS.len() as i64;
 
-/// `application_id` of our files: "TCRB".
+/// The `application_id` of Toolcrib's database files: "TCRB".
 const APPLICATION_ID: i64 = 0x5443_5242;
 
-/// The version of a database that is ours, or that is empty and becomes ours.
+/// Returns the schema version of a database that belongs to Toolcrib, or 0 for an empty one.
+///
+/// Fails when the database belongs to another program or to a newer version of Toolcrib.
 pub(crate) fn check(connection: &Connection) -> Result<i64, OpenError> {
     let version: i64 = connection.pragma_query_value(None, "user_version", |r| r.get(0))?;
     let owner: i64 = connection.pragma_query_value(None, "application_id", |r| r.get(0))?;
@@ -40,7 +43,7 @@ pub(crate) fn check(connection: &Connection) -> Result<i64, OpenError> {
     Ok(version)
 }
 
-/// Brings a database to [`SCHEMA_VERSION`].
+/// Migrates a database to [`SQLITE_SCHEMA_VERSION`].
 pub(crate) fn migrate(connection: &mut Connection) -> Result<(), OpenError> {
     loop {
         let transaction = connection.transaction_with_behavior(TransactionBehavior::Immediate)?;

@@ -1,4 +1,5 @@
-//! The PostgreSQL store: opening it, and the `Store` port over one writer and a few readers.
+//! The PostgreSQL store: opens the database and implements the `Store` port with one writer and a
+//! few concurrent readers.
 
 mod calls;
 mod deliveries;
@@ -37,28 +38,29 @@ use link::{Address, Broke};
 use pool::Pool;
 use writer::{Desk, Job, Numbers, Work, Writer};
 
-/// Why a database was not opened. No message shows the URL, which holds a password.
+/// The reason why a PostgreSQL database was not opened. No message contains the URL, which holds a
+/// password.
 #[derive(Debug, thiserror::Error)]
 pub enum PostgresError {
     /// The URL cannot be used.
     #[error("{0}")]
     Url(&'static str),
-    /// Made by a newer version of this program.
+    /// The database was written by a newer version of Toolcrib.
     #[error(
         "the database has schema version {found}, and this program knows up to {known}: it was \
          used by a newer toolcrib; start that one, or restore an older copy"
     )]
     Newer { found: i64, known: i64 },
-    /// There are tables of the same names that somebody else made.
+    /// The database has tables with the same names that another program created.
     #[error(
         "the database has tables that another program made (public.cards, resource.tools, …): \
          give the crib a database of its own"
     )]
     NotOurs,
-    /// Another server has it.
+    /// Another server holds the writer lease of the database.
     #[error("another toolcrib serves this database: stop it, or choose another with --store")]
     Taken,
-    /// PostgreSQL could not do it.
+    /// PostgreSQL returned an error or cannot be reached.
     #[error("{0}")]
     Postgres(String),
 }
@@ -71,24 +73,26 @@ impl From<Broke> for OpenError {
     }
 }
 
-/// Tickets in one PostgreSQL database.
+/// A store in one PostgreSQL database.
 pub struct PostgresStore {
     writer: Writer,
     pool: Pool,
-    /// Only of a server: it takes what tool services write into the tables.
+    /// Set only for a server, which accepts the reports that tool services write into the tables.
     ears: Option<Ears>,
-    /// Changes when they have written something.
+    /// Changes when a tool service has written a report.
     news: tokio::sync::watch::Receiver<u64>,
 }
 
 impl PostgresStore {
-    /// Opens a database for a server, makes the tables if there are none, and brings them to the
-    /// present version. The database is this server's until its connection ends.
+    /// Opens a database for a server, creates the tables if they do not exist, and migrates them to
+    /// the current schema version. The server has the exclusive right to write calls until its
+    /// connection ends.
     pub async fn open(url: &str) -> Result<Self, OpenError> {
         Self::open_as(url, true).await
     }
 
-    /// The same for a look at the directory or a change to it, beside a server.
+    /// Opens a database for an administrative command that reads or changes the directory while a
+    /// server runs.
     pub async fn open_briefly(url: &str) -> Result<Self, OpenError> {
         Self::open_as(url, false).await
     }
@@ -110,7 +114,7 @@ impl PostgresStore {
         Ok(Self { writer, pool: Pool::new(address), ears, news })
     }
 
-    /// Whether this is the URL of such a database.
+    /// Returns true if this is the URL of a PostgreSQL database.
     pub fn is_url(url: &str) -> bool {
         url.starts_with("postgres://") || url.starts_with("postgresql://")
     }
@@ -127,18 +131,18 @@ impl PostgresStore {
     }
 }
 
-/// What the writer answers.
+/// Waits for the writer's reply.
 async fn answered<T>(answer: oneshot::Receiver<Result<T, StoreError>>) -> Result<T, StoreError> {
     let gone = |_| StoreError::Unavailable("the writer has stopped".to_owned());
     answer.await.map_err(gone)?
 }
 
-/// A limit as a parameter.
+/// Converts a limit to a parameter.
 fn limited(limit: usize) -> i64 {
     i64::try_from(limit).unwrap_or(i64::MAX)
 }
 
-/// A value that JSONB can hold: it has no place for the character 0.
+/// Removes NUL characters from a value, because JSONB cannot store them.
 fn storable(value: Value) -> Value {
     match value {
         Value::String(text) => Value::String(text.replace('\0', "")),
@@ -159,7 +163,7 @@ async fn put_run(desk: &mut Desk, run: &Run) -> Result<(), Broke> {
     Ok(())
 }
 
-/// Writes something that nobody reads: a check that writes nothing would find a full disk in order.
+/// Writes a value that has no reader: a probe that writes nothing would not detect a full disk.
 async fn write_check(desk: &mut Desk, _: &()) -> Result<(), Broke> {
     let sql = "UPDATE counters SET value = value + 1 WHERE name = 'checks'";
     desk.session.execute(sql, &[]).await?;

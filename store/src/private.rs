@@ -1,11 +1,13 @@
-//! Files that are nobody else's to read: what is stored holds arguments, results and tokens.
+//! Creates files that only their owner can read: the stored data contains arguments, results and
+//! tokens.
 
 use std::fs::{DirBuilder, OpenOptions};
 use std::io;
 use std::path::Path;
 
-/// Makes the file, and the directory it is in, readable by their owner alone. Where they are there
-/// already, whoever made them decided that. The log beside the file gets the rights of the file.
+/// Creates the file and its directory, readable by their owner alone. Existing files and
+/// directories keep their permissions, which were set by the user who created them. The WAL next to
+/// the file inherits the permissions of the file.
 pub fn make(path: &Path) -> io::Result<()> {
     let (mut directories, mut files) = (DirBuilder::new(), OpenOptions::new());
     directories.recursive(true);

@@ -1,5 +1,5 @@
-//! How a call becomes a row and a row becomes a call. The engine's types are not made to be
-//! stored; the forms here are, and are read by every later version of this program.
+//! Converts calls and events to rows and back. The engine's types are not designed for storage. The
+//! types in this module are: every later version of Toolcrib must be able to read them.
 
 mod definition;
 mod delivery;
@@ -33,12 +33,13 @@ pub(crate) use fields::Fields;
 pub(crate) use implied::{Facts, Implied};
 pub(crate) use looped::{LoopRow, read_entry, read_run, run_of};
 
-/// The columns of `calls` that a call is read from, in this order.
+/// The columns of `calls` that [`read_call`] reads, in this order.
 pub(crate) const CALL_COLUMNS: &str = "place, id, project, run_id, tool_name, executor, status, \
      hold, created_ms, deadline_ms, started_ms, completed_ms, version, args, result, error, \
      envelope, state";
 
-/// Borrowed where it is written, owned where it is read.
+/// The part of a call that never changes after the insert. Borrows its fields when it is written
+/// and owns them when it is read.
 #[derive(Serialize, Deserialize)]
 struct Envelope<'a> {
     agent: Cow<'a, str>,
@@ -61,7 +62,7 @@ struct Envelope<'a> {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     after: Option<Cow<'a, str>>,
     max_retries: u32,
-    /// Only where it is not the usual one.
+    /// Omitted when it is the default.
     #[serde(default, skip_serializing_if = "is_usual")]
     backoff: Cow<'a, Backoff>,
 }
@@ -83,13 +84,14 @@ struct State<'a> {
     alternates: Vec<StoredTarget<'a>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     retry_at_ms: Option<u64>,
-    /// While it waits for the end of the call before it: how long it has then.
+    /// Timeout that starts when the predecessor ends. Set only while the call waits for it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     after_timeout_ms: Option<u64>,
-    /// Only of a call that came after another: the column has what it was at first.
+    /// Set only for a call with a predecessor: the `deadline_ms` column holds the deadline of the
+    /// insert, which moves when the predecessor ends.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     deadline_ms: Option<u64>,
-    /// Only where it is not when a call's first attempt is usually given to its executor.
+    /// Omitted when it equals `Call::implied_dispatch_ms`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     attempt_ms: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -104,19 +106,19 @@ struct State<'a> {
     partial: bool,
 }
 
-/// Rows are small because they are flushed: what a column says already is left out, and what an
-/// outcome took follows from the timestamps.
+/// A target without the fields that a column already stores. Rows are small because each commit
+/// flushes them; for the same reason the metrics of an outcome are computed from its timestamps.
 #[derive(Serialize, Deserialize)]
 struct StoredTarget<'a> {
-    /// Only where it is not the tool that was asked for.
+    /// Omitted when it is the requested tool.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     tool: Option<Cow<'a, str>>,
     version: Cow<'a, str>,
-    /// Only of alternates; the call's own is a column.
+    /// Set only for fallbacks; the executor of the call itself is a column.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     executor: Option<Executor>,
     effect: Effect,
-    /// Only where they are not the call's own arguments.
+    /// Omitted when they equal the arguments of the call.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     args: Option<Json>,
 }
@@ -134,7 +136,8 @@ struct StoredFault {
     raw: Option<Json>,
 }
 
-/// A call as the writer binds it. Made by the caller's task, so the writer only writes.
+/// A call in the form that the writer binds. The caller's task builds it, so that the writer only
+/// has to write.
 pub(crate) struct CallRow {
     pub(crate) call: Arc<Call>,
     pub(crate) hold: Option<&'static str>,
@@ -145,9 +148,9 @@ pub(crate) struct CallRow {
     pub(crate) state: String,
 }
 
-/// A record as the writer binds it.
+/// An event record in the form that the writer binds.
 pub(crate) struct RecordRow {
-    /// What the call's own row says already is not written a second time.
+    /// Set when the call's own row already contains this event, which then needs no row.
     pub(crate) implied: Option<Implied>,
     pub(crate) kind: &'static str,
     pub(crate) at_ms: i64,
@@ -156,7 +159,7 @@ pub(crate) struct RecordRow {
 }
 
 pub(crate) fn encode<T: Serialize>(value: &T) -> Result<String, StoreError> {
-    // In room that most fit in: a text that grows is copied.
+    // Most values fit into this capacity; a buffer that grows is copied.
     let mut text = Vec::with_capacity(192);
     let written = serde_json::to_writer(&mut text, value);
     written.map_err(|error| StoreError::Corrupt(error.to_string()))?;
@@ -168,7 +171,8 @@ pub(crate) fn decode<'a, T: Deserialize<'a>>(text: &'a str) -> Result<T, StoreEr
 }
 
 impl CallRow {
-    /// A call that is stored for the first time: `args` are those it was asked with.
+    /// Builds the row of a call that is stored for the first time; `args` are the requested
+    /// arguments.
     pub(crate) fn first(call: Arc<Call>) -> Result<Self, StoreError> {
         let envelope = encode(&Envelope {
             agent: Cow::Borrowed(&call.asked.agent),
@@ -189,7 +193,7 @@ impl CallRow {
         Ok(row)
     }
 
-    /// A call that is stored already: its envelope and arguments stay as they are.
+    /// Builds the row of a call that is already stored. Its envelope and arguments do not change.
     pub(crate) fn next(call: Arc<Call>) -> Result<Self, StoreError> {
         let replaced = call.target.args != call.args;
         let outcome = call.outcome.as_ref();
@@ -227,7 +231,7 @@ impl CallRow {
         };
         let state = encode(&state)?;
         Ok(Self {
-            // The column has no word for some; what the state says beside it tells them apart.
+            // The `hold` column has no value for some holds; fields of the state distinguish them.
             hold: call.hold.map(|hold| match hold {
                 Hold::Input | Hold::After { .. } => Hold::Queue.as_str(),
                 hold => hold.as_str(),
@@ -262,13 +266,13 @@ fn target_of(stored: StoredTarget<'_>, tool_name: &str, executor: Executor, args
     }
 }
 
-/// What the caller knows a call by, of its envelope.
+/// Returns the id by which the caller knows a call, from the call's envelope.
 pub(crate) fn asked_as(envelope: &str) -> Result<Option<String>, StoreError> {
     let envelope: Envelope<'_> = decode(envelope)?;
     Ok(envelope.call_id.map(Cow::into_owned))
 }
 
-/// Reads a call, with its place.
+/// Reads a call and its place.
 pub(crate) fn read_call(row: &impl Fields) -> Result<(u64, Call), StoreError> {
     let text = |n: usize| row.text(n);
     let number = |n: usize| row.number(n);
@@ -365,7 +369,7 @@ fn read_fault(text: &str) -> Result<Fault, StoreError> {
     })
 }
 
-/// The records of a new call: those that its row implies are marked and need no row of their own.
+/// Encodes the events of a new call. Events that the call's row implies are marked and need no row.
 pub(crate) fn first_records(
     call: &Call,
     records: Vec<Record>,
@@ -394,7 +398,7 @@ pub(crate) fn first_records(
     Ok(rows)
 }
 
-/// Records, ready to be bound.
+/// Encodes events for binding.
 pub(crate) fn record_rows(records: Vec<Record>) -> Result<Vec<RecordRow>, StoreError> {
     let rows = records.into_iter().map(|record| {
         Ok(RecordRow {

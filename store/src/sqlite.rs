@@ -1,4 +1,5 @@
-//! The SQLite store: opening it, and the `Store` port over one writer and a few readers.
+//! The SQLite store: opens the database and implements the `Store` port with one writer and a few
+//! concurrent readers.
 
 mod changes;
 mod deliveries;
@@ -41,31 +42,31 @@ use open::OpenCalls;
 use reader::Readers;
 use writer::Writer;
 
-/// Most who read at once. Each has a thread, a connection and its cache; more would only share the
-/// same disk and cores.
+/// Maximum number of concurrent reads. Each has a thread, a connection and a page cache; more would
+/// only compete for the same disk and cores.
 const MAX_READING: usize = 16;
 
-/// Why a database was not opened.
+/// The reason why a SQLite database was not opened.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    /// Made by a newer version of this program.
+    /// The database was written by a newer version of Toolcrib.
     #[error(
         "the database has schema version {found}, and this program knows up to {known}: it was \
          used by a newer toolcrib; start that one, or restore an older copy"
     )]
     Newer { found: i64, known: i64 },
-    /// A database, but of something else.
+    /// The file is a database of another program.
     #[error("the file is a database of another program; choose another data directory")]
     NotOurs,
-    /// SQLite could not do it.
+    /// SQLite returned an error.
     #[error("the database cannot be opened")]
     Sqlite(#[from] rusqlite::Error),
-    /// The directory or a thread could not be made.
+    /// The directory, the file or the writer thread could not be created.
     #[error("the database cannot be opened")]
     Io(#[from] std::io::Error),
 }
 
-/// Tickets in one SQLite file.
+/// A store in one SQLite file.
 pub struct SqliteStore {
     writer: Writer,
     readers: Arc<Readers>,
@@ -75,25 +76,27 @@ pub struct SqliteStore {
 }
 
 impl SqliteStore {
-    /// Opens a database, makes it if there is none, and brings it to the present version.
+    /// Opens a database, creates it if it does not exist, and migrates it to the current schema
+    /// version.
     pub fn open(path: &Path) -> Result<Self, OpenError> {
         Self::open_with(path, writer::Log::Grown)
     }
 
-    /// The same without preparing for many commits: for a look at it or a single change.
+    /// Opens a database like [`open`](Self::open), but without the preparation for many commits:
+    /// for a command that reads the store or makes a single change.
     pub fn open_briefly(path: &Path) -> Result<Self, OpenError> {
         Self::open_with(path, writer::Log::AsItIs)
     }
 
     fn open_with(path: &Path, log: writer::Log) -> Result<Self, OpenError> {
         private::make(path)?;
-        // One thread uses it, so SQLite need not lock.
+        // Only one thread uses this connection, so SQLite need not lock it.
         let flags = OpenFlags::SQLITE_OPEN_READ_WRITE
             | OpenFlags::SQLITE_OPEN_CREATE
             | OpenFlags::SQLITE_OPEN_NO_MUTEX;
         let mut connection = Connection::open_with_flags(path, flags)?;
         connection.busy_timeout(writer::BUSY)?;
-        // Before anything is changed: switching to a log is written into the file.
+        // Check before any change: the switch to WAL mode is written into the file.
         check(&connection)?;
         connection.execute_batch(
             "PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL; PRAGMA foreign_keys = ON;",
@@ -106,7 +109,7 @@ impl SqliteStore {
         Ok(Self { writer, readers, turns, open, path: path.to_owned() })
     }
 
-    /// Whether the file is in order, as SQLite sees it.
+    /// Runs SQLite's quick integrity check and returns its report: `ok`, or the first problem.
     pub async fn integrity(&self) -> Result<String, StoreError> {
         self.read(|connection| {
             connection
@@ -125,8 +128,8 @@ impl SqliteStore {
         answered(answer).await
     }
 
-    /// Does something in the writer's next commit. It must not fail for what is in the data: that
-    /// would fail everybody who shares the commit.
+    /// Runs a closure in the writer's next commit. The closure must not fail because of the data it
+    /// handles: an error fails every change that shares the commit.
     async fn work<T: Send + 'static>(
         &self,
         mut work: impl FnMut(&Connection) -> rusqlite::Result<T> + Send + 'static,
@@ -149,13 +152,13 @@ impl SqliteStore {
         let gone = |_| StoreError::Unavailable("the store is closed".to_owned());
         let turn = self.turns.clone().acquire_owned().await.map_err(gone)?;
         let readers = self.readers.clone();
-        // The turn ends with the reading, also when nobody waits for it any more.
+        // The permit is released when the read ends, even if its caller no longer waits.
         let read = tokio::task::spawn_blocking(move || (readers.with(look), turn).0).await;
         read.map_err(|error| StoreError::Unavailable(error.to_string()))?
     }
 }
 
-/// What the writer answers.
+/// Waits for the writer's reply.
 async fn answered<T>(answer: oneshot::Receiver<Result<T, StoreError>>) -> Result<T, StoreError> {
     let gone = |_| StoreError::Unavailable("the writer has stopped".to_owned());
     answer.await.map_err(gone)?

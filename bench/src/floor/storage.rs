@@ -1,7 +1,7 @@
-//! The floor's storage: one table, one writer, group commit into a log grown beforehand.
+//! The baseline's storage: one table, one writer, group commit into a preallocated WAL.
 //!
-//! The writer takes what waits in its queue, puts it into one transaction, flushes it, and only
-//! then lets the waiting know. It never tells of a change before its flush has returned.
+//! The writer takes all queued changes, writes them in one transaction, flushes it, and only then
+//! notifies the waiting requests. It never reports a change before its flush has returned.
 
 use std::path::Path;
 use std::sync::{Arc, mpsc};
@@ -12,35 +12,37 @@ use tokio::sync::{oneshot, watch};
 
 use super::{Call, RESULT, SOURCE};
 
-/// Most changes that share a flush.
+/// Maximum number of changes that share a flush.
 const MAX_GROUP: usize = 512;
-/// The log is copied into the database when it has this many pages (32 MiB) and then starts over.
+/// Number of pages (32 MiB) at which a checkpoint copies the WAL into the database; the WAL then
+/// restarts from its beginning.
 const CHECKPOINT_PAGES: u32 = 8192;
-/// The log is grown at least to this size beforehand: a quarter more than it reaches before it
-/// starts over, so that a reader in the way of a checkpoint does not make it grow.
+/// Minimum size to which the WAL is preallocated: a quarter more than it reaches before it
+/// restarts, so that a reader that delays a checkpoint does not make it grow.
 const LOG_MIB: usize = 40;
 
 /// A change of one row.
 pub(super) enum Change {
     /// A new call.
     Insert(Arc<Call>),
-    /// The call of this id has succeeded, at this time.
+    /// The call with this id succeeded, at this time.
     Finish(String, String),
 }
 
-/// A change and whom to tell once it is flushed; dropped untold when it could not be.
+/// A change, and the channel that is notified once it is flushed; dropped without a message when
+/// the change could not be committed.
 pub(super) struct Op {
     pub(super) change: Change,
     pub(super) done: oneshot::Sender<()>,
 }
 
-/// Opens the database for the writer, makes the table, and grows the log.
+/// Opens the database for the writer, creates the table, and preallocates the WAL.
 ///
-/// This must be the first connection, and it must stay open: the last one to close removes the
-/// log.
+/// This must be the first connection, and it must stay open: the last connection to close removes
+/// the WAL.
 pub(super) fn open_writer(path: &Path) -> rusqlite::Result<Connection> {
     let connection = Connection::open(path)?;
-    // Without rowid, so that a row is written to one tree and not to two; ids ascend.
+    // Without rowid, so that a row is written to one tree instead of two; ids ascend.
     connection.execute_batch(
         "PRAGMA journal_mode = WAL;
          PRAGMA wal_autocheckpoint = 0;
@@ -61,16 +63,16 @@ pub(super) fn open_writer(path: &Path) -> rusqlite::Result<Connection> {
     Ok(connection)
 }
 
-/// A connection that only reads.
+/// Opens a read-only connection.
 pub(super) fn open_reader(path: &Path) -> rusqlite::Result<Connection> {
     let connection = Connection::open(path)?;
     connection.execute_batch("PRAGMA query_only = ON;")?;
     Ok(connection)
 }
 
-/// Writes a MiB over and over, so that the log has its blocks before the first call: a flush of
-/// blocks that are there already need not write the file's size as well. The log is then started
-/// over without being cut, and what filled it is taken out of the database.
+/// Writes a MiB repeatedly, so that the WAL has its blocks before the first call: flushing blocks
+/// that already exist does not have to write the file's size as well. Then restarts the WAL without
+/// truncating it, and removes the filler from the database.
 ///
 /// The bytes are random because SQLite does not write a page that would not change.
 fn grow_log(connection: &Connection) -> rusqlite::Result<()> {
@@ -82,12 +84,12 @@ fn grow_log(connection: &Connection) -> rusqlite::Result<()> {
     for _ in 0..LOG_MIB {
         connection.execute("UPDATE filler SET bytes = randomblob(1048576)", [])?;
     }
-    // FULL before the checkpoint, so that both files are flushed by it.
+    // FULL before the checkpoint, so that the checkpoint flushes both files.
     connection.execute_batch("DROP TABLE filler; VACUUM; PRAGMA synchronous = FULL;")?;
     connection.query_row("PRAGMA wal_checkpoint(RESTART)", [], |_| Ok(()))
 }
 
-/// Commits what comes out of the queue until there is nobody left to put anything in.
+/// Commits queued changes until all senders are gone.
 pub(super) fn write_loop(
     connection: &Connection,
     queue: &mpsc::Receiver<Op>,
@@ -96,13 +98,14 @@ pub(super) fn write_loop(
     let mut group = Vec::with_capacity(MAX_GROUP);
     while let Ok(first) = queue.recv() {
         group.push(first);
-        // Only what waits already: pausing to gather more was tried on a disk that flushes in
-        // about 0.1 ms; it was slower with 8 callers and no faster with 64.
+        // Takes only the changes that are already queued. Pausing to gather more was tried on a
+        // disk that flushes in about 0.1 ms; it was slower with 8 callers and no faster with 64.
         group.extend(queue.try_iter().take(MAX_GROUP - 1));
         match commit(connection, &group) {
             Ok(()) => {
                 for Op { change, done } in group.drain(..) {
-                    // Let go of the call first, so that who is told finds itself its only owner.
+                    // Drop the reference to the call first, so that the notified request is its
+                    // only owner.
                     drop(change);
                     let _ = done.send(());
                 }
@@ -113,7 +116,7 @@ pub(super) fn write_loop(
                 if !connection.is_autocommit() {
                     let _ = connection.execute_batch("ROLLBACK");
                 }
-                // Dropping the group tells everybody in it that the change was not made.
+                // Dropping the group notifies every request in it that its change was not made.
                 group.clear();
             }
         }
@@ -149,7 +152,7 @@ fn commit(connection: &Connection, group: &[Op]) -> rusqlite::Result<()> {
     Ok(())
 }
 
-/// The call of this id.
+/// Returns the call with this id.
 pub(super) fn find(connection: &Connection, id: &str) -> rusqlite::Result<Call> {
     let mut select = connection.prepare_cached(
         "SELECT id, run_id, tool_name, status, args, result, created_at, completed_at
@@ -174,7 +177,7 @@ pub(super) fn find(connection: &Connection, id: &str) -> rusqlite::Result<Call> 
     })
 }
 
-/// JSON that was checked when it came in and is handed out as it is.
+/// Reads JSON that was validated when it arrived and is returned unchanged.
 fn raw(row: &Row<'_>, column: usize) -> rusqlite::Result<Option<Box<RawValue>>> {
     let text: Option<String> = row.get(column)?;
     Ok(text.and_then(|text| RawValue::from_string(text).ok()))
@@ -207,7 +210,7 @@ mod tests {
 
         writer.execute_batch("CREATE TABLE more (n); INSERT INTO more VALUES (1);").unwrap();
         assert_eq!(size(&log), grown, "a commit was appended and not overwritten");
-        // Frames in use after a few commits: few, if the log was started over.
+        // Frames in use after a few commits: few, if the WAL was restarted.
         let frames: i64 =
             writer.query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |row| row.get(1)).unwrap();
         assert!((1..20).contains(&frames), "{frames} frames in use");

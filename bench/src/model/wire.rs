@@ -1,4 +1,4 @@
-//! An answer on the wire of each API: as one document, and as the events of a stream.
+//! An answer in the wire format of each API: as one document, and as the events of a stream.
 
 use serde_json::{Value, json};
 
@@ -8,7 +8,7 @@ fn is_anthropic(asked: &Asked) -> bool {
     asked.path.ends_with("/messages")
 }
 
-/// The whole answer as one document.
+/// Returns the whole answer as one document.
 pub(super) fn whole(asked: &Asked, answer: &Answer) -> Value {
     if is_anthropic(asked) {
         return message(asked, answer);
@@ -28,7 +28,7 @@ pub(super) fn whole(asked: &Asked, answer: &Answer) -> Value {
     })
 }
 
-/// The events of a stream, each as it stands on the wire.
+/// Returns the events of a stream, each in its wire format.
 pub(super) fn events(asked: &Asked, answer: &Answer) -> Vec<String> {
     if is_anthropic(asked) {
         return blocks(asked, answer);
@@ -83,7 +83,7 @@ fn usage(answer: &Answer) -> Value {
         "total_tokens": prompt + completion })
 }
 
-/// The text in pieces of so many characters.
+/// Splits the text into pieces of this many characters.
 fn pieces(text: &str, size: usize) -> Vec<String> {
     let all: Vec<char> = text.chars().collect();
     all.chunks(size.max(1)).map(|piece| piece.iter().collect()).collect()

@@ -1,5 +1,5 @@
-//! Runs the load generator against the floor and looks at what the floor has stored. Counts are
-//! asserted and times are not: the machine that tests is never the machine that measures.
+//! Runs the load generator against the baseline and checks what the baseline has stored. The tests
+//! assert counts and never times: the machine that runs tests is not the one that measures.
 
 #![allow(clippy::unwrap_used)]
 
@@ -20,7 +20,7 @@ async fn start(dir: &Path) -> String {
     addr
 }
 
-/// How many rows the file holds in all, and how many of them are whole.
+/// Returns the number of rows in the file, and the number of complete ones among them.
 fn rows(dir: &Path) -> (u32, u32) {
     let connection = rusqlite::Connection::open(dir.join(floor::DATABASE)).unwrap();
     connection
@@ -43,7 +43,7 @@ async fn every_call_counted_is_in_the_file() {
     load::first_answer(&addr, Instant::now(), PATH, BODY, None, give_up).await.unwrap();
     let mut expected = 1;
 
-    // The loop is bound by time, so it is run again until it has made a hundred calls.
+    // The loop is bounded by time, so it runs again until it has made a hundred calls.
     let mut calls = 0;
     while calls < 100 {
         let time = Duration::from_millis(200);

@@ -1,9 +1,9 @@
-//! The arguments a tool's definition has a say in: defaults, fixed values, environment variables,
-//! templates, and the schema that a model is shown. Pure.
+//! Argument rules of a tool's definition: defaults, fixed values, environment variables, templates,
+//! and the schema shown to a model. Pure.
 //!
-//! Precedence: environment > fixed > caller > default. The values of environment variables are not
-//! known here: whoever executes the tool puts them in at the last moment, so they are in nothing
-//! that is stored.
+//! Precedence: environment > fixed > caller > default. This module never sees the values of
+//! environment variables: the executor inserts them at the last moment, so no stored record
+//! contains them.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,7 +12,7 @@ use serde_json::{Map, Value, json};
 use crate::call::Call;
 use crate::utp::{Route, trace};
 
-/// What a definition says about arguments: `options.args` and `options.envs`.
+/// The argument rules of a definition: `options.args` and `options.envs`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Rules {
     defaults: Map<String, Value>,
@@ -21,20 +21,20 @@ pub struct Rules {
     hidden: BTreeSet<String>,
 }
 
-/// Arguments as they are executed and stored, and what was done to them.
+/// Arguments as executed and stored, and the changes that the rules made to them.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Applied {
     pub args: Value,
-    /// The defaults that were put in, in order.
+    /// Names of the defaults that were applied, in order.
     pub defaults: Vec<String>,
-    /// The fixed values that were put in, in order.
+    /// Names of the fixed values that were applied, in order.
     pub fixed: Vec<String>,
-    /// What the caller gave in the place of an environment variable, and was taken out.
+    /// Arguments from the caller that were dropped because an environment variable supplies them.
     pub dropped: Vec<String>,
 }
 
 impl Rules {
-    /// The rules in a definition's options; none when it has none.
+    /// Reads the rules from a definition's options; `None` if the options have none.
     pub fn of(options: &Value) -> Option<Self> {
         let map = |of: &Value, name: &str| of[name].as_object().cloned().unwrap_or_default();
         let args = &options["args"];
@@ -48,7 +48,7 @@ impl Rules {
         Some(Self { defaults, fixed, envs, hidden })
     }
 
-    /// What is wrong with the part of the options that is about arguments.
+    /// Returns the first problem in the argument part of the options, if any.
     pub fn problem(options: &Value) -> Option<String> {
         let parts = [
             ("options.args", options.get("args")),
@@ -62,13 +62,13 @@ impl Rules {
         wrong.map(|(name, _)| format!("{name} must be a mapping"))
     }
 
-    /// For each argument that comes from the environment, the variable.
+    /// For each argument that comes from the environment, the variable's name.
     pub fn envs(&self) -> &BTreeMap<String, String> {
         &self.envs
     }
 
-    /// The arguments that are executed. What is not an object is left as it is, for the schema to
-    /// refuse.
+    /// Returns the arguments to execute. A value that is not an object stays unchanged, so that
+    /// schema validation rejects it.
     pub fn applied(&self, args: &Value, vars: &Vars) -> Applied {
         let (mut defaults, mut fixed, mut dropped) = (Vec::new(), Vec::new(), Vec::new());
         let Value::Object(given) = args else {
@@ -81,7 +81,7 @@ impl Rules {
             }
         }
         for (name, value) in &self.defaults {
-            // A null that was given is a value that was given.
+            // An explicit null counts as a given value.
             if !made.contains_key(name) && !self.envs.contains_key(name) {
                 made.insert(name.clone(), vars.rendered(value));
                 defaults.push(name.clone());
@@ -96,7 +96,7 @@ impl Rules {
         Applied { args: Value::Object(made), defaults, fixed, dropped }
     }
 
-    /// The schema that a model is shown: without what it cannot decide.
+    /// Returns the schema for models: without the arguments that a model cannot set.
     pub fn visible(&self, parameters: &Value) -> Value {
         let mut schema = without(parameters, |name| self.hidden.contains(name));
         let properties = schema.get_mut("properties").and_then(Value::as_object_mut);
@@ -111,13 +111,12 @@ impl Rules {
         schema
     }
 
-    /// The schema that the executed arguments must fit: what comes from the environment is not
-    /// among them.
+    /// Returns the schema for the executed arguments: without those that the environment supplies.
     pub fn executed(&self, parameters: &Value) -> Value {
         without(parameters, |name| self.envs.contains_key(name))
     }
 
-    /// What the `tool.call` card says of how its arguments came to be.
+    /// Returns the metadata of the `tool.call` card that records which rules were applied.
     pub fn audit(&self, asked: &Value) -> Map<String, Value> {
         let applied = self.applied(asked, &Vars::default());
         let audit = json!({
@@ -132,7 +131,8 @@ impl Rules {
     }
 }
 
-/// `options.envs`: for each argument, the variable. What is no text, or blank, is left out.
+/// Reads `options.envs`: the variable for each argument. Ignores values that are blank or not
+/// strings.
 pub fn envs(options: &Value) -> BTreeMap<String, String> {
     let given = options["envs"].as_object().into_iter().flatten();
     let named = given.filter_map(|(name, value)| Some((name, value.as_str()?.trim())));
@@ -153,12 +153,12 @@ fn without(parameters: &Value, hidden: impl Fn(&str) -> bool) -> Value {
     schema
 }
 
-/// What stands for `{name}` in a template.
+/// The values of the `{name}` placeholders in templates.
 #[derive(Debug, Clone, Default)]
 pub struct Vars(BTreeMap<&'static str, String>);
 
 impl Vars {
-    /// Of a call.
+    /// Returns the variables of a call.
     pub fn of(call: &Call) -> Self {
         let route = Route::of(call);
         let optional = [
@@ -180,7 +180,7 @@ impl Vars {
         Self(vars)
     }
 
-    /// A text with its templates filled in; everything else as it is.
+    /// Fills in the templates of a string; returns every other value unchanged.
     fn rendered(&self, value: &Value) -> Value {
         match value {
             Value::String(text) if text.contains('{') => Value::String(self.render(text)),
@@ -188,7 +188,7 @@ impl Vars {
         }
     }
 
-    /// One pass: what a variable brings in is not looked at again.
+    /// Renders in one pass: a substituted value is not expanded again.
     fn render(&self, template: &str) -> String {
         let mut text = String::with_capacity(template.len());
         let mut rest = template;

@@ -1,4 +1,4 @@
-//! What a batch is answered with: each entry by itself, and a message for the model about each.
+//! The answer to a batch: the result of each entry, and a message for the model about each.
 
 use std::sync::Arc;
 
@@ -11,44 +11,45 @@ use crate::fault::{Code, Error, Fault};
 use crate::json::Json;
 use crate::tokens;
 
-/// How an entry stands.
+/// State of an entry when the batch is answered.
 #[derive(Debug, Clone)]
 pub enum State {
-    /// Its call has ended, well or not.
+    /// The entry's call has ended, successfully or not.
     Ended {
         call: Arc<Call>,
-        /// The result is so large, and not in this answer: the ticket leads to it.
+        /// Size of a result that is too large for this answer. The ticket gives access to it.
         left_out_bytes: Option<usize>,
     },
-    /// Its call goes on: this is the ticket.
+    /// The entry's call is still open; this is its ticket.
     Open(Arc<Call>),
-    /// It became no call.
+    /// The entry was refused and no call was created.
     Refused(Fault),
 }
 
-/// One entry, answered.
+/// The answer to one entry.
 #[derive(Debug, Clone)]
 pub struct Settled {
     pub form: Form,
-    /// The asker's own id; for a model that gave none, its place.
+    /// The caller's own call id; derived from the entry's index if a model sent none.
     pub call_id: Option<String>,
-    /// The tool's name, as asked.
+    /// Tool name as written in the request.
     pub name: Option<String>,
     pub state: State,
-    /// Its idempotency key was used before: this is the call it made then.
+    /// True if the idempotency key was used before; `state` then shows the call created at that
+    /// time.
     pub replayed: bool,
-    /// Its message has a digest of the result, to keep to the budget.
+    /// True if the message holds a shortened text to stay within the token budget.
     pub digested: bool,
 }
 
-/// What a batch came to.
+/// The answer to a batch.
 #[derive(Debug)]
 pub struct BatchAnswer {
-    /// In the order asked.
+    /// The results, in the order of the entries.
     pub results: Vec<Settled>,
-    /// The same for the model, each in the form of its question.
+    /// The same results as messages for the model, each in the format of its entry.
     pub messages: Vec<Json>,
-    /// Each result as it was asked to be written, if it was.
+    /// Each result as the [`EntryRenderer`] wrote it; empty if the batch had none.
     pub texts: Vec<String>,
 }
 
@@ -61,7 +62,7 @@ const NOT_ITS_TURN: &str = "its turn has not come within the wait: it begins by 
                             call before it has ended. Its result comes later, with this same call \
                             id; do not call it again for it";
 
-/// What to say of a call that goes on.
+/// Returns the notice that tells a caller or a model about a call that is still open.
 pub fn pending(call: &Call) -> Pending<'_> {
     let id = call.id.as_str();
     let background = call.asked.background;
@@ -90,7 +91,7 @@ impl Settled {
                 (form, id, name, Some(fault))
             }
         };
-        // Only the envelope can be answered without an id.
+        // Only the envelope format allows an answer without an id.
         let stand_in = || (form != Form::Envelope).then(|| format!("call_{index}"));
         let lost = || Fault::new(Code::Internal, "internal error; see the server's log");
         let (state, replayed) = match (refused, state) {
@@ -101,7 +102,7 @@ impl Settled {
         Self { form, call_id: id.or_else(stand_in), name, state, replayed, digested: false }
     }
 
-    /// Its call, if it became one.
+    /// Returns the entry's call, if one was created.
     pub fn call(&self) -> Option<&Arc<Call>> {
         match &self.state {
             State::Ended { call, .. } | State::Open(call) => Some(call),
@@ -109,7 +110,7 @@ impl Settled {
         }
     }
 
-    /// Whether it went well; none while nobody knows.
+    /// Returns whether the entry succeeded, or `None` while its call is open.
     pub fn ok(&self) -> Option<bool> {
         match &self.state {
             State::Ended { call, .. } => call.outcome.as_ref().map(|outcome| outcome.ok),
@@ -118,7 +119,7 @@ impl Settled {
         }
     }
 
-    /// The result, if it is here.
+    /// Returns the result, if this answer contains it.
     pub fn data(&self) -> Option<&Json> {
         match &self.state {
             State::Ended { call, .. } => call.outcome.as_ref()?.data.as_ref(),
@@ -126,7 +127,7 @@ impl Settled {
         }
     }
 
-    /// What went wrong.
+    /// Returns the fault of an entry that failed or was refused.
     pub fn error(&self) -> Option<&Fault> {
         match &self.state {
             State::Ended { call, .. } => call.outcome.as_ref()?.error.as_ref(),
@@ -135,7 +136,7 @@ impl Settled {
         }
     }
 
-    /// What it took.
+    /// Returns the metrics of an ended call.
     pub fn metrics(&self) -> Option<Metrics> {
         match &self.state {
             State::Ended { call, .. } => call.outcome.as_ref().map(|outcome| outcome.metrics),
@@ -143,7 +144,7 @@ impl Settled {
         }
     }
 
-    /// The whole of it, as a text for a model.
+    /// Returns the full content of the message for a model.
     pub(super) fn content(&self) -> String {
         match &self.state {
             State::Open(call) => dialect::pending_content(&pending(call)),
@@ -162,7 +163,7 @@ impl Settled {
         }
     }
 
-    /// The most useful text that is not more than this.
+    /// Returns the most useful text within `budget` tokens.
     fn shortened(&self, content: &str, budget: usize) -> String {
         if let (Some(call), Some(data), None) = (self.call(), self.data(), self.error()) {
             let hint = Some(call.args.text());
@@ -182,14 +183,14 @@ impl Settled {
         }
     }
 
-    /// A fault's message, cut so that the envelope around it keeps to the budget.
+    /// Truncates a fault's message so that the whole envelope message stays within the budget.
     fn within(&self, fault: &Fault, budget: usize) -> String {
         let mut room = budget;
         loop {
             let said = short::cut(&fault.message, room);
             let whole = self.written("", Some(&unexplained(fault, said.clone())));
             let over = tokens::count(whole.text()).saturating_sub(budget);
-            // What is escaped, and where parts meet, costs more than each alone.
+            // Escaping and token boundaries between the parts cost more than the parts alone.
             if over == 0 || room == 0 {
                 return said;
             }
@@ -223,7 +224,7 @@ impl Settled {
     }
 }
 
-/// A fault with another message, and no more than that.
+/// Returns the fault with another message and without its detail and raw data.
 fn unexplained(fault: &Fault, message: String) -> Fault {
     Fault { message, detail: None, raw: None, ..fault.clone() }
 }
@@ -248,19 +249,20 @@ impl BatchAnswer {
         Ok(Self { results, messages, texts })
     }
 
-    /// Whether some calls go on.
+    /// Returns whether some calls are still open.
     pub fn is_open(&self) -> bool {
         self.results.iter().any(|settled| matches!(settled.state, State::Open(_)))
     }
 
-    /// Whether it made no call that had not been made before, with the same idempotency key.
+    /// Returns whether every call of the batch replays an earlier call with the same idempotency
+    /// key.
     pub fn is_replayed(&self) -> bool {
         let mut calls = self.results.iter().filter(|settled| settled.call().is_some()).peekable();
         calls.peek().is_some() && calls.all(|settled| settled.replayed)
     }
 }
 
-/// What a model is told of each, together in at most so many tokens.
+/// Renders the content of each message, together in at most `budget` tokens.
 pub(crate) async fn within(
     budget: usize,
     mut results: Vec<Settled>,
@@ -271,7 +273,7 @@ pub(crate) async fn within(
     if bytes <= budget {
         return Ok((results, contents));
     }
-    // Counting tokens of large results is work, and others want this thread.
+    // Counting the tokens of large results is CPU-bound and would block this worker thread.
     let kept = tokio::task::spawn_blocking(move || {
         keep_to(budget, &mut results, &mut contents);
         (results, contents)
@@ -279,7 +281,7 @@ pub(crate) async fn within(
     kept.await.map_err(|error| Error::Internal(Box::new(error)))
 }
 
-/// Shortens what is over its share of the budget.
+/// Shortens each content that exceeds its share of the budget.
 fn keep_to(budget: usize, results: &mut [Settled], contents: &mut [String]) {
     let need = |content: &String| {
         if tokens::exceeds(content, budget) { budget + 1 } else { tokens::count(content) }

@@ -1,4 +1,4 @@
-//! A batch under way: which entries run beside which, and on how many threads.
+//! Executes a batch: plans which entries run concurrently and spreads them over worker threads.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -19,61 +19,64 @@ use crate::json::Json;
 use crate::store::{Coming, Together};
 use crate::tool::Effect;
 
-/// So many lanes are worth a task of their own, which another thread can run.
+/// Minimum number of lanes that justify a separate task, which another worker thread can run.
 const WORTH_A_TASK: usize = 16;
 
-/// The places of entries that go one after the other.
+/// Indexes of entries that run one after another.
 type Lane = Vec<usize>;
 
-/// A lane, and what the store is told of its first call where that comes with others.
+/// A lane, with the commit-group membership of its first call if that call is committed together
+/// with others.
 type Beginning = (Lane, Option<Coming>);
 
-/// What became of an entry, and whether it had been asked before.
+/// The state of an entry, and whether it replays an earlier call.
 type Known = (State, bool);
 
-/// The place of an entry's answer.
+/// Holds the answer to one entry.
 #[derive(Default)]
 struct Slot {
     answer: Option<Answered>,
-    /// It was made ready while its call was being stored: nobody may be told of it yet.
+    /// True if the answer was prepared while the call was still being stored. It must not be
+    /// returned before the commit.
     ahead: bool,
 }
 
-/// What an entry leaves to those behind it in its lane.
+/// The effect of an entry on the later entries of its lane.
 enum Left {
-    /// It has ended: time has passed.
+    /// The call has ended, so time has passed.
     Ended,
-    /// It goes on, and they come after it.
+    /// The call is still open; the next entry is stored behind it.
     GoesOn(Arc<Call>),
     Nothing,
 }
 
-/// An entry as it is answered; with its message and its text, unless these depend on the others.
+/// The answer to an entry, with its message and its rendered text unless these depend on the other
+/// entries.
 pub(super) struct Answered {
     pub(super) settled: Settled,
     pub(super) message: Option<Json>,
     pub(super) text: Option<String>,
 }
 
-/// How an entry is written for who asked.
+/// Renders an entry in the form that the caller requested.
 pub type Write = fn(&Settled) -> String;
 
-/// A batch under way.
+/// A batch in execution.
 pub(super) struct Run {
     engine: Engine,
     caller: Caller,
     batch: Batch,
     read: Vec<Result<Entry, Misfit>>,
-    /// The tool that each entry means.
+    /// The tool that each entry names, if it exists.
     tools: Vec<Option<Arc<CatalogEntry>>>,
     width: usize,
     until_ms: u64,
-    /// Lanes that have begun.
+    /// Number of lanes that have started.
     begun: AtomicUsize,
-    /// The last calls of lanes that go on after the wait. Each has a place; who has none comes
-    /// behind one of them.
+    /// The last calls of lanes that are still open after the wait. Each occupies a concurrency
+    /// slot; an entry without a slot is stored behind one of them.
     going_on: Mutex<VecDeque<Arc<Call>>>,
-    /// Bytes of the results so far.
+    /// Total size of the results so far.
     bytes: AtomicUsize,
     write: Option<Write>,
     answers: Vec<Mutex<Slot>>,
@@ -106,14 +109,14 @@ impl Run {
         }
     }
 
-    /// Runs all of it, and answers in the order of the entries.
+    /// Runs the batch and returns the answers in the order of the entries.
     pub(super) async fn all(self: Arc<Self>) -> Vec<Answered> {
         let together = Together::default();
         let beginning = |(n, lane)| (lane, (n < self.width).then(|| together.expect()));
         let mut lanes: Vec<_> = self.lanes().into_iter().enumerate().map(beginning).collect();
         let mut others = JoinSet::new();
-        // Where all have a place anyway, the threads share them. When nobody waits any more, the
-        // tasks end with the set they are in.
+        // If every lane has a concurrency slot, the worker threads share them. If the caller
+        // disconnects, dropping the set aborts its tasks.
         if lanes.len() <= self.width {
             let threads = tokio::runtime::Handle::current().metrics().num_workers();
             let tasks = threads.min(lanes.len() / WORTH_A_TASK).max(1);
@@ -125,7 +128,7 @@ impl Run {
         self.clone().some(lanes).await;
         while let Some(done) = others.join_next().await {
             if let Err(error) = done {
-                tracing::error!(%error, "a part of a batch");
+                tracing::error!(%error, "a task of a batch failed");
             }
         }
         let answer = |(index, slot): (usize, &Mutex<Slot>)| {
@@ -135,7 +138,7 @@ impl Run {
         self.answers.iter().enumerate().map(answer).collect()
     }
 
-    /// An entry as it is answered; without a call when it could not be read.
+    /// Builds the answer to an entry; a parse error becomes its answer, without a call.
     fn answered(&self, index: usize, known: Option<Known>) -> Answered {
         let settled = Settled::of(index, &self.read[index], known);
         let alone = self.batch.budget_tokens.is_none();
@@ -144,14 +147,15 @@ impl Run {
         Answered { settled, message, text }
     }
 
-    /// What runs side by side: the entries of a lane go one after the other.
+    /// Plans the lanes. Lanes run concurrently; the entries of one lane run one after another.
     fn lanes(&self) -> Vec<Lane> {
         let in_order = |index: usize| match self.batch.mode {
-            // With one place there is only one order that nobody wonders about.
+            // With a single slot, running the entries in their order is the least surprising
+            // choice.
             _ if self.width == 1 => true,
             Mode::Serial => true,
             Mode::Unordered => false,
-            // What is not there is refused at once, and need not wait for its turn.
+            // An unknown tool is refused at once and need not wait for its predecessors.
             Mode::Parallel => self.tools[index]
                 .as_ref()
                 .is_some_and(|tool| tool.definition.effect != Effect::Read),
@@ -171,17 +175,18 @@ impl Run {
     }
 
     async fn some(self: Arc<Self>, lanes: Vec<Beginning>) {
-        // Boxed, because a lane is moved several times on its way to where it is run.
+        // Boxed because a lane is moved several times before it runs.
         let lanes = lanes.into_iter().map(|lane| Box::pin(self.clone().lane(lane)));
         let lanes: Vec<_> = lanes.collect();
         futures::stream::iter(lanes).buffer_unordered(self.width).collect::<()>().await;
     }
 
     async fn lane(self: Arc<Self>, (places, mut coming): Beginning) {
-        // Those that have a place from the beginning begin even if nobody waits at all.
+        // Lanes that get a slot at the beginning start even if the caller does not wait at all.
         let mut at_once = self.begun.fetch_add(1, Ordering::Relaxed) < self.width;
         let in_time = || self.engine.now_ms() < self.until_ms;
-        // When the wait is over, whose place this was may go on: then it is taken.
+        // After the wait, the previous holder of this slot may still be open. This lane then queues
+        // behind it.
         let mut before = match at_once || in_time() {
             true => None,
             false => self.going_on.lock().pop_front(),
@@ -207,7 +212,8 @@ impl Run {
         *self.answers[index].lock() = Slot { answer, ahead };
     }
 
-    /// The call is stored: what was made ready for it holds, if anything was.
+    /// Returns whether an answer was prepared for the call, and marks it valid now that the call is
+    /// stored.
     fn came_true(&self, index: usize) -> bool {
         std::mem::take(&mut self.answers[index].lock().ahead)
     }
@@ -237,7 +243,7 @@ impl Run {
         let mut call = ticket.call.clone();
         if !call.status.is_terminal() && !call.asked.background {
             let left_ms = self.until_ms.saturating_sub(self.engine.now_ms());
-            // When the store cannot be asked, the ticket is still good.
+            // If the store is unavailable, the ticket remains valid.
             call = self.engine.outcome(&self.caller, &ticket, left_ms).await.unwrap_or(call);
         }
         let left = match (call.status.is_terminal(), call.asked.background) {
@@ -268,7 +274,8 @@ impl Run {
         }
     }
 
-    /// Keeps the result, unless those of this batch are too much together already.
+    /// Keeps the result in the answer unless the results of this batch exceed the size limit
+    /// together.
     fn ended(&self, call: Arc<Call>) -> State {
         let data = call.outcome.as_ref().and_then(|outcome| outcome.data.as_ref());
         let size = data.map_or(0, |data| data.text().len());
@@ -291,7 +298,7 @@ fn not_begun() -> Fault {
     Fault::new(Code::Canceled, message).not_happened().retryable(true)
 }
 
-/// A refusal as the fault of an entry.
+/// Converts a refusal to the fault of an entry.
 fn told(error: Error) -> Fault {
     match error {
         Error::Refused { fault, retry_after_ms: Some(ms) } if fault.detail.is_none() => {
@@ -299,7 +306,7 @@ fn told(error: Error) -> Fault {
         }
         Error::Refused { fault, .. } => fault,
         Error::Internal(source) => {
-            tracing::error!(error = %source, "an entry of a batch");
+            tracing::error!(error = %source, "an entry of a batch failed with an internal error");
             Fault::new(Code::Internal, "internal error; see the server's log")
         }
     }

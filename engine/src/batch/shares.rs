@@ -1,7 +1,7 @@
-//! How a budget is divided. Pure.
+//! Divides a token budget. Pure.
 
-/// What each gets of a budget: who needs little gets all of it, and the others share the rest
-/// evenly. Together never more than the budget.
+/// Divides a budget among several needs. Needs below an even share are met in full, and the others
+/// share the remainder evenly. The shares never add up to more than the budget.
 pub(crate) fn divided(budget: usize, needs: &[usize]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..needs.len()).collect();
     order.sort_by_key(|index| needs[*index]);

@@ -1,17 +1,17 @@
-//! What is said of an entry when there is little room. Nothing is cut within an id or within JSON,
-//! and what was cut says so. Pure.
+//! Short texts for entries when the token budget is small. Never cuts within an id or within JSON,
+//! and marks every truncated text. Pure.
 
 use crate::dialect::{self, Pending};
 use crate::fault::Fault;
 use crate::tokens;
 
-/// The mark of what was cut.
+/// Marks a truncated text.
 const CUT: &str = "…";
 
-/// What a ticket says where its usual message is too long.
+/// Notice for a ticket when the usual notice is too long.
 pub(super) const LATER: &str = "its result comes later, with this same call id";
 
-/// A text, cut to so many tokens.
+/// Truncates a text to a number of tokens.
 pub(super) fn cut(text: &str, budget: usize) -> String {
     if !tokens::exceeds(text, budget) {
         return text.to_owned();
@@ -19,7 +19,7 @@ pub(super) fn cut(text: &str, budget: usize) -> String {
     let mut room = budget.saturating_sub(tokens::count(CUT));
     loop {
         let short = format!("{}{CUT}", tokens::first(text, room).trim_end());
-        // The mark may fall into other tokens where it follows a text.
+        // The mark may tokenize differently after a text than alone.
         match room.checked_sub(1) {
             Some(less) if tokens::exceeds(&short, budget) => room = less,
             _ => return fitting([short], budget),
@@ -27,7 +27,8 @@ pub(super) fn cut(text: &str, budget: usize) -> String {
     }
 }
 
-/// A failure: whole without its detail, or the code and the beginning of the message.
+/// Shortens a fault: the whole fault without its detail, or its code and the beginning of its
+/// message.
 pub(super) fn fault(fault: &Fault, budget: usize) -> String {
     let brief = dialect::fault_content(&Fault { detail: None, ..fault.clone() });
     if !tokens::exceeds(&brief, budget) {
@@ -38,19 +39,19 @@ pub(super) fn fault(fault: &Fault, budget: usize) -> String {
     if said.starts_with(code) { said } else { fitting(["failed".to_owned()], budget) }
 }
 
-/// A call that goes on: with its whole id, or without one.
+/// Shortens the notice of an open call: with its whole id, or without an id.
 pub(super) fn pending(pending: &Pending<'_>, budget: usize) -> String {
     let with_id = dialect::pending_content(&Pending { message: LATER, ..*pending });
     fitting([with_id, format!("pending: {LATER}"), "pending".to_owned()], budget)
 }
 
-/// A result that is not here: how to read it, or that it is not.
+/// Describes an omitted result: the call that reads it, or only the fact that it is omitted.
 pub(super) fn left_out(bytes: usize, id: &str, budget: usize) -> String {
     let read = format!("[{bytes} bytes: result.read {{\"tool_call_id\":\"{id}\"}}]");
     fitting([read, "[left out]".to_owned(), CUT.to_owned()], budget)
 }
 
-/// The first that fits; nothing, where none does.
+/// Returns the first text that fits the budget, or an empty string.
 fn fitting(said: impl IntoIterator<Item = String>, budget: usize) -> String {
     said.into_iter().find(|text| !tokens::exceeds(text, budget)).unwrap_or_default()
 }

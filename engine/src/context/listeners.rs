@@ -1,4 +1,4 @@
-//! Who hears of results. A listener that fails or panics is logged and stops nobody.
+//! Listeners for results. If one fails or panics, the error is logged and the others still run.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -7,15 +7,15 @@ use std::sync::Arc;
 use super::{ToolCall, ToolResult};
 use crate::function::panic_text;
 
-/// Why a listener failed: whatever it likes to say.
+/// The error of a listener.
 pub type ListenerError = Box<dyn std::error::Error + Send + Sync>;
 
-/// What a listener answers.
+/// The return value of a listener.
 pub type Told = Result<(), ListenerError>;
 
 type Listener = Arc<dyn Fn(&ToolCall, &ToolResult) -> Told + Send + Sync>;
 
-/// Those who listen, in the order they came.
+/// Listeners in the order they were added.
 #[derive(Clone, Default)]
 pub(super) struct Listeners {
     all: Vec<Listener>,
@@ -37,7 +37,8 @@ impl Listeners {
 
     pub(super) fn tell(&self, call: &ToolCall, result: &ToolResult) {
         for listener in &self.all {
-            // A listener has nothing of ours to leave half-done: it was lent two records to read.
+            // Unwind safe: a listener only borrows two records and cannot leave the context
+            // half-updated.
             let told = catch_unwind(AssertUnwindSafe(|| listener(call, result)));
             let why = match told {
                 Ok(Ok(())) => continue,

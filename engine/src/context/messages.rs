@@ -1,8 +1,8 @@
-//! The run's calls and results as messages of a conversation, ready to be appended to one.
+//! Renders the calls and results of a run as messages that can be appended to a conversation.
 //!
-//! Every call is answered, as the model APIs insist: what has not finished is answered with since
-//! when it runs. An id that a model used before, or that an API would not take, is replaced by the
-//! call's ticket, which is never used twice.
+//! Every call gets an answer, as the model APIs require: an unfinished call is answered with the
+//! time it has been running. An id that was used before, or that an API would reject, is replaced
+//! by the call's ticket, which is unique.
 
 use std::collections::HashSet;
 
@@ -16,19 +16,19 @@ use crate::json::Json;
 use crate::names;
 use crate::tokens;
 
-/// Calls and results in the form of a model API.
+/// Calls and results in the format of a model API.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Conversation {
     /// Assistant messages with calls, each followed by the messages that answer them.
     pub messages: Vec<Json>,
-    /// The tools, as the same API wants them described.
+    /// The tools, described in the format of the same API.
     pub tools: Vec<Json>,
 }
 
 #[derive(Serialize)]
 struct Asking<'a> {
     role: &'static str,
-    /// Said, because some servers insist on it.
+    /// Serialized as `null` because some servers require the field.
     content: Option<&'a str>,
     tool_calls: Vec<Function<'a>>,
 }
@@ -62,7 +62,7 @@ struct ToolUse<'a> {
     input: Json,
 }
 
-/// A call with what it is called in the conversation, and its answer.
+/// A call with its result, and its id and name in the conversation.
 struct Told<'a> {
     call: &'a ToolCall,
     result: Option<&'a ToolResult>,
@@ -71,8 +71,8 @@ struct Told<'a> {
 }
 
 impl ToolCallContext {
-    /// The calls and results as messages of OpenAI's chat form, as of this time. With a budget,
-    /// the answers have at most so many tokens together; long ones are digests then.
+    /// Renders the calls and results as OpenAI chat messages, as of `now_ms`. With a budget, the
+    /// answers have at most that many tokens together; long ones become digests.
     pub fn openai(&self, budget_tokens: Option<usize>, now_ms: u64) -> Conversation {
         let told = self.told();
         let mut contents = contents(&told, budget_tokens, now_ms).into_iter();
@@ -91,14 +91,15 @@ impl ToolCallContext {
         Conversation { messages, tools: self.tools(Format::OpenAi) }
     }
 
-    /// The same as messages of Anthropic's form: the assistant's and the user's in turns.
+    /// Renders the calls and results as Anthropic messages, with assistant and user messages
+    /// alternating.
     pub fn anthropic(&self, budget_tokens: Option<usize>, now_ms: u64) -> Conversation {
         let told = self.told();
         let mut contents = contents(&told, budget_tokens, now_ms).into_iter();
         let mut messages = Vec::new();
         for turn in told.chunk_by(|a, b| a.call.turn == b.call.turn) {
             let calls = turn.iter().map(|told| {
-                // That API takes nothing but objects.
+                // The Anthropic API accepts only objects as input.
                 let object = told.call.args.text().trim_start().starts_with('{');
                 let input = if object { told.call.args.clone() } else { Json::empty_object() };
                 written(&ToolUse { kind: "tool_use", id: &told.id, name: &told.name, input })
@@ -133,7 +134,7 @@ impl ToolCallContext {
     }
 }
 
-/// The call's own id where it can be used, its ticket where not.
+/// Returns the call's own id if an API accepts it and it is unused, otherwise its ticket.
 fn id_of<'a>(call: &'a ToolCall, used: &mut HashSet<&'a str>) -> String {
     let plain = |b: u8| b.is_ascii_alphanumeric() || b == b'_' || b == b'-';
     let id = call.call_id.as_str();
@@ -148,7 +149,7 @@ fn id_of<'a>(call: &'a ToolCall, used: &mut HashSet<&'a str>) -> String {
 }
 
 impl Told<'_> {
-    /// The whole answer, as a text for a model.
+    /// Returns the full answer as a text for a model.
     fn content(&self, now_ms: u64) -> String {
         match self.result.map(|result| &result.outcome) {
             Some(Ok(data)) => data_content(data),
@@ -165,7 +166,7 @@ impl Told<'_> {
         }
     }
 
-    /// The most useful text that is not more than this.
+    /// Returns the most useful text within `room` tokens.
     fn shortened(&self, content: &str, room: usize) -> String {
         match self.result.map(|result| &result.outcome) {
             Some(Ok(data)) => shown(self.call, data, room),
@@ -182,7 +183,7 @@ impl Told<'_> {
     }
 }
 
-/// The answers' texts, in at most so many tokens together.
+/// Renders the text of each answer, together in at most `budget_tokens` tokens.
 fn contents(told: &[Told<'_>], budget_tokens: Option<usize>, now_ms: u64) -> Vec<String> {
     let mut contents: Vec<String> = told.iter().map(|told| told.content(now_ms)).collect();
     let bytes: usize = contents.iter().map(String::len).sum();

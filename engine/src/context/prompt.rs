@@ -1,9 +1,10 @@
-//! The state of a run's tools for a system prompt: what there is, what is pending and since when,
-//! what has just finished, and how to use it all. Never over its budget; what did not fit is said.
+//! Renders the state of a run's tools for a system prompt: the available tools, the pending calls
+//! with their age, the latest results, and a short guide. Never exceeds its token budget; reports
+//! what did not fit.
 //!
-//! Every section first gets a share of the budget, so that many results cannot push out the tools
-//! nor many tools the results; then what is left over is given out. Whether a text fits is asked of
-//! the tokenizer about the whole of it.
+//! Every section first gets a share of the budget, so that many results cannot displace the tools,
+//! nor many tools the results. The remainder is distributed afterwards. The tokenizer checks the
+//! whole text each time, not its parts.
 
 use super::{ToolCall, ToolCallContext, ToolResult};
 use crate::dialect::data_content;
@@ -12,29 +13,29 @@ use crate::json::Json;
 use crate::names;
 use crate::tokens;
 
-/// The budget where nobody says otherwise.
+/// Budget if the caller sets none.
 pub const DEFAULT_BUDGET_TOKENS: usize = 1_000;
 
-/// The newest results that are shown at most: older ones are not news.
+/// Maximum number of results shown, newest first.
 const JUST_FINISHED: usize = 10;
 
-/// The most tokens of one line about a tool, and about arguments.
+/// Maximum tokens of a tool's description line, and of a call's arguments.
 const LINE_TOKENS: usize = 32;
 
-/// The least and the most tokens of one result.
+/// Minimum and maximum tokens of one result.
 const RESULT_TOKENS: (usize, usize) = (24, 240);
 
 /// A text for a system prompt.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Prompt {
     pub text: String,
-    /// How many tokens the text is; never more than the budget.
+    /// Number of tokens of the text; never more than the budget.
     pub tokens: usize,
-    /// How many of the tools, pending calls and just finished calls are not in it.
+    /// Number of tools, pending calls and finished calls that the text omits.
     pub left_out: LeftOut,
 }
 
-/// What was not put into a prompt.
+/// Counts of what a prompt omits.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct LeftOut {
     pub tools: usize,
@@ -53,14 +54,14 @@ const SHORT_GUIDE: &str = "\
     sync tools answer at once; async tools run in the background and their results are shown here \
     later: do not call them again meanwhile.";
 
-/// One part of the text: some of its lines, and a word about the others.
+/// One section of the text: some of its lines, and a note about the others.
 struct Section {
     title: &'static str,
     lines: Vec<String>,
-    /// Lines there could be; more than `lines` where some are left out from the start.
+    /// Number of lines in total; more than `lines` if some were omitted from the start.
     all: usize,
     shown: usize,
-    /// "and 3 more …"
+    /// End of the note "and 3 …".
     others: &'static str,
 }
 
@@ -89,10 +90,10 @@ impl Section {
     }
 }
 
-/// The text under way.
+/// The text in preparation.
 struct Draft {
     guide: &'static str,
-    /// Tools, pending, finished: as they are read.
+    /// Tools, pending, finished: in reading order.
     sections: [Section; 3],
 }
 
@@ -117,11 +118,12 @@ impl Draft {
         !tokens::exceeds(&self.text(), budget)
     }
 
-    /// Shows as many lines of a section as fit, up to so many; never fewer than it shows now.
+    /// Shows as many lines of a section as fit, at most `at_most` and never fewer than now.
     fn fill(&mut self, section: usize, at_most: usize, budget: usize) {
         let mut least = self.sections[section].shown;
         let mut most = self.sections[section].lines.len().min(at_most).max(least);
-        // All of them need no word about the others, so they may fit where one fewer does not.
+        // Showing all lines needs no note about omitted ones, so all may fit where one fewer does
+        // not.
         self.sections[section].shown = most;
         if self.fits(budget) {
             return;
@@ -148,14 +150,14 @@ impl Draft {
 }
 
 impl ToolCallContext {
-    /// The state of the tools for a system prompt, in at most so many tokens, as of this time.
-    /// Tools go by the names that models know them by; the order is always the same.
+    /// Renders the state of the tools for a system prompt, in at most `budget_tokens` tokens, as of
+    /// `now_ms`. Tools appear under their model-facing names; the order is deterministic.
     pub fn prompt(&self, budget_tokens: usize, now_ms: u64) -> Prompt {
         let mut draft = self.draft(budget_tokens, now_ms);
         let all = draft.left_out();
         for guide in [GUIDE, SHORT_GUIDE, ""] {
             draft.guide = guide;
-            // The guide is no use where there is no room for what it is about.
+            // The guide is useless without room for the content that it explains.
             if draft.fits(budget_tokens * 2 / 3) || guide.is_empty() {
                 break;
             }
@@ -163,7 +165,7 @@ impl ToolCallContext {
         if !draft.fits(budget_tokens) {
             return last_resort(all, budget_tokens);
         }
-        // One line of what matters most before anything else; then the shares.
+        // Show one line of the most important sections first, then distribute the shares.
         draft.fill(PENDING, 1, budget_tokens);
         draft.fill(FINISHED, 1, budget_tokens);
         let said = tokens::count(&draft.text());
@@ -176,7 +178,7 @@ impl ToolCallContext {
         Prompt { tokens: tokens::count(&text), text, left_out: draft.left_out() }
     }
 
-    /// Everything there is to show, and nothing shown of it yet.
+    /// Returns a draft with all lines prepared and none shown yet.
     fn draft(&self, budget_tokens: usize, now_ms: u64) -> Draft {
         let names = names::for_models(self.tool_definitions.iter().map(|tool| tool.name.as_str()));
         let tools: Vec<String> = self
@@ -220,7 +222,7 @@ impl ToolCallContext {
     }
 }
 
-/// Where not even the headings fit: the numbers, or nothing.
+/// Returns only the counts, or an empty text, if not even the headings fit.
 fn last_resort(all: LeftOut, budget_tokens: usize) -> Prompt {
     let LeftOut { tools, pending, finished } = all;
     let forms = [
@@ -254,7 +256,7 @@ fn finished_line(
     format!("- {name}, call_id {}{}, {said}", call.call_id, ago.unwrap_or_default())
 }
 
-/// A result in at most so many tokens: as it is, or what its digest says.
+/// Renders a result in at most `room` tokens: unchanged, or as a digest.
 pub(super) fn shown(call: &ToolCall, data: &Json, room: usize) -> String {
     let whole = || data_content(data);
     let Some(call_id) = &call.tool_call_id else { return cut(&whole(), room) };
@@ -262,7 +264,7 @@ pub(super) fn shown(call: &ToolCall, data: &Json, room: usize) -> String {
     digest(data, room, &source).map_or_else(whole, |digest| digest.text)
 }
 
-/// The first line or sentence of a description.
+/// Returns the first line or sentence of a description.
 fn first_line(text: &str) -> &str {
     let line = text.trim().lines().next().unwrap_or_default();
     line.split_once(". ").map_or(line, |(sentence, _)| sentence).trim_end_matches('.')
@@ -272,7 +274,7 @@ fn one_line(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// The beginning that is within so many tokens, and a mark where something follows.
+/// Truncates a text to `most` tokens and marks the truncation.
 pub(super) fn cut(text: &str, most: usize) -> String {
     if !tokens::exceeds(text, most) {
         return text.to_owned();
@@ -281,7 +283,7 @@ pub(super) fn cut(text: &str, most: usize) -> String {
     tokens::first(&marked, most).to_owned()
 }
 
-/// How long ago, in the two largest units that matter.
+/// Formats the time since `at_ms` in its two largest units.
 pub(super) fn span(at_ms: u64, now_ms: u64) -> String {
     let seconds = now_ms.saturating_sub(at_ms) / 1_000;
     match seconds {

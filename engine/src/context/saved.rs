@@ -1,7 +1,7 @@
-//! The form in which a context is saved: the engine's own types have no JSON of their own.
+//! Serialization of a saved context. The engine's own types define no JSON form.
 
 pub(super) mod status {
-    //! A status by its name.
+    //! Serializes a status by its name.
 
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
 
@@ -18,7 +18,8 @@ pub(super) mod status {
 }
 
 pub(super) mod outcome {
-    //! `{ok, data}` or `{ok, error: {code, message, detail, retryable, happened}}`.
+    //! Serializes an outcome as `{ok, data}` or
+    //! `{ok, error: {code, message, detail, retryable, happened}}`.
 
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
     use serde_json::Value;
@@ -89,7 +90,7 @@ pub(super) mod outcome {
 }
 
 pub(crate) mod definitions {
-    //! Tools as their owners describe them.
+    //! Serializes tool definitions as their owners wrote them.
 
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
 

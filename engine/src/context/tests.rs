@@ -1,4 +1,4 @@
-//! Matching, listening, saving and rendering.
+//! Tests of matching, listening, saving and rendering.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -61,7 +61,7 @@ fn a_repeated_id_answers_the_newest_call_that_waits() {
     context.set_tool_call_result(answer("call_0", "second")).unwrap();
     let said = |text: &str| Some(format!("\"{text}\""));
     assert_eq!(answered(&context), [said("first"), None, said("second")]);
-    // Two that wait: the newest first, then the other.
+    // With two pending calls, the newest is answered first, then the other.
     context.set_tool_calls([asked("call_1", "d")]);
     context.set_tool_call_result(answer("call_1", "new")).unwrap();
     context.set_tool_call_result(answer("call_1", "old")).unwrap();
@@ -105,7 +105,7 @@ fn what_matches_nothing_is_refused_and_what_is_said_again_changes_nothing() {
     assert_eq!((context.tool_results().len(), heard.load(Ordering::SeqCst)), (1, 1));
 }
 
-/// What is logged, line by line.
+/// Collects logged lines.
 #[derive(Clone, Default)]
 struct Log(Arc<parking_lot::Mutex<Vec<String>>>);
 
@@ -139,8 +139,8 @@ impl tracing::Subscriber for Log {
     fn exit(&self, _: &tracing::span::Id) {}
 }
 
-/// One test for both: whether a line is written is settled by the thread that comes to it first,
-/// so a second test that came there without a log could silence this one's.
+/// One test covers both cases: tracing caches per callsite whether it is enabled, decided by the
+/// first thread that reaches it, so a second test without a subscriber could silence this one.
 #[test]
 fn a_listener_that_fails_or_panics_is_logged_and_stops_nobody() {
     let log = Log::default();
@@ -200,13 +200,13 @@ fn a_context_is_saved_and_read_back() {
     assert_eq!(read.tool_definitions(), context.tool_definitions());
     assert_eq!(read.tool_calls(), context.tool_calls());
     assert_eq!(read.tool_results(), context.tool_results());
-    // And it goes on where it was.
+    // The restored context continues where the saved one stopped.
     read.set_tool_call_result(answer("call_0", "later")).unwrap();
     assert_eq!(read.pending().count(), 0);
     assert_eq!(read.result_of(&read.tool_calls()[0]).unwrap().outcome, Ok(json("[1.10]")));
 }
 
-/// Two finished, one pending, three tools.
+/// Two finished calls, one pending call, three tools.
 fn lively() -> ToolCallContext {
     let mut context = ToolCallContext::new("run");
     context.set_tool_definitions([

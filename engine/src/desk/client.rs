@@ -1,4 +1,4 @@
-//! One client at the desk: its connections, what it has in hand, and what it has yet to hear.
+//! One client of the queue: its connections, its leases, and its undelivered cancellations.
 
 use std::collections::{BTreeMap, HashSet, VecDeque};
 
@@ -8,22 +8,24 @@ use super::{Line, Message, POLL_LEASE_MS, Request};
 use crate::id::CallId;
 use crate::tool::Effect;
 
-/// Cancellations kept for a client that is away; it finds out about more when it reports.
+/// Maximum cancellations buffered for a disconnected client; it learns of further ones when it
+/// reports.
 const MAX_UNHEARD: usize = 256;
 
 pub(super) struct InHand {
     pub(super) acknowledged: bool,
-    /// The connection it was given on; none = its client hung up.
+    /// The connection that received the item; `None` if the client has disconnected.
     pub(super) session: Option<u64>,
-    /// It left with the answer to a poll, whose client is never seen to go away.
+    /// True if the item left with the response to a poll: the server cannot detect when that client
+    /// goes away.
     pub(super) polled: bool,
-    /// When it goes back in line.
+    /// Time when the item returns to the queue.
     pub(super) lease_until_ms: Option<u64>,
 }
 
 impl InHand {
-    /// How long an acknowledged request stays with a client that is never seen to go away. Where
-    /// twice is as good as once, that is half of the call's time.
+    /// Sets the lease of an acknowledged item. A client whose disconnect cannot be detected keeps
+    /// an item that is safe to repeat for half of the call's remaining time.
     pub(super) fn stays(&mut self, request: &Request, now_ms: u64) {
         let rest_ms = request.deadline_ms.saturating_sub(now_ms);
         let until_ms = now_ms.saturating_add(POLL_LEASE_MS.max(rest_ms / 2));
@@ -36,11 +38,11 @@ impl InHand {
 pub(super) struct Client {
     pub(super) offers: HashSet<String>,
     pub(super) sessions: Vec<Connection>,
-    /// In line for this client alone.
+    /// Items queued for this client alone.
     pub(super) pinned: BTreeMap<u64, CallId>,
-    /// By id, so that what comes again comes in the order it was asked for.
+    /// Keyed by id, so that redelivered items arrive in the order of the requests.
     pub(super) in_hand: BTreeMap<CallId, InHand>,
-    /// Cancellations for its next connection: there was none when they came.
+    /// Cancellations for the next connection: none was open when they occurred.
     pub(super) unheard: VecDeque<Message>,
     pub(super) last_turn: u64,
     pub(super) last_seen_ms: u64,
@@ -54,14 +56,14 @@ pub(super) struct Connection {
 }
 
 impl Client {
-    /// The connection to give the next request on, if the client can take one.
+    /// Returns the connection for the next item, if the client has capacity.
     pub(super) fn open_place(&self) -> Option<&Connection> {
         let in_hand = self.in_hand.values().filter(|held| held.session.is_some()).count();
         self.sessions.iter().rev().find(|connection| in_hand < connection.window)
     }
 
-    /// Says it on this connection, or on another one, or on the next one there is. A client that
-    /// polls is told in the poll that waits, or in the next one.
+    /// Sends a message on this connection, or on another one, or buffers it for the next one. A
+    /// polling client receives it in the pending poll or in the next one.
     pub(super) fn tell(&mut self, session: Option<u64>, message: Message) {
         let given_on = self.sessions.iter().find(|c| Some(c.number) == session);
         match given_on.or_else(|| self.sessions.last()) {
@@ -75,8 +77,8 @@ impl Client {
         }
     }
 
-    /// Whether nothing is lost when it is forgotten: it is not connected, and has nothing in hand,
-    /// in line or to hear.
+    /// Returns true if removing the client loses nothing: it has no connection, no lease, no queued
+    /// item and no undelivered cancellation.
     pub(super) fn is_idle(&self) -> bool {
         let nothing_out = self.sessions.is_empty() && self.in_hand.is_empty();
         nothing_out && self.pinned.is_empty() && self.unheard.is_empty()

@@ -1,5 +1,5 @@
-//! The desk's book-keeping, under one lock and without waiting: who is connected, what is in line,
-//! who has what in hand.
+//! The state of the client queue, behind one lock and without awaits: connections, queued items and
+//! leases.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -15,14 +15,14 @@ type ToolKey = (String, String);
 
 #[derive(Default)]
 pub(super) struct State {
-    /// Everything that is parked, wherever it is.
+    /// Every unanswered item, queued or leased.
     requests: HashMap<CallId, Parked>,
-    /// Not given to anybody, by tool and in the order of the requests.
+    /// Items without a lease, by tool and in the order of the requests.
     lines: HashMap<ToolKey, BTreeMap<u64, CallId>>,
     clients: HashMap<ClientKey, Client>,
-    /// Rises with everything that has an order: sessions, requests, turns.
+    /// Increases with everything that has an order: sessions, items, assignments.
     count: u64,
-    /// Nobody is given anything any more.
+    /// True after shutdown: no item is assigned any more.
     closed: bool,
 }
 
@@ -40,7 +40,7 @@ pub struct ClientView {
     pub connections: usize,
     pub in_hand: usize,
     pub tools: Vec<String>,
-    /// None when it was not seen since the start.
+    /// `None` if the client has not been seen since the start.
     pub last_seen_ms: Option<u64>,
 }
 
@@ -67,7 +67,7 @@ impl State {
         let (window, line) = (arrival.window.max(1), arrival.line);
         client.unheard.drain(..).for_each(|message| drop(sender.send(message)));
         client.sessions.push(Connection { number, sender, window, line });
-        // A poll is not a return from somewhere: what its client has in hand it is working on.
+        // A poll is not a reconnect: the client is still working on the items it holds.
         if line == Line::Open {
             self.give_again(&key, arrival.memory);
         }
@@ -75,7 +75,7 @@ impl State {
         number
     }
 
-    /// Gives a client that came back what it had acknowledged and not answered.
+    /// Redelivers the acknowledged and unanswered items of a client that reconnected.
     fn give_again(&mut self, key: &ClientKey, memory: Memory) {
         let Some(client) = self.clients.get_mut(key) else { return };
         let Some(connection) = client.sessions.last() else { return };
@@ -105,8 +105,8 @@ impl State {
         }
     }
 
-    /// A session ends when its connection's sender is gone. What was in line or in hand is left as
-    /// it is: the next start finds it in the store.
+    /// Ends every session by dropping the sender of its connection. Queued and leased items stay as
+    /// they are: the next start finds them in the store.
     pub(super) fn close(&mut self) {
         self.closed = true;
         self.clients.values_mut().for_each(|client| client.sessions.clear());
@@ -135,7 +135,7 @@ impl State {
         self.forget_if_idle(key);
     }
 
-    /// A client that has unregistered leaves nothing behind once it has nothing in line.
+    /// Removes a client that unregistered, once no item is queued for it.
     pub(super) fn forget(&mut self, key: &ClientKey) {
         let Some(client) = self.clients.get_mut(key) else { return };
         client.unheard.clear();
@@ -145,8 +145,8 @@ impl State {
     }
 
     fn forget_if_idle(&mut self, key: &ClientKey) {
-        // Recently seen clients stay visible to the operator, up to a bound. Who offers nothing
-        // here was never connected, or is not registered any more.
+        // Recently seen clients stay visible to the operator, up to a limit. A client without tools
+        // here was never connected or is no longer registered.
         let Some(client) = self.clients.get(key).filter(|client| client.is_idle()) else { return };
         if client.offers.is_empty() || self.clients.len() > 10_000 {
             self.clients.remove(key);
@@ -158,7 +158,7 @@ impl State {
         self.clients.get(key).is_some_and(busy)
     }
 
-    /// Puts requests back where they stood in their lines, and gives them on.
+    /// Returns items to their original positions in their queues, and assigns them again.
     fn take_back(&mut self, key: &ClientKey, ids: Vec<CallId>, now_ms: u64) {
         let mut lines = Vec::new();
         for id in ids {
@@ -184,7 +184,7 @@ impl State {
         self.pull(key, now_ms);
     }
 
-    /// Nobody is to be given this any more.
+    /// Removes an item from its queue, so that no client receives it.
     fn leave_line(&mut self, id: &CallId) {
         let Some(parked) = self.requests.get(id) else { return };
         let (project, order) = (&parked.request.project, parked.order);
@@ -218,7 +218,8 @@ impl State {
         let parked = Parked { request, pinned: pinned.clone(), order, holder: holder.clone() };
         self.requests.insert(id.clone(), parked);
         if let Some(key) = holder {
-            // Acknowledged before a restart: it is still that client's, however it had it.
+            // Acknowledged before a restart: the item still belongs to that client, on any
+            // transport.
             let mut held =
                 InHand { acknowledged: true, session: None, polled: true, lease_until_ms: None };
             if let Some(parked) = self.requests.get(&id) {
@@ -240,7 +241,7 @@ impl State {
         }
     }
 
-    /// Gives what is in line for a tool to the clients that offer it, the least busy first.
+    /// Assigns the queued items of a tool to the clients that provide it, the least busy first.
     fn assign(&mut self, line: &ToolKey, now_ms: u64) {
         while self.lines.contains_key(line) {
             let chosen = self
@@ -259,7 +260,7 @@ impl State {
         }
     }
 
-    /// Takes the first out of a line.
+    /// Removes the first item of a queue and returns it.
     fn first_in(&mut self, line: &ToolKey) -> Option<CallId> {
         let ids = self.lines.get_mut(line)?;
         let first = ids.pop_first();
@@ -269,7 +270,7 @@ impl State {
         first.map(|(_, id)| id)
     }
 
-    /// Gives a client as much of what waits for it as it can take, the oldest first.
+    /// Assigns as many waiting items to a client as it has capacity for, the oldest first.
     fn pull(&mut self, key: &ClientKey, now_ms: u64) {
         while let Some(id) = self.next_for(key) {
             self.give(key, id, now_ms);
@@ -279,7 +280,7 @@ impl State {
     fn next_for(&mut self, key: &ClientKey) -> Option<CallId> {
         self.clients.get(key)?.open_place()?;
         let client = self.clients.get_mut(key)?;
-        // What it does not offer any more waits until it does.
+        // A pinned item of a tool that the client no longer provides waits until it does again.
         let is_offered = |id: &CallId| {
             let tool = self.requests.get(id).map(|parked| &parked.request.tool);
             tool.is_some_and(|tool| client.offers.contains(tool))
@@ -328,7 +329,8 @@ impl State {
         if parked.holder.as_ref().is_some_and(|holder| *holder != key) {
             return;
         }
-        // Who takes what nobody was given has it from now on, and nobody else is given it.
+        // A client may acknowledge an item that was not assigned yet: it holds the lease from now
+        // on.
         parked.holder = Some(key.clone());
         let client = self.clients.entry(key).or_default();
         client.last_seen_ms = now_ms;
@@ -417,7 +419,7 @@ impl State {
         clients
     }
 
-    /// How many stand in line, for anybody or for one client.
+    /// Returns the number of queued items, shared and pinned.
     #[cfg(test)]
     pub(super) fn in_line(&self) -> usize {
         let anybody = self.lines.values().map(BTreeMap::len).sum::<usize>();

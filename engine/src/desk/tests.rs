@@ -1,4 +1,4 @@
-//! The desk alone: who is given what, and what comes again.
+//! Tests of the client queue alone: assignment and redelivery.
 
 use super::*;
 use crate::clock::ManualClock;
@@ -170,7 +170,7 @@ async fn a_polled_request_comes_again_when_its_lease_is_over() {
 #[tokio::test]
 async fn what_was_taken_after_a_poll_comes_again_after_half_of_its_time() {
     let room = Room::new();
-    // Taken with the poll, taken after it, and taken before a restart.
+    // Acknowledged with the poll, after it, and before a restart.
     for how in ["with", "after", "before"] {
         let deadline_ms = room.clock.now_ms() + 4 * POLL_LEASE_MS;
         let taken_by = (how == "before").then_some("one");
@@ -191,7 +191,7 @@ async fn what_was_taken_after_a_poll_comes_again_after_half_of_its_time() {
                 take();
             }
         }
-        // It polls on, so it is never away.
+        // The client keeps polling, so it never counts as disconnected.
         for wait_ms in [AWAY_GRACE_MS - 1, AWAY_GRACE_MS - 1, 1] {
             room.clock.advance(wait_ms);
             room.desk.run_once();
@@ -312,7 +312,7 @@ async fn a_cancel_that_was_not_passed_on_is_heard_on_another_connection() {
             room.desk.cancel(call, 1);
             room.desk.settled(call, 1);
         }
-        // One was read and kept, the other was not read.
+        // One cancellation was read and deferred; the other was not read.
         let kept = one.ready().unwrap();
         one.keep(kept);
         drop(one);

@@ -1,5 +1,5 @@
-//! Anthropic's form: the block `{type: "tool_use", id, name, input: {…}}`, and the answer as the
-//! block `tool_result`, which goes into the next message of the user.
+//! The Anthropic format: a `{type: "tool_use", id, name, input: {…}}` block, answered with a
+//! `tool_result` block that goes into the next user message.
 
 use serde::Serialize;
 

@@ -1,4 +1,4 @@
-//! Arguments that are JSON inside a text, as OpenAI's forms have them.
+//! Parses arguments that are JSON inside a string, as in the OpenAI formats.
 
 use serde_json::json;
 use serde_json::value::RawValue;
@@ -8,11 +8,11 @@ use super::misfit;
 use crate::fault::Fault;
 use crate::json::{Json, NotJson};
 
-/// So much of the text is shown before and after the place of a fault.
+/// Bytes of text shown before and after the location of a fault.
 const NEAR: usize = 30;
 
-/// The arguments. Some servers write the object itself and not its text, which is as good; a model
-/// that has no arguments to give often writes an empty text.
+/// Parses the arguments. Some servers send the object itself instead of a string, which is
+/// accepted. A model without arguments often sends an empty string.
 pub(super) fn read(given: Option<&RawValue>, pointer: &str) -> Result<Json, Fault> {
     let Some(given) = given else { return Ok(Json::empty_object()) };
     let Ok(Key(text)) = serde_json::from_str(given.get()) else { return Ok(Json::part(given)) };
@@ -40,7 +40,7 @@ fn fault(error: &NotJson, text: &str, pointer: &str) -> Fault {
     misfit(pointer, message).with_detail(detail)
 }
 
-/// The byte that line and column mean.
+/// Converts line and column to a byte offset.
 fn offset(error: &NotJson, text: &str) -> usize {
     let lines = text.split_inclusive('\n').take(error.line.saturating_sub(1));
     let before: usize = lines.map(str::len).sum();

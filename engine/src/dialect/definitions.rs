@@ -1,4 +1,4 @@
-//! Tools as model APIs want them described: ready to be put into a request.
+//! Describes tools in the formats of model APIs, ready for a request.
 
 use std::str::FromStr;
 
@@ -9,24 +9,24 @@ use super::written;
 use crate::json::Json;
 use crate::tool::{Definition, Effect};
 
-/// Whose way of describing a tool.
+/// The format of a tool description.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
-    /// OpenAI's chat completions: `tools` of a request.
+    /// OpenAI chat completions: `tools` of a request.
     OpenAi,
-    /// OpenAI's Responses: `tools` of a request.
+    /// OpenAI Responses: `tools` of a request.
     OpenAiResponses,
-    /// Anthropic's messages: `tools` of a request.
+    /// Anthropic messages: `tools` of a request.
     Anthropic,
-    /// The Model Context Protocol: `tools` of an answer to `tools/list`.
+    /// Model Context Protocol: `tools` in the result of `tools/list`.
     Mcp,
 }
 
 impl Format {
-    /// Every format.
+    /// All formats.
     pub const ALL: [Self; 4] = [Self::OpenAi, Self::OpenAiResponses, Self::Anthropic, Self::Mcp];
 
-    /// As written on the wire.
+    /// Returns the format's name on the wire.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::OpenAi => "openai",
@@ -66,7 +66,8 @@ struct Responses<'a> {
     name: &'a str,
     description: &'a str,
     parameters: Json,
-    /// Said, because that API takes silence for strict, which most schemas are not written for.
+    /// Always serialized: the API treats a missing field as strict, and most schemas are not
+    /// written for strict mode.
     strict: bool,
 }
 
@@ -81,7 +82,7 @@ struct Anthropic<'a> {
 #[serde(rename_all = "camelCase")]
 struct Mcp<'a> {
     name: &'a str,
-    /// The name that people know.
+    /// The tool's name for people.
     title: &'a str,
     description: &'a str,
     input_schema: Json,
@@ -98,7 +99,7 @@ struct Annotations {
     idempotent_hint: bool,
 }
 
-/// A tool as this format describes it, under this name.
+/// Describes a tool in a format, under a given name.
 pub fn definition(format: Format, name: &str, tool: &Definition) -> Json {
     let (description, parameters) = (tool.description.as_str(), object_schema(&tool.input_schema));
     match format {
@@ -126,7 +127,7 @@ pub fn definition(format: Format, name: &str, tool: &Definition) -> Json {
     }
 }
 
-/// Whether a model can call the tool: its arguments are always an object.
+/// Returns whether a model can call the tool, because models always pass an object as arguments.
 pub fn takes_object(tool: &Definition) -> bool {
     match tool.input_schema.value().get("type") {
         Some(Value::String(kind)) => kind == "object",
@@ -135,8 +136,8 @@ pub fn takes_object(tool: &Definition) -> bool {
     }
 }
 
-/// The schema as it is; with `"type": "object"` where it says nothing or more than that about the
-/// type, which the APIs insist on, and which arguments from a model always are.
+/// Returns the schema with `"type": "object"`. Adds or narrows the type if needed, because the APIs
+/// require it and arguments from a model are always an object.
 fn object_schema(schema: &Json) -> Json {
     match schema.value() {
         Value::Object(map) if map.get("type").is_some_and(|kind| kind == "object") => {
@@ -150,7 +151,7 @@ fn object_schema(schema: &Json) -> Json {
     }
 }
 
-/// The protocol has structured results only for objects.
+/// Returns whether a schema describes an object. MCP allows structured results only for objects.
 fn is_of_object(schema: &Json) -> bool {
     schema.value().get("type").is_some_and(|kind| kind == "object")
 }

@@ -9,7 +9,8 @@ use crate::fault::Fault;
 use crate::json::Json;
 
 pub(super) fn read(fields: &Fields<'_>) -> Result<Entry, Fault> {
-    // Arguments under another form's name would be left out silently, and the tool run without.
+    // Arguments under the field name of another format would be ignored silently, and the tool
+    // would run without them.
     for (field, kind) in [("arguments", "function_call"), ("input", "tool_use")] {
         if fields.has(field) && !fields.has("args") {
             let message = format!(
@@ -34,7 +35,7 @@ pub(super) fn read(fields: &Fields<'_>) -> Result<Entry, Fault> {
 struct Message<'a> {
     call_id: Option<&'a str>,
     ok: Option<bool>,
-    /// The result; or the text that stands for it.
+    /// The result, or the text that replaces it.
     data: Option<Shown<'a>>,
     error: Option<Said<'a>>,
     metrics: Option<Took>,

@@ -1,4 +1,4 @@
-//! The fields of an entry, each still as its own text, and what they must be.
+//! Reads and type-checks the fields of a tool call without copying them.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -10,16 +10,17 @@ use super::misfit;
 use crate::fault::Fault;
 use crate::json::Json;
 
-/// The fields of an object, borrowed from its text. Those that are `null` are not there: model
-/// libraries write them so. Of those that come twice the last counts.
+/// The fields of an object, borrowed from its text. A field that is `null` counts as missing,
+/// because model libraries serialize missing fields that way. If a field is repeated, the last one
+/// wins.
 pub(super) struct Fields<'a> {
     fields: Vec<(Cow<'a, str>, &'a RawValue)>,
-    /// Where the object is within the entry.
+    /// JSON pointer of the object within the entry.
     place: &'static str,
 }
 
 impl<'a> Fields<'a> {
-    /// The fields of an entry.
+    /// Parses the fields of an entry.
     pub(super) fn of(entry: &'a Json) -> Result<Self, Fault> {
         Self::within(entry.text(), "")
     }
@@ -47,19 +48,19 @@ impl<'a> Fields<'a> {
         self.get(name).map(Json::part)
     }
 
-    /// A field as it is written.
+    /// Returns a field's raw JSON.
     pub(super) fn written(&self, name: &str) -> Option<&'a RawValue> {
         self.get(name)
     }
 
-    /// A text that is only looked at, if it is there.
+    /// Returns an optional string, borrowed where possible.
     pub(super) fn word(&self, name: &str) -> Result<Option<Cow<'a, str>>, Fault> {
         let Some(value) = self.get(name) else { return Ok(None) };
         let refused = |_| self.refused(name, "must be a text");
         serde_json::from_str(value.get()).map(|Key(word)| Some(word)).map_err(refused)
     }
 
-    /// The object in a field.
+    /// Parses the object in a field.
     pub(super) fn object(&self, name: &str, place: &'static str) -> Result<Self, Fault> {
         match self.get(name) {
             Some(object) => Self::within(object.get(), place),
@@ -67,22 +68,22 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// A text, if it is there.
+    /// Returns an optional string.
     pub(super) fn text(&self, name: &str) -> Result<Option<String>, Fault> {
         Ok(self.word(name)?.map(Cow::into_owned))
     }
 
-    /// A text that must be there.
+    /// Returns a required string.
     pub(super) fn needed(&self, name: &str) -> Result<String, Fault> {
         self.text(name)?.ok_or_else(|| self.refused(name, "is missing"))
     }
 
-    /// A text, where it is one: for telling whose fault it is.
+    /// Returns a string if the field holds one. Used to identify an entry that cannot be parsed.
     pub(super) fn hint(&self, name: &str) -> Option<String> {
         self.text(name).ok().flatten()
     }
 
-    /// A whole number from 0, if it is there.
+    /// Returns an optional non-negative integer.
     pub(super) fn number<N>(&self, name: &str) -> Result<Option<N>, Fault>
     where
         N: serde::de::DeserializeOwned,
@@ -98,7 +99,7 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// An object's fields, none of them copied.
+/// The fields of an object, in order and not copied.
 struct Object<'a>(Vec<(Cow<'a, str>, &'a RawValue)>);
 
 impl<'de: 'a, 'a> Deserialize<'de> for Object<'a> {
@@ -125,6 +126,6 @@ impl<'de> Visitor<'de> for InOrder {
     }
 }
 
-/// A text, borrowed where it is written without escapes.
+/// A string, borrowed if it contains no escapes.
 #[derive(serde::Deserialize)]
 pub(super) struct Key<'a>(#[serde(borrow)] pub(super) Cow<'a, str>);

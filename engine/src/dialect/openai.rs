@@ -1,5 +1,5 @@
-//! OpenAI's chat form: `{id, type: "function", function: {name, arguments: "<json text>"}}`, and
-//! the answer as a message of the role `tool`.
+//! The OpenAI chat format: `{id, type: "function", function: {name, arguments: "<json text>"}}`,
+//! answered with a message whose role is `tool`.
 
 use serde::Serialize;
 
@@ -15,7 +15,7 @@ pub(super) fn read(fields: &Fields<'_>) -> Result<Entry, Fault> {
     Ok(Entry::new(Form::OpenAi, fields.text("id")?, name, args))
 }
 
-/// The tool's name, where it can be read.
+/// Returns the tool's name if it can be read.
 pub(super) fn name_hint(fields: &Fields<'_>) -> Option<String> {
     fields.object("function", "/function").ok()?.hint("name")
 }

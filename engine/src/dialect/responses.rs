@@ -1,5 +1,5 @@
-//! OpenAI's Responses form: the item `{type: "function_call", id, call_id, name, arguments}`, and
-//! the answer as the item `function_call_output`. The item's `id` is not the call's.
+//! The OpenAI Responses format: a `{type: "function_call", id, call_id, name, arguments}` item,
+//! answered with a `function_call_output` item. The item's `id` is not the call's id.
 
 use serde::Serialize;
 

@@ -1,4 +1,4 @@
-//! Real samples of each form, read and answered.
+//! Tests with real samples of each format, parsed and answered.
 
 use serde_json::{Value, json};
 

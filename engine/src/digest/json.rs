@@ -1,4 +1,5 @@
-//! JSON in a digest: its shape, its counts, the first items of each long array, long texts cut.
+//! Renders JSON in a digest: its shape, its counts, the first items of each long array, and
+//! truncated long strings.
 
 use std::fmt::Write;
 
@@ -7,26 +8,27 @@ use super::skeleton::{List, Map, Node};
 use super::{BYTES_PER_TOKEN, ladder, scaled};
 use crate::json::cursor::unquoted;
 
-/// How much is shown.
+/// Limits on the amount of detail in a rendering.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Detail {
-    /// Items of an array, at the top; deeper down fewer.
+    /// Maximum items of an array at the top level; fewer at deeper levels.
     items: usize,
     least_items: usize,
-    /// An array of no more items is shown with all of them.
+    /// Arrays with at most this many items are shown in full.
     short: usize,
-    /// Entries of an object.
+    /// Maximum entries of an object.
     keys: usize,
-    /// Bytes of a text.
+    /// Maximum bytes of a string.
     text: usize,
-    /// How deep.
+    /// Maximum depth.
     depth: usize,
-    /// More than this cannot be within the budget.
+    /// Upper bound on the length of a rendering that could fit the budget.
     most_bytes: usize,
 }
 
 impl Detail {
-    /// From everything that the budget could hold (0) down to the least.
+    /// Returns the limits of a detail level, from everything the budget could hold (0) down to the
+    /// least.
     pub(super) fn rung(rung: u32, room: usize) -> Self {
         Self {
             items: scaled(room / 4, 0.7, rung, 0),
@@ -49,7 +51,7 @@ impl Detail {
     }
 }
 
-/// The shape and the data, in at most this many tokens.
+/// Renders the shape and the data in at most `room` tokens.
 pub(super) fn render(root: &Node<'_>, room: usize) -> String {
     let shape = format!("shape: {}", shape(root, room / 3));
     let rest = room.saturating_sub(crate::tokens::count(&shape) + 3);
@@ -61,9 +63,9 @@ pub(super) fn render(root: &Node<'_>, room: usize) -> String {
     format!("{shape}\n{data}")
 }
 
-/// A value as JSON, with `…` and counts where something is left out.
+/// Writes a value as JSON, with `…` and counts in place of omitted parts.
 pub(super) fn write(out: &mut String, node: &Node<'_>, detail: &Detail, depth: usize) {
-    // What is much too long is not written to its end only to be thrown away.
+    // Stop writing a text that is far too long, because it would be discarded.
     if out.len() > detail.most_bytes {
         return;
     }
@@ -91,7 +93,7 @@ fn write_text(out: &mut String, text: &str, detail: &Detail) {
         out.push_str(text);
         return;
     }
-    // Cut between what is written, so that no escape is cut in two.
+    // Cut so that no escape sequence is split.
     let begin = text.get(..text.floor_char_boundary(detail.text)).unwrap_or_default();
     let begin =
         begin.rfind('\\').filter(|at| at + 6 > begin.len()).map_or(begin, |at| &begin[..at]);
@@ -143,7 +145,7 @@ fn write_map(out: &mut String, map: &Map<'_>, detail: &Detail, depth: usize) {
     out.push('}');
 }
 
-/// A key as it is shown outside of JSON.
+/// Formats a key for display outside JSON.
 pub(super) fn key_text(key: &str) -> String {
     let plain = unquoted(key);
     let simple =
@@ -155,13 +157,13 @@ pub(super) fn key_text(key: &str) -> String {
     }
 }
 
-/// An object around something that is shown by itself: its other entries, and only the size of
-/// what is long.
+/// Renders the object that encloses the main content: its other entries, with long ones reduced to
+/// their size.
 pub(super) fn around(root: &Node<'_>, room: usize) -> String {
     let detail = |rung: u32| Detail {
         items: 3,
         least_items: 0,
-        // No table is so short: what is shown by itself is not shown here as well.
+        // No table is this short, so the main content is not shown twice.
         short: 3,
         keys: scaled(64, 0.8, rung, 3),
         text: scaled(400, 0.75, rung, 12),

@@ -1,15 +1,15 @@
-//! The shape of a document: which keys, which types, how many items. Of an array, what its items
-//! that were looked at have in common, and what only some of them have.
+//! Describes the shape of a document: keys, types and item counts. For an array, merges the shapes
+//! of its sampled items and marks keys that only some of them have.
 
 use std::fmt::Write;
 
 use super::json::key_text;
 use super::skeleton::{List, Map, Node};
 
-/// The type of a value, or of several values at one place.
+/// The type of a value, or of several values at the same location.
 #[derive(Default, Clone)]
 pub(super) struct Shape<'a> {
-    /// Names of plain types, in the order they were met.
+    /// Names of scalar types, in the order encountered.
     plain: Vec<&'static str>,
     list: Option<ListShape<'a>>,
     map: Option<MapShape<'a>>,
@@ -24,17 +24,17 @@ struct ListShape<'a> {
 
 #[derive(Clone)]
 struct MapShape<'a> {
-    /// Objects that were put together.
+    /// Number of objects merged into this shape.
     seen: usize,
     entries: Vec<(&'a str, usize, Shape<'a>)>,
-    /// The most keys that one of them has beyond those looked at.
+    /// Maximum number of keys of one object beyond the sampled ones.
     more: usize,
 }
 
-/// More keys than this are not all told: then the keys are data, not shape.
+/// Objects with more keys than this are not listed in full: their keys are data, not shape.
 const MANY_KEYS: usize = 48;
 
-/// The shape in words of at most about so many tokens.
+/// Describes the shape in about `room` tokens at most.
 pub(super) fn shape(node: &Node<'_>, room: usize) -> String {
     let shape = Shape::of(node);
     let written = |rung: u32| {
@@ -47,7 +47,7 @@ pub(super) fn shape(node: &Node<'_>, room: usize) -> String {
     super::ladder(room, written)
 }
 
-/// The plain type of what is written so.
+/// Returns the scalar type of a JSON text.
 pub(super) fn plain_type(text: &str) -> &'static str {
     match text.as_bytes().first() {
         Some(b't' | b'f') => "boolean",
@@ -90,7 +90,7 @@ impl<'a> Shape<'a> {
     fn add_map(&mut self, map: &Map<'a>) {
         let shape =
             self.map.get_or_insert_with(|| MapShape { seen: 0, entries: Vec::new(), more: 0 });
-        // One that was not looked into says nothing about what it has.
+        // An object that was not sampled in full says nothing about its other keys.
         if shape.seen > 0 && map.entries.len() < map.count {
             return;
         }
@@ -104,7 +104,8 @@ impl<'a> Shape<'a> {
                     *times += 1;
                     known.add(value);
                 }
-                // What has ever new keys is data; looking for each among all would take long.
+                // Ever-changing keys are data, and searching for each among all of them would be
+                // slow.
                 None if shape.entries.len() >= 4 * MANY_KEYS => shape.more += 1,
                 None => shape.entries.push((key, 1, Shape::of(value))),
             }
@@ -161,7 +162,7 @@ impl MapShape<'_> {
                 out.push_str(", ");
             }
             out.push_str(&key_text(key));
-            // Not every one of them has it.
+            // Some of the merged objects lack this key.
             if *times < self.seen {
                 out.push('?');
             }

@@ -1,21 +1,22 @@
-//! What a digest needs of a JSON document: counts of everything, and some of each long array.
+//! Samples a JSON document for a digest: counts everything, and keeps some items of each long
+//! array.
 //!
-//! Made in one walk over the text. Values are borrowed from it, so a skeleton of a document of any
-//! size is small: at most so many values as the budget could show.
+//! The sample is built in one pass over the text and borrows its values from it, so it stays small
+//! for a document of any size: it holds at most about as many values as the budget could show.
 
 use crate::json::cursor::{Cursor, Kind};
 
-/// Of a long array, so many items between the first ones and the last one are looked at.
+/// Number of items sampled from a long array between its first items and its last one.
 const SPREAD: usize = 32;
-/// Below this depth only the first items of an array are looked at: the others are found by going
-/// over the text a second time.
+/// Below this depth only the first items of an array are sampled, because sampling others scans the
+/// text a second time.
 const SPREAD_DEPTH: usize = 5;
 
-/// A value, with as much in it as is worth showing.
+/// A sampled value.
 pub(super) enum Node<'a> {
-    /// A number, a boolean or null, as it is written.
+    /// A number, a boolean or null, as raw JSON.
     Plain(&'a str),
-    /// A text, as it is written.
+    /// A string, as raw JSON.
     Text(&'a str),
     List(List<'a>),
     Map(Map<'a>),
@@ -26,14 +27,15 @@ pub(super) struct List<'a> {
     pub(super) bytes: usize,
     /// The first items.
     pub(super) head: Vec<Node<'a>>,
-    /// Some of the others, evenly spread, with their places; the last item is the last of them.
+    /// Evenly spaced samples of the other items, with their indexes. The last item is always
+    /// included.
     pub(super) spread: Vec<(usize, Node<'a>)>,
 }
 
 pub(super) struct Map<'a> {
     pub(super) count: usize,
     pub(super) bytes: usize,
-    /// The first entries; keys as they are written.
+    /// The first entries, with their keys as raw JSON.
     pub(super) entries: Vec<(&'a str, Node<'a>)>,
 }
 
@@ -48,21 +50,21 @@ impl<'a> Node<'a> {
 }
 
 impl<'a> List<'a> {
-    /// The items that were looked at, with their places.
+    /// Returns the sampled items with their indexes.
     pub(super) fn seen(&self) -> impl Iterator<Item = (usize, &Node<'a>)> {
         let spread = self.spread.iter().map(|(place, node)| (*place, node));
         self.head.iter().enumerate().chain(spread)
     }
 }
 
-/// The skeleton of a document, with at most about so many values.
+/// Samples a document, with about `most` values at most.
 pub(super) fn skeleton(text: &str, most: usize) -> Node<'_> {
     let mut walk = Walk { left: most.max(16) };
     walk.value(&mut Cursor::new(text), 0)
 }
 
 struct Walk {
-    /// How many more values are kept.
+    /// Number of values that may still be kept.
     left: usize,
 }
 
@@ -79,8 +81,8 @@ impl Walk {
 
     fn list<'a>(&mut self, cursor: &mut Cursor<'a>, depth: usize) -> List<'a> {
         let begin = cursor.at();
-        // A part of what is left is for the first items, a part for those behind them, and most
-        // of it for what comes after this array.
+        // One part of the remaining allowance is for the first items, one for the samples behind
+        // them, and most of it for the rest of the document.
         let (first, all) = (self.left / 4 * 3, self.left / 8 * 5);
         let (mut count, mut head, mut places) = (0, Vec::new(), Places::default());
         cursor.enter();
@@ -97,7 +99,7 @@ impl Walk {
         let mut spread = Vec::new();
         if depth < SPREAD_DEPTH {
             for (place, at) in places.taken() {
-                // The last one is always looked at, and has something left for it.
+                // The last item is always sampled, and the allowance reserves room for it.
                 if self.left > all || place + 1 == count {
                     spread.push((place, self.value(&mut cursor.moved_to(at), depth + 1)));
                 }
@@ -113,7 +115,7 @@ impl Walk {
         cursor.enter();
         while cursor.more() {
             let key = cursor.key();
-            // A plain value costs little, and is told as long as anything is.
+            // A scalar costs little and is kept as long as any allowance is left.
             let nested = matches!(cursor.kind(), Kind::Array | Kind::Object);
             if self.left > if nested { reserve } else { 0 } {
                 entries.push((key, self.value(cursor, depth + 1)));
@@ -126,11 +128,11 @@ impl Walk {
     }
 }
 
-/// Evenly spread places of a row whose length is not known before its end.
+/// Selects evenly spaced positions of a sequence whose length is unknown in advance.
 #[derive(Default)]
 struct Places {
     kept: Vec<(usize, usize)>,
-    /// Every so many is kept, as a power of two.
+    /// Binary logarithm of the sampling interval.
     stride: u32,
     seen: usize,
     last: Option<(usize, usize)>,
@@ -141,7 +143,7 @@ impl Places {
         self.last = Some((place, at));
         if self.seen.trailing_zeros() >= self.stride {
             if self.kept.len() == SPREAD {
-                // Every other one goes, and from here on they come half as often.
+                // Drop every other position and halve the sampling rate.
                 let mut n = 0;
                 self.kept.retain(|_| {
                     n += 1;

@@ -1,7 +1,7 @@
-//! Tables in a digest: columns, how many rows there are, some of them.
+//! Renders tables in a digest: columns, the number of rows, and some of the rows.
 //!
 //! A table is a long array of objects with the same keys, or of arrays of the same length whose
-//! columns are named beside it, as `database.query` answers.
+//! columns are named in a sibling entry, as in the result of `database.query`.
 
 use std::fmt::Write;
 
@@ -11,18 +11,18 @@ use super::skeleton::{List, Map, Node};
 use super::{ladder, scaled};
 use crate::json::cursor::unquoted;
 
-/// Fewer rows are as well shown as JSON.
+/// Arrays with fewer rows are shown as JSON just as well.
 const LEAST_ROWS: usize = 4;
 
 pub(super) struct Table<'n, 'a> {
     pub(super) count: usize,
     columns: Vec<(String, Shape<'a>)>,
-    /// Rows that were looked at, with their places, each in the order of the columns.
+    /// Sampled rows with their indexes, with cells in column order.
     rows: Vec<(usize, Vec<&'n Node<'a>>)>,
 }
 
 impl<'n, 'a> Table<'n, 'a> {
-    /// The array as a table, if it is one. `beside` is the object it is a member of.
+    /// Interprets an array as a table if it is one. `beside` is the object that contains the array.
     pub(super) fn of(list: &'n List<'a>, beside: Option<&Map<'a>>) -> Option<Self> {
         if list.count < LEAST_ROWS || list.head.len() < 2 {
             return None;
@@ -41,7 +41,7 @@ impl<'n, 'a> Table<'n, 'a> {
         Some(Self { count: list.count, columns, rows })
     }
 
-    /// Columns and rows, in at most this many tokens.
+    /// Renders columns and rows in at most `room` tokens.
     pub(super) fn render(&self, pointer: &str, room: usize) -> String {
         ladder(room, |rung| self.written(pointer, rung, room))
     }
@@ -84,10 +84,11 @@ impl<'n, 'a> Table<'n, 'a> {
         text
     }
 
-    /// Which of the rows that were looked at: mostly the first, some of the others, the last.
+    /// Selects sampled rows to show: mostly the first ones, some of the others, and the last.
     fn sample(&self, most: usize) -> Vec<usize> {
         let seen = self.rows.len();
-        // The array's first items come first; those further away stand behind the first gap.
+        // The first items of the array are contiguous; the sparse samples start after the first
+        // gap.
         let near = self.rows.iter().enumerate().take_while(|(n, (row, _))| n == row).count();
         let last = seen.checked_sub(1).filter(|_| most > 1);
         let first = near.min(most - most / 3 - usize::from(last.is_some() && most > 0));
@@ -104,7 +105,7 @@ impl<'n, 'a> Table<'n, 'a> {
 
 type Rows<'n, 'a> = Vec<(usize, Vec<&'n Node<'a>>)>;
 
-/// Objects that all have the keys of the first.
+/// Reads rows that are objects with the same keys as the first one.
 fn objects<'n, 'a>(list: &'n List<'a>, first: &Map<'a>) -> Option<(Vec<String>, Rows<'n, 'a>)> {
     let keys: Vec<&str> = first.entries.iter().map(|(key, _)| *key).collect();
     if keys.is_empty() || keys.len() != first.count {
@@ -116,7 +117,7 @@ fn objects<'n, 'a>(list: &'n List<'a>, first: &Map<'a>) -> Option<(Vec<String>, 
             return None;
         }
         let cell = |(n, key): (usize, &&str)| {
-            // Nearly always they are in the same order.
+            // The keys are almost always in the same order.
             let there = map.entries.get(n).filter(|(found, _)| found == key);
             let there = there.or_else(|| map.entries.iter().find(|(found, _)| found == key));
             there.map(|(_, value)| value)
@@ -127,7 +128,8 @@ fn objects<'n, 'a>(list: &'n List<'a>, first: &Map<'a>) -> Option<(Vec<String>, 
     Some((keys.into_iter().map(key_text).collect(), rows))
 }
 
-/// Arrays that are all as long as the first, with their columns named beside them.
+/// Reads rows that are arrays of the same length as the first one, with column names from a sibling
+/// entry.
 fn arrays<'n, 'a>(
     list: &'n List<'a>,
     first: &List<'a>,
@@ -172,8 +174,8 @@ fn column_name(node: &Node<'_>) -> Option<String> {
     }
 }
 
-/// The rows that were looked at; none if one of them is not like the others. Of the last ones to
-/// be looked at, what is in them may have been left out: those are not shown.
+/// Returns the sampled rows, or `None` if one of them does not match the others. Rows whose content
+/// was not sampled in full, which can be the last ones, are skipped.
 fn rows<'n, 'a>(
     list: &'n List<'a>,
     row: impl Fn(&'n Node<'a>) -> Option<Vec<&'n Node<'a>>>,

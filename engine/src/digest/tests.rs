@@ -1,4 +1,4 @@
-//! Digests of made-up results: always within the budget, always saying how to get the rest.
+//! Tests with generated results: a digest stays within its budget and states how to read the rest.
 
 use serde_json::{Value, json};
 
@@ -55,7 +55,7 @@ fn a_text_shows_head_tail_and_what_was_asked_for() {
         &digest,
         &["4000 lines of text", "\n0 the quick", "3999 the quick", "ACME-7731", "ERROR: disk full"],
     );
-    // What is between the parts is counted, and where it begins is an offset to read from.
+    // Omitted lines are counted, and the mark gives the offset to read from.
     let first = digest.text.lines().find(|line| line.starts_with("[… ")).unwrap();
     let shown = digest.text.lines().skip(1).take_while(|line| !line.starts_with("[…")).count();
     assert!(first.ends_with(&format!("offset {shown}]")), "{first} after {shown}");
@@ -77,7 +77,7 @@ fn a_long_text_inside_a_list_is_digested_as_text() {
         { "type": "text", "text": body }], "isError": false });
     let digest = digested(&answer, 600, None);
     has(&digest, &["3000 lines of text", r#""pointer":"/content/1/text""#, "a note", "line 2999"]);
-    // Where no item is nearly everything, it is a list.
+    // If no single item dominates, the array is digested as JSON.
     let halves = json!({ "content": [{ "text": body }, { "text": body }] });
     has(&digested(&halves, 300, None), &["JSON", "content: [2 × {text: string}]"]);
 }
@@ -130,7 +130,7 @@ fn long_strings_are_cut_and_say_by_how_much() {
     has(&digest, &["bytes", "\"c\":[1,2,3]", "shape: {a: string, b: string, c: [3 × number]}"]);
 }
 
-/// A small generator of its own: the same documents in every run.
+/// A small deterministic generator, so that every test run sees the same documents.
 struct Dice(u64);
 
 impl Dice {

@@ -1,8 +1,8 @@
-//! Text in a digest: its head, its tail, and the most relevant of what lies between.
+//! Renders text in a digest: its head, its tail, and the most relevant part of the middle.
 //!
-//! The middle is cut into blocks of whole lines. A block is relevant when it has the words of what
-//! was asked (the rarer, the more), when it speaks of errors or results, and a little when it has
-//! figures. The same text and the same question give the same digest.
+//! The middle is split into blocks of whole lines. A block is relevant if it contains words of the
+//! query (rare words count more), if it mentions errors or results, and to a small degree if it
+//! contains figures. The same text and query always give the same digest.
 
 use std::fmt::Write;
 
@@ -11,15 +11,15 @@ use regex::{Regex, RegexBuilder};
 use crate::lines::lines;
 use crate::tokens;
 
-/// About so many bytes is a block; longer where there would be too many of them.
+/// Approximate bytes of a block; larger if there would be too many blocks.
 const BLOCK: usize = 400;
 const MOST_BLOCKS: usize = 2_000;
-/// So many words of the question are looked for.
+/// Maximum number of query words to search for.
 const MOST_WORDS: usize = 24;
-/// In one block no more hits are looked at than this.
+/// Maximum number of hits evaluated in one block.
 const MOST_HITS: usize = 48;
 
-/// Words that make a block worth showing whatever was asked.
+/// Words that make a block relevant whatever the query is.
 const SALIENT: [&str; 22] = [
     "error",
     "fail",
@@ -45,28 +45,29 @@ const SALIENT: [&str; 22] = [
     "错误",
 ];
 
-/// Words of a question that say nothing about what is looked for.
+/// Query words that carry no information.
 const EMPTY: [&str; 20] = [
     "the", "and", "for", "with", "from", "that", "this", "what", "which", "who", "how", "are",
     "was", "were", "has", "have", "not", "you", "true", "false",
 ];
 
-/// What figures alone make a block worth.
+/// Score of a block that contains figures.
 const FIGURES: f64 = 0.25;
-/// Of a line that is too long, what was looked for is shown with so much before it.
+/// Bytes shown before the hit in a line that is too long.
 const BEFORE_A_HIT: usize = 40;
-/// So many tokens are kept for the best line and the mark before it, from so many on.
+/// Tokens reserved for the best line and the mark before it.
 const ONE_LINE: usize = 44;
+/// Minimum token budget for which that reservation is made.
 const LEAST_FOR_A_LINE: usize = 36;
 
-/// How many tokens head, middle and tail may have.
+/// Token budgets of head, middle and tail.
 struct Rooms {
     head: usize,
     middle: usize,
     tail: usize,
 }
 
-/// A few lines of the middle.
+/// A few lines of the text.
 #[derive(Clone, Copy)]
 struct Block {
     begin: usize,
@@ -75,18 +76,18 @@ struct Block {
     lines: usize,
 }
 
-/// What is known of a text before anything of it is chosen: found in one go, as it is long.
+/// Analysis of a text, computed once because the text is long.
 struct Looked<'t> {
     text: &'t str,
     lines: usize,
-    /// With what each is worth.
+    /// Blocks with their scores.
     blocks: Vec<(f64, Block)>,
     words: Words<'t>,
     weights: Vec<f64>,
 }
 
-/// Head, tail and the most relevant middle, in at most this many tokens, with a mark wherever lines
-/// are left out.
+/// Renders the head, the tail and the most relevant middle in at most `room` tokens, with a mark
+/// wherever lines are omitted.
 pub(super) fn render(text: &str, hint: Option<&str>, room: usize) -> String {
     let asked = asked_words(hint.unwrap_or_default());
     let Some(words) = Words::new(&asked) else { return String::new() };
@@ -95,7 +96,7 @@ pub(super) fn render(text: &str, hint: Option<&str>, room: usize) -> String {
     let lines = blocks.last().map_or(0, |last| last.first_line + last.lines);
     let blocks = scores.into_iter().zip(blocks).collect();
     let looked = Looked { text, lines, blocks, words, weights };
-    // What the marks between the parts take is known only when they are there.
+    // The cost of the marks between the parts is known only after composing.
     let mut part = room;
     for _ in 0..12 {
         let shown = looked.compose(part);
@@ -107,7 +108,7 @@ pub(super) fn render(text: &str, hint: Option<&str>, room: usize) -> String {
     String::new()
 }
 
-/// How many lines the text has, as readers count them.
+/// Counts the lines of a text in the same way as readers of slices do.
 pub(super) fn line_count(text: &str) -> usize {
     lines(text).count()
 }
@@ -141,12 +142,12 @@ impl Looked<'_> {
         out
     }
 
-    /// What each part gets: where there is little, the best line goes before head and tail.
+    /// Divides the budget. If it is small, the best line takes precedence over head and tail.
     fn rooms(&self, room: usize) -> Rooms {
         let (head, tail) = (room * 2 / 5, room / 4);
         let middle = room.saturating_sub(head + tail + 24);
         let relevant = || self.blocks.iter().any(|(score, _)| *score > FIGURES);
-        // Where there is very little, it goes before everything else.
+        // If it is very small, the best line takes precedence over everything else.
         let line = ONE_LINE.min(room.saturating_sub(8));
         if middle >= line || room < LEAST_FOR_A_LINE || !relevant() {
             return Rooms { head, middle, tail };
@@ -155,7 +156,7 @@ impl Looked<'_> {
         Rooms { head: ends * 3 / 5, middle: line, tail: ends * 2 / 5 }
     }
 
-    /// The best of the blocks between two places, as much as fits, in the order of the text.
+    /// Selects the best blocks between two offsets, as many as fit, in text order.
     fn choose(&self, from: usize, to: usize, room: usize) -> Vec<Shown> {
         // Too little for even one line and its mark.
         if room < 24 {
@@ -164,12 +165,12 @@ impl Looked<'_> {
         let within = |(score, block): &(f64, Block)| Some((*score, self.clipped(block, from, to)?));
         let worth = self.blocks.iter().filter(|(score, _)| *score > 0.0);
         let mut ranked: Vec<(f64, Block)> = worth.filter_map(within).collect();
-        // Equal ones in the order of the text.
+        // Blocks with equal scores stay in text order.
         ranked.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.begin.cmp(&b.1.begin)));
         let mut left = room;
         let mut chosen = Vec::new();
         for (_, block) in ranked {
-            // Each costs its own tokens and a mark before it.
+            // Each block costs its own tokens and a mark before it.
             let Some(rest) = left.checked_sub(16).filter(|rest| *rest >= 8) else { break };
             let shown = self.window(&block, rest.min((room / 2).max(24)));
             left = rest - tokens::count(&self.text[shown.begin..shown.end]).min(rest);
@@ -179,7 +180,7 @@ impl Looked<'_> {
         chosen
     }
 
-    /// The whole lines of a block that lie between two places.
+    /// Returns the whole lines of a block that lie between two offsets.
     fn clipped(&self, block: &Block, from: usize, to: usize) -> Option<Block> {
         if block.begin >= from && block.end <= to {
             return Some(*block);
@@ -199,8 +200,8 @@ impl Looked<'_> {
         clipped
     }
 
-    /// A block; of one that does not fit, its best line and what fits behind it; of a line that
-    /// does not fit either, what is around the word that makes it the best.
+    /// Returns a block if it fits; otherwise its best line and the lines after it that fit. If that
+    /// line does not fit either, returns the part around its highest-scoring word.
     fn window(&self, block: &Block, room: usize) -> Shown {
         let (mut begin, mut first_line) = (block.begin, block.first_line);
         let written = &self.text[block.begin..block.end];
@@ -224,17 +225,17 @@ impl Looked<'_> {
     }
 }
 
-/// Says that lines are left out, and where they begin.
+/// Writes a mark that states how many lines are omitted and where they begin.
 fn mark(out: &mut String, count: usize, line: usize) {
     if !out.is_empty() && !out.ends_with('\n') {
         out.push('\n');
     }
-    // Where a line is shown in part, it is that one.
+    // If a line is shown in part, that line is the omitted one.
     let count = count.max(1);
     let _ = writeln!(out, "[… {count} lines left out, offset {line}]");
 }
 
-/// Back to the end of a line, if not too much is lost by it.
+/// Moves an end offset back to the end of a line unless that loses too much.
 fn whole_lines(text: &str, end: usize) -> usize {
     if end == text.len() {
         return end;
@@ -245,7 +246,7 @@ fn whole_lines(text: &str, end: usize) -> usize {
     }
 }
 
-/// How long the tail is when it begins with a line, if not too much is lost by it.
+/// Returns the length of the tail when it starts at a line, unless that loses too much.
 fn line_start(rest: &str, tail: &str) -> usize {
     if tail.len() == rest.len() {
         return tail.len();
@@ -272,14 +273,14 @@ fn blocks(text: &str) -> Vec<Block> {
     blocks
 }
 
-/// Some lines of the middle that are shown.
+/// Lines of the middle that are shown.
 struct Shown {
     begin: usize,
     end: usize,
     first_line: usize,
 }
 
-/// What is looked for: the words of the question, then the salient ones.
+/// Matches the words of the query and then the salient words.
 struct Words<'a> {
     asked: usize,
     all: Vec<&'a str>,
@@ -294,7 +295,7 @@ impl<'a> Words<'a> {
         Some(Self { asked: asked.len(), all, finder })
     }
 
-    /// Which of the words a text has, as bits.
+    /// Returns the set of matched words as bits.
     fn bits(&self, text: &str) -> u64 {
         let mut bits = 0;
         for hit in self.finder.find_iter(text).take(MOST_HITS) {
@@ -306,7 +307,7 @@ impl<'a> Words<'a> {
         bits
     }
 
-    /// Where to begin to show a line, so that its best word is seen.
+    /// Returns the offset at which to start showing a line so that its best word is visible.
     fn around(&self, line: &str, weights: &[f64]) -> usize {
         let (mut best, mut place) = (0.0, 0);
         for hit in self.finder.find_iter(line).take(MOST_HITS) {
@@ -318,18 +319,18 @@ impl<'a> Words<'a> {
             }
         }
         let from = line.floor_char_boundary(place.saturating_sub(BEFORE_A_HIT));
-        // With a whole word, if there is one.
+        // Start at a whole word if there is one.
         let word = line[from..place].find(' ').filter(|_| from > 0);
         word.map_or(from, |space| from + space + 1)
     }
 
-    /// The score of each block, and what each word is worth.
+    /// Returns the score of each block and the weight of each word.
     fn scores(&self, text: &str, blocks: &[Block]) -> (Vec<f64>, Vec<f64>) {
         let found: Vec<u64> =
             blocks.iter().map(|block| self.bits(&text[block.begin..block.end])).collect();
         let weight = |n: usize| {
             let having = found.iter().filter(|bits| *bits & (1 << n) != 0).count();
-            // A word that is everywhere tells nothing.
+            // A word that occurs everywhere carries no information.
             let rarity = (1.0 + blocks.len() as f64 / (1.0 + having as f64)).ln();
             if n < self.asked { 3.0 * rarity } else { rarity }
         };
@@ -337,7 +338,8 @@ impl<'a> Words<'a> {
         let score = |(block, bits): (&Block, &u64)| {
             let written = &text.as_bytes()[block.begin..block.end];
             let digits = written.iter().filter(|byte| byte.is_ascii_digit()).count();
-            // Some figures among words; a block of nothing but digits is no better than any other.
+            // Some figures among words count; a block of nothing but digits is no better than any
+            // other.
             let figures = digits * 25 > written.len() && digits * 2 < written.len();
             weight_of(*bits, &weights) + if figures { FIGURES } else { 0.0 }
         };
@@ -350,14 +352,14 @@ fn weight_of(bits: u64, weights: &[f64]) -> f64 {
     found.map(|(_, weight)| weight).sum()
 }
 
-/// The words of a question that are worth looking for.
+/// Extracts the words of a query that are worth searching for.
 fn asked_words(hint: &str) -> Vec<String> {
     let mut words: Vec<String> = Vec::new();
-    // A question can be as long as the arguments of a call; its beginning says enough.
+    // A query can be as long as the arguments of a call; its beginning is enough.
     let hint = &hint[..hint.floor_char_boundary(4_000)];
     for word in hint.split(|c: char| !c.is_alphanumeric() && c != '_') {
         let word = word.to_lowercase();
-        // A word of a script without spaces says more with fewer characters.
+        // In scripts without spaces, a word carries more information in fewer characters.
         let long = word.chars().count() >= 3 || word.chars().any(|c| c > '\u{2e80}');
         if long && !EMPTY.contains(&word.as_str()) && !words.contains(&word) {
             words.push(word);

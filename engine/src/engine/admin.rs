@@ -1,4 +1,5 @@
-//! Keys and rules: who is who, and who may call what. Changeable while the crib runs.
+//! API keys and access rules: they identify callers and decide which tools a caller may call. Both
+//! can be changed while the server runs.
 
 use sha2::{Digest, Sha256};
 
@@ -9,31 +10,31 @@ use crate::fault::{Code, Error};
 use crate::policy::{Rule, Verdict, check_pattern};
 use crate::tool::hex;
 
-/// A key to make.
+/// A request to create an API key.
 #[derive(Debug, Clone)]
 pub struct NewKey {
     pub project: String,
     pub agent: String,
     pub role: Role,
-    /// What its agent may call from the start.
+    /// Patterns of the tools that the key's agent may call from the start.
     pub allow: Vec<String>,
 }
 
-/// A new key with its secret, which is shown this once.
+/// A new key with its secret. The secret is returned only here; the store has its digest.
 #[derive(Debug, Clone)]
 pub struct ShownKey {
     pub key: Key,
     pub secret: String,
 }
 
-/// What is kept of a secret.
+/// Returns the SHA-256 digest of a secret, the only form in which it is stored.
 pub fn digest(secret: &str) -> String {
     hex(&Sha256::digest(secret.as_bytes()))
 }
 
 impl Engine {
-    /// Who a secret belongs to. The whole secret is hashed and the hash looked up, so how long
-    /// this takes says nothing about how much of a guess was right.
+    /// Returns the caller that a secret authenticates. The whole secret is hashed and the digest
+    /// looked up, so the time this takes reveals nothing about how much of a guess was right.
     pub fn authenticate(&self, secret: &str) -> Option<Caller> {
         let catalog = self.inner.catalog();
         let Some(key) = catalog.key(&digest(secret)) else {
@@ -47,17 +48,17 @@ impl Engine {
         })
     }
 
-    /// Whether anybody ever needs a key, or a token, here.
+    /// Returns true if callers must present an API key or a token.
     pub fn has_keys(&self) -> bool {
         self.inner.recognise.is_some() || self.inner.catalog().has_keys()
     }
 
-    /// Whether this caller is one that a key stands for.
+    /// Returns true if an active key authenticates this caller.
     pub(super) fn has_key_of(&self, caller: &Caller) -> bool {
         self.inner.catalog().has_key_of(caller)
     }
 
-    /// Makes a key. `secret` is 32 random bytes or more, in some printable form.
+    /// Creates a key. `secret` holds at least 32 random bytes in a printable form.
     pub async fn create_key(
         &self,
         caller: &Caller,
@@ -68,7 +69,7 @@ impl Engine {
         check_word("project", &new.project)?;
         check_word("agent", &new.agent)?;
         if new.agent.contains('*') || new.project.contains('*') {
-            // In a rule, * is every agent: no agent may be called so.
+            // In a rule, `*` stands for every agent, so no agent can have it in its name.
             return Err(invalid("a key's agent and project cannot have a * in them".to_owned()));
         }
         let inner = &self.inner;
@@ -95,7 +96,7 @@ impl Engine {
         Ok(ShownKey { key, secret })
     }
 
-    /// The keys of the caller's project; of all projects for the operator at the machine.
+    /// Returns the keys of the caller's project, or of all projects for the local operator.
     pub fn keys(&self, caller: &Caller) -> Result<Vec<Key>, Error> {
         self.require_admin(caller, None)?;
         let catalog = self.inner.catalog();
@@ -104,7 +105,7 @@ impl Engine {
         Ok(keys.filter(|key| all || key.project == caller.project).cloned().collect())
     }
 
-    /// Makes a key useless.
+    /// Revokes a key.
     pub async fn revoke_key(&self, caller: &Caller, id: &str) -> Result<(), Error> {
         let known = self.keys(caller)?.into_iter().find(|key| key.id == id);
         let Some(key) = known else {
@@ -123,7 +124,7 @@ impl Engine {
         check_pattern(&rule.pattern).map_err(invalid)?;
         check_word("agent", &rule.agent)?;
         if rule.agent.contains('*') && rule.agent != "*" {
-            // Names of agents are not patterns: such a rule would hold for nobody.
+            // Agent names are not patterns, so such a rule would match no agent.
             return Err(invalid("agent must be the name of one agent, or * for all".to_owned()));
         }
         let inner = &self.inner;
@@ -132,7 +133,7 @@ impl Engine {
         inner.change(|_| Ok((Change::PutRule(rule.clone()), Some(entry.clone())))).await
     }
 
-    /// Takes a rule back.
+    /// Removes a rule.
     pub async fn remove_rule(
         &self,
         caller: &Caller,
@@ -161,7 +162,7 @@ impl Engine {
             .await
     }
 
-    /// The rules of the caller's project.
+    /// Returns the rules of the caller's project.
     pub fn rules(&self, caller: &Caller) -> Result<Vec<Rule>, Error> {
         self.require_admin(caller, None)?;
         let catalog = self.inner.catalog();
@@ -169,14 +170,15 @@ impl Engine {
         Ok(rules.filter(|rule| rule.project == caller.project).cloned().collect())
     }
 
-    /// What was denied and what was changed, newest first.
+    /// Returns denied requests and administrative changes, newest first.
     pub async fn audit_log(&self, caller: &Caller, limit: usize) -> Result<Vec<AuditEntry>, Error> {
         self.require_admin(caller, None)?;
         let project = Some(caller.project.clone());
         self.inner.store.audit_log(project, limit).await.map_err(unavailable)
     }
 
-    /// An admin's key rules its own project; only the operator at the machine rules them all.
+    /// Requires administrative rights. A key with the admin role administers its own project; only
+    /// the local operator administers all of them.
     pub(super) fn require_admin(
         &self,
         caller: &Caller,
@@ -219,7 +221,7 @@ fn invalid(message: String) -> Error {
     Error::refused(Code::ValidationError, message)
 }
 
-/// Names of projects and agents: short, visible, no spaces.
+/// Checks the name of a project or an agent: short, visible ASCII, no spaces.
 pub(super) fn check_word(field: &str, word: &str) -> Result<(), Error> {
     let plain = |c: char| c.is_ascii_alphanumeric() || "_-.@:*".contains(c);
     if (1..=64).contains(&word.len()) && word.chars().all(plain) {

@@ -1,7 +1,8 @@
-//! The only writer of calls: an event is decided by `step`, committed, and then acted on.
+//! The only writer of stored calls: `step` decides an event, the result is committed, and then its
+//! actions are performed.
 //!
-//! Two events on one call are decided one after the other, each on what the other left; where
-//! another process was faster, the stored state is read and decided on again.
+//! Two events on one call are decided one after the other, each on the state that the other left.
+//! If another process commits first, the stored state is loaded and the event decided again.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,22 +17,22 @@ use crate::id::CallId;
 use crate::lifecycle::{self, Action, Event, Refusal};
 use crate::store::{EventScope, Saved};
 
-/// How many late reports are kept of one call.
+/// Maximum number of late reports stored for one call.
 const MAX_LATE: usize = 200;
 
-/// What an event came to.
+/// Result of applying an event to a call.
 #[derive(Debug)]
 pub(crate) enum Advanced {
-    /// It was decided and committed.
+    /// The event was decided and committed.
     Done(Arc<Call>),
-    /// It was so already.
+    /// The event repeats one that was applied before.
     Repeated(Arc<Call>),
-    /// It changed nothing.
+    /// The event changed nothing.
     Refused(Arc<Call>, Refusal),
 }
 
 impl Inner {
-    /// Decides an event on a call and commits what follows.
+    /// Decides an event on a call, commits the transition and performs its actions.
     pub(crate) async fn advance(
         self: &Arc<Self>,
         project: &str,
@@ -75,15 +76,15 @@ impl Inner {
         }
     }
 
-    /// The same, until the store takes it: for what happened in this process and must not be
-    /// forgotten while the store is away.
+    /// Calls `advance` until the store accepts the event. For events that happened in this process
+    /// and must not be lost while the store is unavailable.
     pub(crate) async fn advance_surely(self: &Arc<Self>, project: &str, id: &CallId, event: Event) {
         let mut wait = Duration::from_millis(50);
         loop {
             match self.advance(project, id, event.clone()).await {
                 Ok(_) => return,
                 Err(Error::Refused { fault, .. }) if fault.code != Code::Overloaded => return,
-                Err(error) => tracing::warn!(call = %id, %error, "will be tried again"),
+                Err(error) => tracing::warn!(call = %id, %error, "event not committed; will retry"),
             }
             tokio::select! {
                 () = tokio::time::sleep(wait) => wait = (wait * 2).min(Duration::from_secs(2)),
@@ -109,8 +110,8 @@ impl Inner {
         self.append_late(call, record).await
     }
 
-    /// Writes down what came too late or for nothing: so much of it, and no more, because who
-    /// reports for ever would fill the disk.
+    /// Appends a late or inapplicable report to the call's history, up to a limit: an executor that
+    /// never stops reporting would fill the disk.
     pub(super) async fn append_late(&self, call: &Call, record: Record) -> Result<(), Error> {
         if self.stored_events(call, Kind::Late).await? >= MAX_LATE {
             return Ok(());
@@ -120,7 +121,7 @@ impl Inner {
         Ok(())
     }
 
-    /// How many events of this kind a call has.
+    /// Returns the number of stored events of this kind that a call has.
     pub(super) async fn stored_events(&self, call: &Call, kind: Kind) -> Result<usize, Error> {
         let scope = EventScope::Call { project: call.project.clone(), id: call.id.clone() };
         let others = self.limits.max_progress_events as usize + 1_000;
@@ -128,7 +129,7 @@ impl Inner {
         Ok(events.iter().filter(|event| event.record.kind == kind).count())
     }
 
-    /// The attempt that was out is not out any more: its source may forget it, its place is free.
+    /// Releases the slot of an attempt that is no longer in flight, and lets its source forget it.
     fn settle(&self, entry: &Entry, before: &Call, after: &Call) {
         let over = before.attempt_is_out() && !after.attempt_is_out();
         if !over {
@@ -138,7 +139,8 @@ impl Inner {
             return;
         }
         if after.status.is_terminal() {
-            // `Stop` must reach the source before it forgets; `perform` does both in order.
+            // The source must receive `Stop` before it forgets the attempt; `perform_actions` does
+            // both in that order.
             entry.free_place();
             return;
         }
@@ -148,7 +150,7 @@ impl Inner {
         entry.free_place();
     }
 
-    /// Does what a committed step asks for.
+    /// Performs the actions of a committed transition.
     pub(crate) fn perform(self: &Arc<Self>, entry: &Entry, call: &Arc<Call>, actions: &[Action]) {
         for action in actions {
             match action {
@@ -175,7 +177,7 @@ impl Inner {
         }
     }
 
-    /// In line now, or when the time for its retry comes (the timers see to that).
+    /// Queues the call now, or leaves it to the timers until its retry is due.
     pub(crate) fn enqueue(self: &Arc<Self>, call: &Arc<Call>) {
         if let Some(Hold::Retry { at_ms }) = call.hold
             && at_ms > self.clock.now_ms()
@@ -189,13 +191,13 @@ impl Inner {
         self.gate.wait(call.id.clone(), place, caps);
     }
 
-    /// Wakes whoever waits for news of this call.
+    /// Wakes everything that waits for a change of this call.
     pub(crate) fn announce(&self, call: &Call) {
         self.bus.wake(&Topic::Call(call.id.clone()));
         self.announce_around(call);
     }
 
-    /// Wakes whoever follows the run or the project.
+    /// Wakes everything that follows the call's run or project.
     pub(crate) fn announce_around(&self, call: &Call) {
         if !self.bus.is_followed() {
             return;

@@ -1,8 +1,9 @@
-//! Reads begin before their ticket is stored.
+//! Starts read-only attempts before their call is committed (ADR 0006).
 //!
-//! What only reads may be done for nothing, or twice: so it need not wait for the commit that its
-//! caller waits for. What is over by then is stored as what it came to, in one commit instead of
-//! two; what is not goes on after it. Nobody is told of anything before the commit, as ever.
+//! A read has no side effect, so it may run in vain or twice and need not wait for the commit that
+//! its caller waits for. A read that finishes by then is stored together with its outcome, in one
+//! commit instead of two; one that is still running continues after the commit. As always, nothing
+//! is visible to callers before the commit.
 
 use std::sync::Arc;
 
@@ -18,34 +19,34 @@ use crate::lifecycle::{self, Event, Step};
 use crate::source::{ProgressSink, Started};
 use crate::tool::{Effect, Executor};
 
-/// How far a read is before its ticket is stored.
+/// State of a read-only attempt before its call is committed.
 pub(super) enum Ahead {
-    /// It may not begin before.
+    /// The attempt must not start before the commit.
     Waits,
-    /// It is not over.
+    /// The attempt is running.
     UnderWay(UnderWay),
-    /// It is over.
+    /// The attempt has finished.
     Over(Done),
 }
 
-/// How a read went, and what it said meanwhile.
+/// Result of a finished read, and the progress it reported.
 pub(super) struct Done {
     result: Result<crate::Json, crate::Fault>,
     said: Vec<Progress>,
 }
 
-/// A read that goes on once its ticket is stored.
+/// A running read that continues once its call is committed.
 pub(super) struct UnderWay {
     attempt: BoxFuture<'static, Started>,
     held: Arc<Held>,
 }
 
-/// Progress that cannot be written down yet, because its call cannot be found.
+/// Progress that cannot be stored yet because its call is not in the store.
 #[derive(Default)]
 struct Held(Mutex<Option<Vec<Progress>>>);
 
 impl Inner {
-    /// Begins the attempt of a call that is about to be stored as claimed, where it may.
+    /// Starts the attempt of a call that is about to be committed as claimed, if it is eligible.
     pub(super) fn begin_ahead(self: &Arc<Self>, call: &Arc<Call>) -> Ahead {
         let target = &call.target;
         if target.effect != Effect::Read || target.executor != Executor::Builtin {
@@ -69,7 +70,8 @@ impl Inner {
         }
     }
 
-    /// What follows from a read that is over; the call comes back where nothing does.
+    /// Applies the result of a finished read to its call. Returns the call unchanged if `step`
+    /// refuses the result.
     pub(super) fn over(&self, call: Call, done: Done) -> Result<Step, Box<Call>> {
         let result = self.checked(&call, done.result);
         let (attempt, version, now_ms) = (call.attempt, call.version, self.clock.now_ms());
@@ -84,7 +86,7 @@ impl Inner {
             let said: Vec<Record> = said.collect();
             step.records.splice(0..0, said);
         }
-        // It is one state, the first that is stored.
+        // The call is stored once, in this state, so it keeps the version of a first commit.
         step.call.version = version;
         Ok(step)
     }
@@ -103,7 +105,7 @@ impl Inner {
         })
     }
 
-    /// The ticket is stored: the read goes on.
+    /// Continues the read after its call has been committed.
     pub(super) fn go_on(self: &Arc<Self>, call: &Arc<Call>, read: UnderWay) {
         let said = read.held.0.lock().take().unwrap_or_default();
         said.into_iter().for_each(|progress| self.note_progress_soon(call, progress));

@@ -1,5 +1,5 @@
-//! The arguments of a call, before it is stored: what its tool's definition says about them, and
-//! whether they fit.
+//! Validates the arguments of a call before it is stored: applies the argument rules of the tool's
+//! definition, then checks the schema.
 
 use std::sync::Arc;
 
@@ -16,8 +16,9 @@ use crate::fault::{Code, Error, Fault};
 use crate::json::{Json, rounded};
 use crate::tool::Executor;
 
-/// What the definition says about arguments: what is executed, which must fit in their place. Of
-/// what the caller gave, the place of an environment variable is not kept.
+/// Applies the definition's argument rules, and returns the arguments to execute. Those are the
+/// ones that must match the schema. An argument that the definition takes from the environment is
+/// removed from the caller's arguments before they are stored.
 pub(super) fn ruled(
     tool: &Compiled,
     rules: &Rules,
@@ -28,7 +29,7 @@ pub(super) fn ruled(
     fits(tool, &applied.args)?;
     if !applied.dropped.is_empty() {
         let names = applied.dropped.join(", ");
-        tracing::warn!(tool = call.tool_name, args = names, "come from the environment; left out");
+        tracing::warn!(tool = call.tool_name, args = names, "dropped: set from the environment");
         let mut kept = given.clone();
         if let Value::Object(kept) = &mut kept {
             kept.retain(|name, _| !applied.dropped.contains(name));
@@ -38,14 +39,14 @@ pub(super) fn ruled(
     Ok(Json::of_value(&applied.args))
 }
 
-/// The arguments must fit before anything is stored or run. Where the definition has a say in
-/// them, that comes first.
+/// Checks the arguments before anything is stored or started. If the definition has argument rules,
+/// the check happens after they are applied, in [`apply_argument_rules`].
 pub(super) fn check_args(tool: &Compiled, args: &Value) -> Result<(), Error> {
     if tool.rules.is_some() { Ok(()) } else { fits(tool, args) }
 }
 
-/// Requests and cards are written from what was read: a number that is another by then is not
-/// sent.
+/// Rejects numbers that lose precision. HTTP requests and UTP cards are written from parsed JSON,
+/// so a number of more than 64 bits would arrive as a different one.
 fn check_numbers(tool: &Compiled, given: &Json) -> Result<(), Error> {
     if !matches!(tool.definition.executor, Executor::Http | Executor::Utp) {
         return Ok(());
@@ -69,7 +70,7 @@ fn fits(tool: &Compiled, args: &Value) -> Result<(), Error> {
 }
 
 impl Inner {
-    /// The tool, if it is there and what is asked fits it.
+    /// Returns the tool if it exists and the request is valid for it.
     pub(super) fn fitting(
         &self,
         catalog: &Catalog,

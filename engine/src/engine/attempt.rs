@@ -1,4 +1,4 @@
-//! Starting an attempt at its source, and taking back how it went.
+//! Starts an attempt at its source and handles its result.
 
 use std::sync::Arc;
 
@@ -13,8 +13,8 @@ use crate::tool::Executor;
 use crate::utp;
 
 impl Inner {
-    /// Starts the attempt that is out. Parking happens at once and in order; what is executed in
-    /// this process gets its own task, and whatever becomes of that task is reported.
+    /// Starts the attempt that the call's state has in flight. It runs in a separate task, and
+    /// every result of that task is reported.
     pub(super) fn start_attempt(self: &Arc<Self>, call: &Arc<Call>, again: bool) {
         let mut attempt = self.attempt(call, again);
         let (inner, call) = (self.clone(), call.clone());
@@ -36,11 +36,13 @@ impl Inner {
                 };
             }
             let sink = inner.progress_sink(&call);
-            // Boxed, so that what is given away and comes back on another way stays small.
+            // Boxed to keep this future small: most attempts of remote sources end at `Accepted`,
+            // and their results arrive on another path.
             match source.start(attempt, sink).await {
                 Started::Parked => {
                     measure::parked(executor);
-                    // It may have ended before it was parked: nobody else would take it away.
+                    // The call may have ended before the source accepted the attempt. Nothing else
+                    // would remove the attempt from the source.
                     if inner.live.get(&call.id).is_none() {
                         source.cancel(&call.id, call.attempt);
                         source.settled(&call.id, call.attempt);
@@ -51,7 +53,7 @@ impl Inner {
         });
     }
 
-    /// Takes back how a started attempt went.
+    /// Handles the result of a started attempt.
     pub(super) async fn take_back(self: &Arc<Self>, call: &Call, started: Started) {
         let executor = call.target.executor;
         match started {
@@ -82,7 +84,7 @@ impl Inner {
         call: &Call,
         result: Result<crate::json::Json, Fault>,
     ) {
-        // What was stopped because its call had ended has nothing to say about it.
+        // An attempt that was stopped because its call had ended has nothing to report.
         let stopped = matches!(&result, Err(fault) if fault.code == Code::Canceled);
         if stopped && self.live.get(&call.id).is_none() {
             return;
@@ -92,7 +94,7 @@ impl Inner {
         self.advance_surely(&call.project, &call.id, event).await;
     }
 
-    /// What a tool service or an HTTP API is told of the attempt that is out.
+    /// Builds the command that a tool service or an HTTP API receives for the attempt in flight.
     async fn command(&self, call: &Arc<Call>) -> Result<Command, Fault> {
         let found = self.binding_of(call).await.map_err(|error| {
             let message = format!("the definition cannot be read: {error}");
@@ -119,14 +121,14 @@ impl Inner {
         tokio::spawn(async move {
             let noted = inner.note_progress(&call.id, call.attempt, progress).await;
             if let Err(error) = noted {
-                tracing::debug!(call = %call.id, %error, "progress was not kept");
+                tracing::debug!(call = %call.id, %error, "progress was not stored");
             }
         });
     }
 }
 
 impl Inner {
-    /// The attempt that is out.
+    /// Builds the attempt that the call's state has in flight.
     pub(super) fn attempt(&self, call: &Call, again: bool) -> Attempt {
         Attempt {
             call_id: call.id.clone(),

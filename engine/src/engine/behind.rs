@@ -1,5 +1,6 @@
-//! Calls whose turn comes when another has ended: each is stored with the one before it, so that
-//! the order holds also over a restart. What is in memory here only says who is to be woken.
+//! Dependents: calls that start when their predecessor has ended. Each is stored with the id of its
+//! predecessor, so the order survives a restart. The map in memory only records which calls to
+//! wake.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -13,17 +14,17 @@ use crate::call::{Call, Hold};
 use crate::id::CallId;
 use crate::lifecycle::Event;
 
-/// After the store could not be read.
+/// Delay before another read of an unavailable store.
 const STORE_AWAY: Duration = Duration::from_secs(1);
 
-/// Who waits for the end of whom.
+/// Calls held until their predecessor ends, by the predecessor's id.
 #[derive(Default)]
 pub(crate) struct Behind {
     waiting: Mutex<HashMap<CallId, Vec<CallId>>>,
 }
 
-/// Makes a call that has not been stored yet come after another. Until its turn it has what the
-/// other has of time, and its own besides.
+/// Makes a call that is not yet stored the dependent of another. Until its predecessor ends, its
+/// deadline is the predecessor's plus its own timeout.
 pub(super) fn put_behind(call: &mut Call, before: &Call) {
     let timeout_ms = call.deadline_ms.saturating_sub(call.created_ms);
     call.hold = Some(Hold::After { timeout_ms });
@@ -32,13 +33,13 @@ pub(super) fn put_behind(call: &mut Call, before: &Call) {
 }
 
 impl Inner {
-    /// A place for a new call, if one is free and it may begin.
+    /// Acquires a slot for a new call, if the call may start and a slot is free.
     pub(super) fn place_at_once(&self, call: &Call, place: &Place, caps: &Caps) -> Option<Slot> {
         let may_begin = call.hold == Some(Hold::Queue);
         may_begin.then(|| self.gate.try_enter(place, caps)).flatten()
     }
 
-    /// A new call that has no place stands in line, or waits for its turn to do so.
+    /// Queues a new call that has no slot, or holds it until its predecessor has ended.
     pub(super) fn stand_by(self: &Arc<Self>, call: &Arc<Call>, place: Place, caps: Caps) {
         match call.hold {
             Some(Hold::After { .. }) => self.follow(call),
@@ -46,10 +47,11 @@ impl Inner {
         }
     }
 
-    /// Sees to it that this call gets in line when the one before it has ended.
+    /// Ensures that this call is queued once its predecessor has ended.
     pub(crate) fn follow(self: &Arc<Self>, call: &Arc<Call>) {
         let Some(before) = call.asked.after.clone() else { return };
-        // Noted first and looked at then: whoever ends the other looks after it has ended.
+        // The order matters: register first, then check. The task that ends the predecessor
+        // releases its dependents after the end, so no end is missed.
         self.behind.waiting.lock().entry(before.clone()).or_default().push(call.id.clone());
         let (inner, project) = (self.clone(), call.project.clone());
         self.tasks.spawn(async move {
@@ -59,7 +61,7 @@ impl Inner {
         });
     }
 
-    /// A call has ended: it is the turn of those behind it.
+    /// Releases the dependents of a call that has ended.
     pub(crate) fn let_follow(self: &Arc<Self>, project: &str, ended: &CallId) {
         for id in self.behind.waiting.lock().remove(ended).unwrap_or_default() {
             let (inner, project) = (self.clone(), project.to_owned());
@@ -69,7 +71,7 @@ impl Inner {
         }
     }
 
-    /// Whether a call is over, or gone.
+    /// Returns true if a call has ended or no longer exists.
     async fn has_ended(&self, project: &str, id: &CallId) -> bool {
         loop {
             if let Some(entry) = self.live.get(id) {
@@ -77,7 +79,7 @@ impl Inner {
             }
             match self.store.call(project, id).await {
                 Ok(found) => return found.is_none_or(|call| call.status.is_terminal()),
-                Err(error) => tracing::warn!(call = %id, %error, "will be looked up again"),
+                Err(error) => tracing::warn!(call = %id, %error, "call not read; will retry"),
             }
             tokio::select! {
                 () = tokio::time::sleep(STORE_AWAY) => {}

@@ -1,4 +1,4 @@
-//! Putting an engine together.
+//! Assembles an engine from its parts.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -31,7 +31,7 @@ use crate::task;
 use crate::tool::{Executor, check_name};
 use crate::turn::Asking;
 
-/// Collects the parts of an engine; what is not given has a default that needs nothing.
+/// Collects the parts of an engine. Every part has a default that needs no external service.
 #[derive(Default)]
 pub struct Builder {
     store: Option<Arc<dyn Store>>,
@@ -55,117 +55,119 @@ pub struct Builder {
 }
 
 impl Builder {
-    /// Where tickets are kept; in memory unless said otherwise.
+    /// Sets the store. The default keeps everything in memory.
     pub fn store(mut self, store: Arc<dyn Store>) -> Self {
         self.store = Some(store);
         self
     }
 
-    /// How wakes travel; within the process unless said otherwise.
+    /// Sets the bus that carries wake-ups. The default works within this process.
     pub fn bus(mut self, bus: Arc<dyn Bus>) -> Self {
         self.bus = Some(bus);
         self
     }
 
-    /// What tells the time.
+    /// Sets the clock.
     pub fn clock(mut self, clock: Arc<dyn Clock>) -> Self {
         self.clock = Some(clock);
         self
     }
 
-    /// One more tool that runs in this process.
+    /// Adds a tool that runs in this process.
     pub fn tool(self, tool: impl Tool) -> Self {
         self.tools([Arc::new(tool) as Arc<dyn Tool>])
     }
 
-    /// More tools that run in this process.
+    /// Adds tools that run in this process.
     pub fn tools(mut self, tools: impl IntoIterator<Item = Arc<dyn Tool>>) -> Self {
         self.tools.extend(tools);
         self
     }
 
-    /// The tool `result.read` too: a model reads with it what a digest left out. Its name must not
-    /// be taken by another tool then. Who may call any tool may call this one, unless a rule denies
-    /// it: it gives nothing that a caller could not read by itself. [`Engine::tools`] lists it for
-    /// an agent only where a rule names it.
+    /// Adds the tool `result.read`, with which a model reads the parts of a result that a digest
+    /// omitted. No other tool can then have this name. A caller that may call any tool may call
+    /// this one unless a rule denies it, because it returns only what that caller can read anyway.
+    /// [`Engine::tools`] lists it for an agent only if a rule names it.
     pub fn result_read(mut self) -> Self {
         self.reads_results = true;
         self
     }
 
-    /// One more source.
+    /// Adds a source.
     pub fn source(mut self, source: Arc<dyn Source>) -> Self {
         self.sources.push(source);
         self
     }
 
-    /// Who knows callers that have no key. From then on, everybody needs a key or a token.
+    /// Sets the authenticator for callers without an API key. Every caller then needs a key or a
+    /// token.
     pub fn recognise(mut self, recognise: Arc<dyn Recognise>) -> Self {
         self.recognise = Some(recognise);
         self
     }
 
-    /// The model that summarises long results for other models, by its name.
+    /// Sets the name of the model that summarizes long results for other models.
     pub fn summaries(mut self, model: impl Into<String>) -> Self {
         self.summaries = Some(model.into());
         self
     }
 
-    /// The language models that runs can be started with.
+    /// Sets the language models that runs can use.
     pub fn models(mut self, models: Arc<dyn Models>) -> Self {
         self.models = Some(models);
         self
     }
 
-    /// How models are asked, and asked again, where nobody says otherwise.
+    /// Sets the default policy for model requests and their retries.
     pub fn asking(mut self, asking: Asking) -> Self {
         self.asking = asking;
         self
     }
 
-    /// Limits other than the default.
+    /// Replaces the default limits.
     pub fn limits(mut self, limits: Limits) -> Self {
         self.limits = limits;
         self
     }
 
-    /// Policies other than the default.
+    /// Replaces the default policies.
     pub fn policies(mut self, policies: Policies) -> Self {
         self.policies = policies;
         self
     }
 
-    /// Who tells callers that their calls have ended; without one, callback URLs are refused.
+    /// Sets the sender of webhooks. Without one, the engine refuses requests with a callback URL.
     pub fn notifier(mut self, notifier: Arc<dyn Notifier>, notifying: Notifying) -> Self {
         (self.notifier, self.notifying) = (Some(notifier), notifying);
         self
     }
 
-    /// How long finished calls are kept; for ever unless said.
+    /// Sets the time after which finished calls are deleted. By default they are never deleted.
     pub fn retention_ms(mut self, retention_ms: u64) -> Self {
         self.retention_ms = Some(retention_ms);
         self
     }
 
-    /// Somebody publishes what is in the outbox: wakeups are put there.
+    /// Declares that a publisher drains the outbox. Only then are wake-ups written to it.
     pub fn publishes(mut self, publishes: bool) -> Self {
         self.publishes = publishes;
         self
     }
 
-    /// Who is told how attempts and calls went; nobody unless said, and then it costs nothing.
+    /// Sets the observer of attempts and calls. Without one, observation costs nothing.
     pub fn observer(mut self, observer: Arc<dyn Observer>) -> Self {
         self.observer = Some(observer);
         self
     }
 
-    /// Whether the metrics name the tools of projects; unless said, while there are no keys.
+    /// Sets whether metrics carry the names of projects' tools. By default they do as long as no
+    /// API key exists.
     pub fn tool_names_in_metrics(mut self, named: bool) -> Self {
         self.tool_names = Some(named);
         self
     }
 
-    /// An engine that takes up what the store has open, and runs its reconcilers.
+    /// Builds an engine that adopts the store's open calls and runs its reconcilers.
     pub async fn start(self) -> Result<Engine, Error> {
         let retention_ms = self.retention_ms;
         measure::ready();
@@ -175,7 +177,7 @@ impl Builder {
         Ok(engine)
     }
 
-    /// An engine that does nothing by itself: for tools that only look at or change the
+    /// Builds an engine without background work: for commands that only read or change the
     /// directory, and for tests that run the reconcilers by hand.
     pub async fn idle(self) -> Result<Engine, Error> {
         let clock = self.clock.unwrap_or_else(|| Arc::new(SystemClock::default()));
@@ -236,14 +238,14 @@ impl Builder {
             attempts: TaskTracker::new(),
             tasks: TaskTracker::new(),
         });
-        // Set once, by who made it.
+        // The handle was created above, so this is its only `set`.
         let _ = own_handle.set(Arc::downgrade(&inner));
         inner.renew_catalog().await?;
         Ok(Engine { inner })
     }
 }
 
-/// Two functions of one name: the second would silently take the place of the first.
+/// Rejects two in-process tools with one name: the second would silently replace the first.
 fn check_unique(tools: &[Arc<dyn Tool>]) -> Result<(), Error> {
     let mut names = HashSet::new();
     for tool in tools {

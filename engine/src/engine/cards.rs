@@ -1,4 +1,4 @@
-//! Cards: reading any call as cards, and keeping those that others write.
+//! UTP cards: presents any call as cards, and stores cards that others write.
 
 use std::sync::Arc;
 
@@ -13,16 +13,16 @@ use crate::store::utp::CardPut;
 use crate::utp::card::{self, Card, TOOL_CALL, TOOL_RESULT};
 use crate::utp::{Route, ToolStatus, trace};
 
-/// The call that a report or a card is about.
+/// The call that a report or a card names.
 pub(super) enum Found {
     Call(Arc<Call>),
-    /// There is such a call, but of another turn.
+    /// The call exists, but in another turn.
     WrongTurn(Arc<Call>),
     Nothing,
 }
 
 impl Engine {
-    /// One card.
+    /// Returns one card.
     pub async fn card(&self, caller: &Caller, card_id: &str) -> Result<Card, Error> {
         let found = self.inner.find_card(&caller.project, card_id).await?;
         found.ok_or_else(|| {
@@ -31,7 +31,7 @@ impl Engine {
         })
     }
 
-    /// The cards of a call: what was asked and, once it has ended, what came of it.
+    /// Returns the cards of a call: its call card and, once it has ended, its result card.
     pub async fn cards_of(&self, caller: &Caller, id: &CallId) -> Result<Vec<Card>, Error> {
         let call = self.call(caller, id).await?;
         let binding = self.inner.binding_of(&call).await?;
@@ -42,8 +42,9 @@ impl Engine {
         Ok(cards)
     }
 
-    /// Keeps a card that somebody wrote. Answers with it, and whether it is new. The same card
-    /// again is the same; another under its id, or a second result of a call, is a conflict.
+    /// Stores a card that the caller wrote. Returns it, and whether it is new. Storing an identical
+    /// card again succeeds; a different card with the same id, or a second result of one call, is a
+    /// conflict.
     pub async fn put_card(&self, caller: &Caller, given: &Value) -> Result<(Card, bool), Error> {
         let card = self.read_card(caller, given).await?;
         match self.inner.store.utp().put_card(card.clone()).await.map_err(unavailable)? {
@@ -60,7 +61,7 @@ impl Engine {
         }
     }
 
-    /// A card as somebody wrote it, checked and completed, and not kept yet.
+    /// Validates and completes a card that the caller wrote, without storing it.
     pub(super) async fn read_card(&self, caller: &Caller, given: &Value) -> Result<Card, Error> {
         let inner = &self.inner;
         let limit = inner.limits.max_result_bytes;
@@ -81,9 +82,9 @@ impl Engine {
         Ok(card)
     }
 
-    /// A tool service has looked at what it is to do: it has taken the call. Written down soon,
-    /// unless the result is there before. Answers whether anybody waits for it still, as far as is
-    /// known: what has ended need not be begun.
+    /// Handles a tool service's read of a call card as its acknowledgement of the call. The
+    /// acknowledgement is committed after a short delay, unless the result arrives first. Returns
+    /// false if the call is known to have ended, so that the service need not start it.
     pub async fn looked_at(&self, caller: &Caller, card_id: &str, by: &str) -> bool {
         let Some((id, TOOL_CALL)) = card::made_from(card_id) else { return true };
         let Some(entry) = self.inner.live.get(&id) else { return !self.recovered() };
@@ -109,7 +110,8 @@ impl Engine {
     }
 }
 
-/// A tool that answers faster than this is not written down as having begun first.
+/// Delay before an acknowledgement is committed. A tool that answers faster goes straight to its
+/// outcome.
 const SOON_MS: u64 = 100;
 
 impl Inner {
@@ -141,8 +143,8 @@ impl Inner {
         Ok(stored.map(Arc::new))
     }
 
-    /// The card with the result of a call that has ended: the one its tool service wrote, if that
-    /// is how it ended, or the one that follows from the call.
+    /// Returns the result card of a call that has ended: the card that the tool service wrote if
+    /// that card ended the call, otherwise one derived from the call.
     pub(super) async fn result_card(&self, call: &Call) -> Result<Option<Card>, Error> {
         let route = Route::of(call);
         if call.target.executor == crate::tool::Executor::Utp && call.status != Status::Pending {
@@ -150,7 +152,8 @@ impl Inner {
             let written = self.store.utp().result_card(&call.project, turn, id).await;
             let status = ToolStatus::of(call).map(ToolStatus::as_str);
             let by_tool = call.taken_by.is_some();
-            // One that came too late may say the same word, but not why the call ended.
+            // A late card may have the same status but a different reason, so the messages are
+            // compared too.
             let error = call.outcome.as_ref().and_then(|outcome| outcome.error.as_ref());
             let said = |card: &Card| card::fault_of(card.content.get("error"));
             let why = |card: &Card| error.is_none_or(|e| e.message == said(card).message);
@@ -163,15 +166,15 @@ impl Inner {
         Ok(card::of_outcome(call, binding.as_ref()))
     }
 
-    /// The call that these two ids name in a project.
+    /// Finds the call that has this turn id and tool call id in a project.
     pub(super) async fn find_by_route(
         &self,
         project: &str,
         turn_id: &str,
         tool_call_id: &str,
     ) -> Result<Found, Error> {
-        // An agent may have named its call as the alternates of another are named: what it is
-        // called itself goes before what it could be an alternate of.
+        // An agent may choose an id that looks like a fallback's id (`ID-aN`). The exact id
+        // therefore takes precedence over the reading as a fallback of another call.
         let numbered = tool_call_id.rsplit_once("-a").filter(|(_, n)| n.parse::<u32>().is_ok());
         let mut elsewhere = None;
         for base in [Some(tool_call_id), numbered.map(|(base, _)| base)].into_iter().flatten() {
@@ -188,7 +191,8 @@ impl Inner {
         Ok(elsewhere.map_or(Found::Nothing, Found::WrongTurn))
     }
 
-    /// The call that has this id in a turn; where the turn has none, the newest that has it in any.
+    /// Finds the call with this id in a turn or, if the turn has none, the newest with this id in
+    /// any turn.
     async fn named_in(
         &self,
         project: &str,
@@ -210,7 +214,7 @@ impl Inner {
         }
     }
 
-    /// A result says where it comes from exactly as its call does.
+    /// Completes a result card with the lineage of its call, which must be identical.
     async fn inherit(&self, card: &mut Card) -> Result<(), Error> {
         let turn_id = card.turn_id().unwrap_or_default().to_owned();
         let tool_call_id = card.tool_call_id.clone().unwrap_or_default();
@@ -220,7 +224,7 @@ impl Inner {
     }
 }
 
-/// Completes a result with what its call says, and refuses one that says something else.
+/// Copies the lineage of a call into its result card, and refuses a card whose lineage differs.
 pub(super) fn take_after(card: &mut Card, call: &Call) -> Result<(), Error> {
     let Route { step_id, parent_step_id, .. } = Route::of(call);
     let lineage = [

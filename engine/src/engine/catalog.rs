@@ -1,7 +1,7 @@
-//! The catalogue: every tool there is, compiled, with who offers it and who may call it.
+//! The catalog: every tool, compiled, with the clients that offer it and the rules on its callers.
 //!
-//! A snapshot of the directory that is replaced as a whole. Schemas are compiled when a tool is
-//! registered or first loaded, never when it is called.
+//! A catalog is an immutable snapshot of the directory and is replaced as a whole. Schemas are
+//! compiled when a tool is registered or first loaded, never when it is called.
 
 mod offers;
 mod places;
@@ -25,15 +25,15 @@ use crate::store::Saved;
 use crate::tool::{Definition, check_name};
 use places::{ByName, Places};
 
-/// A tool, ready to be called.
+/// A tool with its compiled schemas, ready to be called.
 #[derive(Debug)]
 pub struct Entry {
     pub definition: Definition,
     pub version: String,
-    /// What the arguments that are executed must fit.
+    /// Schema that the executed arguments must match.
     pub input: Schema,
     pub output: Option<Schema>,
-    /// What the definition itself says about arguments.
+    /// Argument rules of the definition.
     pub rules: Option<Rules>,
 }
 
@@ -64,18 +64,18 @@ impl Entry {
     }
 }
 
-/// One version of the catalogue.
+/// One version of the catalog.
 #[derive(Default)]
 pub struct Catalog {
     version: u64,
     shared: ByName<Arc<Entry>>,
     own: Places<Arc<Entry>>,
     offered_by: Places<Vec<String>>,
-    /// Where in the directory each client is.
+    /// Position of each client in the directory.
     clients: Places<usize>,
     keys: HashMap<String, Key>,
     directory: Directory,
-    /// Tools by the names that models know; made when somebody first asks by such a name.
+    /// Tools by the names that models use. Built at the first lookup by such a name.
     for_models: OnceLock<ByName<Vec<Arc<Entry>>>>,
 }
 
@@ -84,7 +84,7 @@ impl Catalog {
         Self { shared: shared.into_iter().collect(), ..Self::default() }
     }
 
-    /// The next version, keeping what is compiled already.
+    /// Builds the next version and reuses entries that are already compiled.
     pub(super) fn renewed(&self, directory: Directory) -> Self {
         let mut next = Self { shared: self.shared.clone(), ..Self::default() };
         for definition in &directory.tools {
@@ -96,7 +96,7 @@ impl Catalog {
                 None => match Entry::compile(definition.clone()) {
                     Ok(entry) => Arc::new(entry),
                     Err(fault) => {
-                        tracing::warn!(tool = definition.name, %fault, "a stored tool is left out");
+                        tracing::warn!(tool = definition.name, %fault, "skipped an invalid tool");
                         continue;
                     }
                 },
@@ -116,17 +116,18 @@ impl Catalog {
         next
     }
 
-    /// The tool of this name in this project.
+    /// Returns the tool with this name in this project.
     pub fn find(&self, project: &str, name: &str) -> Option<Arc<Entry>> {
         self.shared.get(name).or_else(|| self.own.get(project, name)).cloned()
     }
 
-    /// The tool that a name means: a tool's own name, or the one that models know it by. The
-    /// latter is looked for only among the tools the caller may call, so that nobody learns of
-    /// others; and a name that could be two of them is neither.
+    /// Resolves a name to a tool: its exact name, or the name that models use for it. A model's
+    /// name is looked up only among the tools the caller may call, so that no others are revealed.
+    /// A name that matches two of them resolves to neither.
     pub fn named(&self, caller: &Caller, name: &str) -> Option<Arc<Entry>> {
         let exact = self.find(&caller.project, name);
-        // A tool that is really called so is meant only by who may call it.
+        // A tool whose exact name has the form of a model's name is chosen only if the caller may
+        // call it.
         let model_form = || name.as_bytes().windows(2).any(|two| two == b"__" || two == b"--");
         if exact.is_some() && (!model_form() || self.decide(caller, name) == Decision::Allowed) {
             return exact;
@@ -159,7 +160,7 @@ impl Catalog {
         index
     }
 
-    /// Every tool of a project, by name.
+    /// Returns every tool available in a project, sorted by name.
     pub fn tools(&self, project: &str) -> Vec<Arc<Entry>> {
         let own = self.own.of(project);
         let mut tools: Vec<_> = self.shared.values().chain(own).cloned().collect();
@@ -167,12 +168,12 @@ impl Catalog {
         tools
     }
 
-    /// The clients that offer a tool.
+    /// Returns the clients that offer a tool.
     pub fn offered_by(&self, project: &str, tool: &str) -> &[String] {
         self.offered_by.get(project, tool).map(Vec::as_slice).unwrap_or_default()
     }
 
-    /// The tools a client offers.
+    /// Returns the tools that a client offers.
     pub fn offers_of(&self, project: &str, client_id: &str) -> HashSet<String> {
         let offers = self.directory.offers.iter();
         let mine = offers.filter(|o| o.project == project && o.client_id == client_id);
@@ -191,7 +192,7 @@ impl Catalog {
         self.keys.get(digest)
     }
 
-    /// Whether a key that was not revoked makes its bearer this caller.
+    /// Returns true if an active key authenticates exactly this caller.
     pub(super) fn has_key_of(&self, caller: &Caller) -> bool {
         let Caller { project, agent, role, trust } = caller;
         *trust == Trust::Key
@@ -201,7 +202,8 @@ impl Catalog {
                 .any(|key| (&key.project, &key.agent, key.role) == (project, agent, *role))
     }
 
-    /// Also when all of them were revoked: that must lock the door, not open it.
+    /// Returns true if a key was ever created. Revoked keys count: revoking the last key must lock
+    /// the server, not open it.
     pub(super) fn has_keys(&self) -> bool {
         !self.directory.keys.is_empty()
     }
@@ -210,7 +212,7 @@ impl Catalog {
         self.version
     }
 
-    /// Whether the caller may call a tool of this name, whether or not there is one.
+    /// Decides whether the caller may call a tool with this name, even if no such tool exists.
     pub fn decide(&self, caller: &Caller, tool: &str) -> Decision {
         if !caller.may_invoke() {
             let role = caller.role.as_str();
@@ -226,8 +228,9 @@ impl Catalog {
         policy::decide(rules, &caller.project, &caller.agent, tool)
     }
 
-    /// Whether a tool is listed for the caller: what comes along with others is listed only where
-    /// a rule names it, so that a list shows what the operator allowed and nothing else.
+    /// Returns true if a tool is listed for the caller. `result.read`, which is allowed along with
+    /// any other tool, is listed only if a rule names it, so that a list shows exactly what the
+    /// operator allowed.
     pub(super) fn lists(&self, caller: &Caller, tool: &str) -> bool {
         if self.decide(caller, tool) != Decision::Allowed {
             return false;
@@ -239,7 +242,7 @@ impl Catalog {
             || policy::decide(rules, &caller.project, agent, tool) == Decision::Allowed
     }
 
-    /// Names like this one, among those the caller may call.
+    /// Returns similar names of tools that the caller may call.
     pub fn nearest(&self, caller: &Caller, name: &str) -> Vec<String> {
         let tools = self.tools(&caller.project);
         let names = tools.iter().map(|entry| entry.definition.name.as_str());
@@ -248,7 +251,7 @@ impl Catalog {
     }
 }
 
-/// Tools a client offers.
+/// A request by a client to offer tools.
 #[derive(Debug, Clone)]
 pub struct Registration {
     pub client_id: String,
@@ -257,7 +260,7 @@ pub struct Registration {
 }
 
 impl Engine {
-    /// The tools the caller may call.
+    /// Returns the tools that are listed for the caller.
     pub fn tools(&self, caller: &Caller) -> Vec<Arc<Entry>> {
         let catalog = self.inner.catalog();
         let mut tools = catalog.tools(&caller.project);
@@ -265,7 +268,7 @@ impl Engine {
         tools
     }
 
-    /// One tool, if the caller may call it.
+    /// Returns one tool, if the caller may call it.
     pub fn tool(&self, caller: &Caller, name: &str) -> Result<Arc<Entry>, Error> {
         let catalog = self.inner.catalog();
         let allowed =
@@ -274,14 +277,14 @@ impl Engine {
         found.ok_or_else(|| not_found(&catalog, caller, name))
     }
 
-    /// How long a call of a tool has that says nothing itself.
+    /// Returns the timeout of a call whose tool and request set none.
     pub fn default_timeout_ms(&self, caller: &Caller) -> u64 {
         let policies = &self.inner.policies;
         let own = policies.projects.get(&caller.project).and_then(|p| p.default_timeout_ms);
         own.unwrap_or(policies.global.default_timeout_ms)
     }
 
-    /// A client offers tools. Answers with how many.
+    /// Registers the tools that a client offers. Returns their number.
     pub async fn register(
         &self,
         caller: &Caller,
@@ -321,7 +324,7 @@ impl Engine {
         Ok(count)
     }
 
-    /// A client offers a tool no more.
+    /// Withdraws a tool that a client offered.
     pub async fn withdraw(
         &self,
         caller: &Caller,
@@ -351,7 +354,7 @@ impl Inner {
         self.catalog.read().clone()
     }
 
-    /// Loads the directory again if it changed, also by another process.
+    /// Reloads the directory if this or another process changed it.
     pub(crate) async fn renew_catalog(&self) -> Result<(), Error> {
         let version = self.store.directory_version().await.map_err(unavailable)?;
         if version == self.catalog().version() {
@@ -365,7 +368,8 @@ impl Inner {
         Ok(())
     }
 
-    /// Decides a change on the present directory and makes it; again if somebody was faster.
+    /// Decides a change on the present directory and stores it. Decides again if another process
+    /// changed the directory first.
     pub(crate) async fn change<F>(&self, decide: F) -> Result<(), Error>
     where
         F: Fn(&Catalog) -> Result<(Change, Option<AuditEntry>), Error>,
@@ -413,7 +417,8 @@ pub(super) fn require_provider(caller: &Caller) -> Result<(), Error> {
     Err(Error::refused(Code::PermissionDenied, message))
 }
 
-/// A client belongs to the name that registered it first.
+/// Requires that the caller owns the client. A client belongs to the agent that registered it
+/// first.
 pub(super) fn require_owner(
     catalog: &Catalog,
     caller: &Caller,

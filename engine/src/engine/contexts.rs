@@ -1,8 +1,8 @@
-//! The context of a run: which tools it has, what was called in it, and what came of it.
+//! The context of a run: its tools, its calls and their results.
 //!
-//! Everything is made from the store: the newest calls of the run, and those that are still open
-//! however old they are. Which tools a run is told of is set per run and decides nothing about what
-//! may be called: that is the rules' to say.
+//! The context is built from the store: the newest calls of the run, and every open call regardless
+//! of its age. The selection of tools is set per run and affects only what the model sees; access
+//! rules decide what may be called.
 
 use std::collections::HashSet;
 
@@ -22,23 +22,23 @@ use crate::policy::Decision;
 use crate::store::{CallFilter, Run};
 use crate::tool::{Definition, Executor};
 
-/// How many of a run's calls a context has where nobody says otherwise, and at most.
+/// Number of a run's calls in a context: default and maximum.
 pub const CONTEXT_CALLS: (usize, usize) = (50, 200);
 
-/// How often who follows a run looks without having been woken.
+/// Interval at which a waiter polls the store when no wake-up arrives.
 const LOOK_AGAIN_MS: u64 = 2_000;
 
-/// The tools a run is told of.
+/// The tools that a run presents to its model.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct RunTools {
-    /// Tools that the caller runs itself; each is told instead of a tool of the crib of its name.
+    /// Tools that the caller executes itself. Each hides a Toolcrib tool with the same name.
     #[serde(with = "definitions")]
     pub own: Vec<Definition>,
-    /// The tools of the crib, by name; none = all that the caller may call.
+    /// Names of Toolcrib's tools; `None` means all that the caller may call.
     pub crib: Option<Vec<String>>,
 }
 
-/// How a run's calls and results are written for a model.
+/// Message format in which a run's calls and results are rendered for a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Style {
     OpenAi,
@@ -46,8 +46,8 @@ pub enum Style {
 }
 
 impl Engine {
-    /// The context of a run: its newest `limit` calls (1 to 200), and those that are still open. A
-    /// run that nobody has used has the tools it would have, and no calls.
+    /// Returns the context of a run: its newest `limit` calls (1 to 200), and those that are still
+    /// open. An unused run id has the tools that a run would have, and no calls.
     pub async fn context(
         &self,
         caller: &Caller,
@@ -63,7 +63,7 @@ impl Engine {
         Ok(context)
     }
 
-    /// The state of a run's tools for a system prompt, in at most so many tokens.
+    /// Renders the state of a run's tools for a system prompt of at most `budget_tokens`.
     pub async fn prompt(
         &self,
         caller: &Caller,
@@ -72,13 +72,13 @@ impl Engine {
         budget_tokens: usize,
     ) -> Result<Prompt, Error> {
         let (context, now_ms) = (self.context(caller, run_id, limit).await?, self.now_ms());
-        // Counting tokens is work, and others want this thread.
+        // Token counting is CPU-bound and would block this async worker thread.
         let made = tokio::task::spawn_blocking(move || context.prompt(budget_tokens, now_ms));
         made.await.map_err(|error| Error::Internal(Box::new(error)))
     }
 
-    /// A run's calls and results as messages of a conversation; with a budget, the answers have at
-    /// most so many tokens together. Says also whether older calls were left out.
+    /// Renders a run's calls and results as messages of a conversation. With a budget, the results
+    /// together have at most that many tokens. Also returns whether older calls were omitted.
     pub async fn conversation(
         &self,
         caller: &Caller,
@@ -95,9 +95,8 @@ impl Engine {
         made.await.map_err(|error| Error::Internal(Box::new(error)))
     }
 
-    /// Brings a context up to date with its run: calls made meanwhile, and results, of which its
-    /// listeners are told. Waits until there is a result, but not longer than `wait_ms`. Answers
-    /// with how many results came.
+    /// Refreshes a context with its run's new calls and results; its listeners are notified of the
+    /// results. Waits until a result arrives, at most `wait_ms`. Returns the number of new results.
     pub async fn follow(
         &self,
         caller: &Caller,
@@ -115,7 +114,7 @@ impl Engine {
             let older = context.pending().filter_map(|call| call.tool_call_id.clone());
             let older: Vec<_> = older.filter(|id| !listed.contains(id)).collect();
             for id in older {
-                // One that was purged meanwhile has nothing more to say.
+                // A call that was purged in the meantime has nothing to add.
                 if let Ok(call) = self.call(caller, &id).await {
                     calls.push(call.as_ref().clone());
                 }
@@ -134,7 +133,7 @@ impl Engine {
         }
     }
 
-    /// Sets which tools a run is told of, instead of what was set before.
+    /// Sets the tools that a run presents to its model, replacing any earlier selection.
     pub async fn set_run_tools(
         &self,
         caller: &Caller,
@@ -154,7 +153,7 @@ impl Engine {
         Ok(self.told(caller, tools))
     }
 
-    /// The tools a run is told of, by name.
+    /// Returns the tools that a run presents to its model, sorted by name.
     pub(super) async fn run_tools(
         &self,
         caller: &Caller,
@@ -182,7 +181,8 @@ impl Engine {
         tools
     }
 
-    /// Names of the crib's tools may be those that models know; their own are kept.
+    /// Validates a tool selection. Toolcrib's tools may be given by the names that models use; the
+    /// exact names are stored.
     fn check_run_tools(&self, caller: &Caller, tools: &mut RunTools) -> Result<(), Error> {
         if !caller.may_invoke() {
             let message = "a provider's key cannot set the tools of a run";
@@ -215,8 +215,8 @@ impl Engine {
         Ok(())
     }
 
-    /// The newest calls of a run and those still open, the oldest first; and whether some are left
-    /// out.
+    /// Loads the newest calls of a run and those still open, oldest first. Also returns whether
+    /// older calls were omitted.
     async fn calls_of_run(
         &self,
         caller: &Caller,
@@ -248,7 +248,7 @@ impl Engine {
     }
 }
 
-/// Puts calls and their results into a context, each in the order it came.
+/// Adds calls in order of creation, and their results in order of completion.
 fn take_in(context: &mut ToolCallContext, calls: &[Call]) {
     for turn in turns(calls) {
         context.set_tool_calls(turn.iter().map(ToolCall::from));
@@ -256,13 +256,13 @@ fn take_in(context: &mut ToolCallContext, calls: &[Call]) {
     let mut ended: Vec<&Call> = calls.iter().filter(|call| call.outcome.is_some()).collect();
     ended.sort_by_key(|call| (call.completed_ms, call.id.clone()));
     for result in ended.into_iter().filter_map(ToolResult::of_call) {
-        // Its call is there, and an outcome does not change.
+        // The call was added above and an outcome never changes, so this cannot fail.
         let _ = context.set_tool_call_result(result);
     }
 }
 
-/// Calls that were under way together are one turn. Nobody waits for a background call, so what
-/// was made after one is a new turn.
+/// Groups calls that ran concurrently into one step. The caller does not wait for a background
+/// call, so a call made after it belongs to a new step.
 fn turns(calls: &[Call]) -> Vec<&[Call]> {
     let over_ms = |call: &Call| match call.asked.background {
         true => call.created_ms,
@@ -282,7 +282,7 @@ fn turns(calls: &[Call]) -> Vec<&[Call]> {
     turns
 }
 
-/// The same refusal, with where in the request it is about.
+/// Adds the position in the request that a refusal is about.
 pub(super) fn at(place: &str, error: Error) -> Error {
     let Error::Refused { mut fault, retry_after_ms } = error else { return error };
     fault.message = format!("{place}: {}", fault.message);
@@ -292,14 +292,15 @@ pub(super) fn at(place: &str, error: Error) -> Error {
     Error::Refused { fault, retry_after_ms }
 }
 
-/// A name in a body that names nothing makes the body wrong, not the path.
+/// Converts an unknown name in a request body into a validation error: the body is wrong, not the
+/// path.
 fn as_invalid(error: Error) -> Error {
     let Error::Refused { fault, .. } = error else { return error };
     let invalid = Fault::new(Code::ValidationError, fault.message).not_happened();
     invalid.with_detail(fault.detail.unwrap_or_default()).into()
 }
 
-/// A tool that the caller runs itself, where nothing more is known of it than its name.
+/// Builds a definition for a caller tool of which only the name is known.
 pub(super) fn own_tool(project: &str, name: &str, timeout_ms: u64) -> Definition {
     Definition {
         project: Some(project.to_owned()),

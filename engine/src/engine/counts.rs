@@ -1,13 +1,13 @@
-//! How many there are of each, for names that come and go all the time.
+//! Counters by key, for keys that appear and disappear frequently.
 
 use std::borrow::Borrow;
 use std::collections::HashMap;
 use std::hash::Hash;
 
-/// So many names stay when there is none of them left: most come again at once.
+/// Number of keys that stay in the map at zero. Most of them are used again at once.
 const KEPT: usize = 1_024;
 
-/// Counts by name; of a name that is not here there are none.
+/// Counts by key. A missing key counts as zero.
 pub(crate) struct Counts<K>(HashMap<K, u32, foldhash::fast::RandomState>);
 
 impl<K> Default for Counts<K> {
@@ -24,7 +24,7 @@ impl<K: Hash + Eq + Clone> Counts<K> {
         self.0.get(name).copied().unwrap_or(0)
     }
 
-    /// One more; says how many there are now.
+    /// Increments a count and returns the new value.
     pub(crate) fn raise(&mut self, name: &K) -> u32 {
         match self.0.get_mut(name) {
             Some(count) => {
@@ -38,7 +38,7 @@ impl<K: Hash + Eq + Clone> Counts<K> {
         }
     }
 
-    /// One less, if there is one.
+    /// Decrements a count, unless it is zero.
     pub(crate) fn lower<Q: Hash + Eq + ?Sized>(&mut self, name: &Q)
     where
         K: Borrow<Q>,

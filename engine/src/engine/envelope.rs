@@ -1,4 +1,4 @@
-//! Whether what a caller asks can be taken as it is: sizes, numbers, names.
+//! Validates the fields of a request other than the tool's arguments: sizes, ranges and names.
 
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
@@ -42,7 +42,7 @@ pub(super) fn check_envelope(asked: &Invocation, max_args_bytes: usize) -> Resul
     Ok(())
 }
 
-/// An id or a label that a caller made up.
+/// Checks an id or a label that the caller chose.
 pub(super) fn check_word(field: &str, word: &str) -> Result<(), Error> {
     if word.is_empty() || word.len() > 255 || word.chars().any(char::is_control) {
         let message = format!("{field} must be 1 to 255 bytes without control characters");
@@ -51,14 +51,15 @@ pub(super) fn check_word(field: &str, word: &str) -> Result<(), Error> {
     Ok(())
 }
 
-/// A fault that lists every problem.
+/// Builds a fault that lists every problem.
 pub(super) fn misfit(what: &str, problems: &[Problem]) -> Fault {
     let listed: Vec<&str> = problems.iter().map(|problem| problem.message.as_str()).collect();
     let message = format!("{what}: {}", listed.join("; "));
     Fault::new(Code::ValidationError, message).with_detail(json!({ "problems": problems }))
 }
 
-/// What the caller's key stands for: the same key may not be used for another request.
+/// Builds the idempotency key with a fingerprint of the request, so that the same key cannot be
+/// used for a different one.
 pub(super) fn idempotency_key(caller: &Caller, asked: &Invocation) -> Option<IdempotencyKey> {
     let key = asked.idempotency_key.clone()?;
     let mut hash = Sha256::new();

@@ -1,11 +1,12 @@
-//! The gate: how many calls may be executed at once, who waits, and when no more are taken.
+//! The concurrency limiter: it bounds the number of attempts in flight and queues the calls that
+//! wait for a slot.
 //!
-//! Three limits hold together: of the whole engine, of a project, of a tool. The first two count
-//! what runs in this process; a tool's own limit also counts what is parked with a client, so that
-//! an absent client cannot use up its project's places. Waiting calls stand in a line per tool, and
-//! free places go round the lines, so one busy tool does not keep the others waiting. In memory
-//! only: after a restart the lines are made again from the store, and so are the places of what is
-//! still out.
+//! Three limits apply together: engine, project and tool. The first two count attempts that run in
+//! this process; a tool's limit also counts work that is handed to a client, so an absent client
+//! cannot use up the slots of its project. Calls queue per project and tool, and free slots go
+//! round-robin over the queues, so a busy tool does not starve the others. All of this is in memory
+//! only: after a restart the queues, and the slots of attempts still in flight, are rebuilt from
+//! the store.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -16,22 +17,23 @@ use tokio::sync::Notify;
 use super::counts::Counts;
 use crate::id::CallId;
 
-/// Where calls stand in line: a project and a tool.
+/// Key of a queue: a project and a tool.
 #[derive(Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct Line {
     pub project: String,
     pub tool: String,
 }
 
-/// Which limits an attempt counts against. Every call has one and hands it on several times.
+/// The limits that an attempt counts against. Every call has one and clones it several times, hence
+/// the `Arc`.
 #[derive(Debug, Clone)]
 pub(crate) struct Place {
     pub line: Arc<Line>,
-    /// Executed in this process.
+    /// True if the attempt runs in this process.
     pub local: bool,
 }
 
-/// The limits that hold for a place.
+/// The limits that apply to a slot scope.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Caps {
     pub global: Option<u32>,
@@ -44,32 +46,32 @@ struct State {
     global: u32,
     projects: Counts<String>,
     tools: Counts<Arc<Line>>,
-    /// By when they came.
+    /// Queued calls, each queue in order of arrival.
     lines: BTreeMap<Arc<Line>, BTreeMap<u64, Waiting>>,
-    /// Where in which line a call stands.
+    /// The queue and the position in it of each queued call.
     standing: HashMap<CallId, (Arc<Line>, u64)>,
     came: u64,
-    /// The line that was served last.
+    /// The queue that was served last.
     served: Option<Arc<Line>>,
-    /// What is out from before the start is not counted yet.
+    /// True during recovery, while attempts in flight from before the start are not all counted.
     uncounted: bool,
 }
 
 struct Waiting {
     call_id: CallId,
     place: Place,
-    /// As they were when it came; they hold where its tool is gone.
+    /// Limits at the time the call was queued. They apply if the tool no longer exists.
     caps: Caps,
 }
 
-/// Counts places and keeps the lines.
+/// Counts slots in use and holds the queues.
 #[derive(Default)]
 pub(crate) struct Gate {
     state: Mutex<State>,
     freed: Notify,
 }
 
-/// A place in use; dropping it frees it.
+/// A slot in use. Dropping it releases the slot.
 pub(crate) struct Slot {
     gate: Arc<Gate>,
     place: Place,
@@ -88,7 +90,7 @@ impl Drop for Slot {
 impl State {
     fn fits(&self, place: &Place, caps: &Caps) -> bool {
         let below = |used: u32, cap: Option<u32>| cap.is_none_or(|cap| used < cap);
-        // Most tools and projects have no limit of their own, and need not be looked up.
+        // Most tools and projects have no limit, which saves the lookup.
         let tool = caps.tool.is_none_or(|cap| !self.uncounted && self.tools.of(&place.line) < cap);
         let project = || caps.project.is_none_or(|cap| self.projects.of(&place.line.project) < cap);
         tool && (!place.local || below(self.global, caps.global) && project())
@@ -122,7 +124,7 @@ impl State {
 }
 
 impl Gate {
-    /// A place at once, if one is free and nobody stands in line for the same tool.
+    /// Acquires a slot if one is free and no call is queued for the same tool.
     pub(crate) fn try_enter(self: &Arc<Self>, place: &Place, caps: &Caps) -> Option<Slot> {
         let mut state = self.state.lock();
         let in_line = !state.lines.is_empty() && state.lines.contains_key(&place.line);
@@ -133,31 +135,31 @@ impl Gate {
         Some(Slot { gate: self.clone(), place: place.clone() })
     }
 
-    /// A place for what is out already, whatever the limits say.
+    /// Acquires a slot for an attempt that is already in flight, regardless of the limits.
     pub(crate) fn enter(self: &Arc<Self>, place: Place) -> Slot {
         self.state.lock().enter(&place);
         Slot { gate: self.clone(), place }
     }
 
-    /// Nobody gets a place of a tool with a limit of its own, until it is known how many are out.
+    /// Withholds slots of tools that have a limit until the attempts in flight are counted.
     pub(crate) fn begin_counting(&self) {
         self.state.lock().uncounted = true;
     }
 
-    /// What is out from before the start has its places.
+    /// Ends the recovery: every attempt in flight from before the start has its slot.
     pub(crate) fn end_counting(&self) {
         self.state.lock().uncounted = false;
         self.look_again();
     }
 
-    /// The limits may be others than before: somebody in line may have a place now.
+    /// Wakes the dispatcher after the limits may have changed: a queued call may fit now.
     pub(crate) fn look_again(&self) {
         if !self.state.lock().standing.is_empty() {
             self.freed.notify_one();
         }
     }
 
-    /// Stands in line, once.
+    /// Queues a call, unless it is queued already.
     pub(crate) fn wait(&self, call_id: CallId, place: Place, caps: Caps) {
         let mut state = self.state.lock();
         if !state.standing.contains_key(&call_id) {
@@ -170,16 +172,16 @@ impl Gate {
         self.freed.notify_one();
     }
 
-    /// Stands in line no more, if it did: its call has ended. Without this a line would have
-    /// everybody who ever gave up, for as long as no place is free.
+    /// Removes a call that has ended from its queue. Otherwise the queue would hold every canceled
+    /// call until a slot becomes free.
     pub(crate) fn give_up(&self, call_id: &CallId) {
         let mut state = self.state.lock();
         let Some((line, at)) = state.standing.remove(call_id) else { return };
         state.step_out(&line, at);
     }
 
-    /// The next call in line that has a place now, with its place. The limits are those of now,
-    /// where they are known.
+    /// Takes the next queued call that fits, and acquires its slot. Uses the present limits of the
+    /// tool if it still exists.
     pub(crate) fn next(
         self: &Arc<Self>,
         now: impl Fn(&Line) -> Option<Caps>,
@@ -203,12 +205,12 @@ impl Gate {
         Some((waiting.call_id, Slot { gate: self.clone(), place: waiting.place }))
     }
 
-    /// Returns when a place may be free or somebody came to wait.
+    /// Waits until a slot may be free or a call was queued.
     pub(crate) async fn freed(&self) {
         self.freed.notified().await;
     }
 
-    /// How many stand in line.
+    /// Returns the number of queued calls.
     pub(crate) fn waiting(&self) -> usize {
         self.state.lock().standing.len()
     }

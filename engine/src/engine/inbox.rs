@@ -1,4 +1,4 @@
-//! The agents' inboxes: outcomes are put in once, wait in order, and stay until they were taken.
+//! Agent inboxes: each outcome is delivered once, stays in order, and remains until acknowledged.
 
 use serde_json::json;
 use sha2::{Digest, Sha256};
@@ -13,13 +13,13 @@ use crate::tool::{Executor, hex};
 use crate::utp::card::{Card, into_map};
 use crate::utp::{InboxItem, Letter, Member, Route, trace};
 
-/// How often a waiter looks without having been woken.
+/// Interval at which a waiter polls the store when no wake-up arrives.
 const LOOK_AGAIN_MS: u64 = 2_000;
-/// How long a wakeup is worth publishing: after that another has been sent.
+/// Time after which an unpublished wake-up is dropped: by then another has been sent.
 const WAKEUP_MS: u64 = 60_000;
 
-/// Where the outcome of a call is in its agent's inbox. It follows from the call, so that however
-/// often an outcome is reported it is the same place.
+/// Returns the id of a call's outcome in its agent's inbox. It is derived from the call, so that
+/// repeated reports of one outcome share one id.
 pub(super) fn inbox_id(call: &Call) -> String {
     let route = Route::of(call);
     inbox_id_of(&call.project, &route.turn_id, &route.tool_call_id)
@@ -31,8 +31,8 @@ pub(super) fn inbox_id_of(project: &str, turn_id: &str, tool_call_id: &str) -> S
 }
 
 impl Engine {
-    /// What waits for an agent, in order. Waits until there is something, but not longer than
-    /// this. Nothing is taken out by looking.
+    /// Returns an agent's unacknowledged items, in order. Waits until there is one, at most
+    /// `wait_ms`. Reading removes nothing.
     pub async fn inbox(
         &self,
         caller: &Caller,
@@ -60,7 +60,7 @@ impl Engine {
         }
     }
 
-    /// The agent has taken these out. Answers with how many were still in.
+    /// Acknowledges inbox items. Returns the number of items that were still unacknowledged.
     pub async fn take_from_inbox(
         &self,
         caller: &Caller,
@@ -74,7 +74,8 @@ impl Engine {
         taken.map_err(unavailable)
     }
 
-    /// An agent's key opens its own inbox and its own turns.
+    /// Requires that the caller is this agent, or administers the project. An agent's key gives
+    /// access to its own inbox and turns only.
     pub(super) fn require_agent(&self, caller: &Caller, agent_id: &str) -> Result<(), Error> {
         let rules = caller.trust == Trust::Local || caller.may_administer();
         if rules || caller.may_invoke() && caller.agent == agent_id {
@@ -84,17 +85,17 @@ impl Engine {
         Err(Error::refused(Code::PermissionDenied, message))
     }
 
-    /// Letters that are to be published, each with its number; oldest first, after this number.
+    /// Returns outbox messages to publish, each with its number: oldest first, after this number.
     pub async fn outbox(&self, after: u64, limit: usize) -> Result<Vec<(u64, Letter)>, Error> {
         self.inner.store.utp().outbox(after, limit).await.map_err(unavailable)
     }
 
-    /// These are published, or of no more use.
+    /// Removes messages that were published or are no longer needed.
     pub async fn posted(&self, ids: &[String]) -> Result<(), Error> {
         self.inner.store.utp().posted(ids).await.map_err(unavailable)
     }
 
-    /// Puts a letter into the outbox.
+    /// Adds a message to the outbox.
     pub async fn post(&self, caller: &Caller, letter: Letter) -> Result<(), Error> {
         self.require_admin(caller, None)?;
         self.inner.store.utp().post(vec![letter]).await.map_err(unavailable)?;
@@ -102,29 +103,30 @@ impl Engine {
         Ok(())
     }
 
-    /// Returns when there is something new to publish.
+    /// Subscribes to new outbox messages.
     pub fn outbox_news(&self) -> crate::bus::Listener {
         self.inner.bus.listen(Topic::Outbox)
     }
 }
 
 impl Inner {
-    /// Whether the outcome of a call goes into an inbox: of a call that was made in a turn, and of
-    /// a tool service's call for an agent that can be woken.
+    /// Returns true if the outcome of a call goes to an inbox. That holds for calls made in a turn,
+    /// and for a tool service's calls of an agent that is on the roster.
     pub(super) fn has_inbox(&self, call: &Call) -> bool {
         call.asked.turn.is_some()
             || call.target.executor == Executor::Utp
                 && self.member(&call.project, &call.asked.agent).is_some()
     }
 
-    /// A call has ended: its outcome goes into the inbox. What fails here is done by the watchdog.
+    /// Delivers the outcome of a call that has ended to the inbox. If this fails, the watchdog
+    /// delivers it later.
     pub(super) async fn ended(&self, call: &Call) {
         if !self.has_inbox(call) {
             return;
         }
-        // Boxed, because every call waits here and few are delivered.
+        // Boxed to keep the caller's future small: every call passes here, few are delivered.
         if let Err(error) = Box::pin(self.deliver(call)).await {
-            tracing::warn!(call = %call.id, %error, "the outcome is not in the inbox yet");
+            tracing::warn!(call = %call.id, %error, "outcome not in the inbox; will retry");
         }
     }
 
@@ -133,7 +135,7 @@ impl Inner {
         let route = Route::of(call);
         let inbound = self.inbound.lock().get(&call.id).cloned();
         let own = trace::of_call(call);
-        // A report that comes out of another trace does not take the call along.
+        // A report from another trace must not move the call into that trace.
         let same = |text: &String| {
             let id = |text: &str| trace::parse(text).map(|(trace_id, _)| trace_id);
             id(text) == id(&own)
@@ -187,7 +189,8 @@ impl Inner {
         }
     }
 
-    /// The doorbell for something in an inbox; none when nobody could hear it.
+    /// Builds the wake-up message for an inbox item. Returns `None` if the agent has no worker or
+    /// no publisher drains the outbox.
     pub(crate) fn wakeup(&self, item: &InboxItem, channel: &str) -> Option<Letter> {
         let Member { worker_target, .. } = self.member(&item.project, &item.agent_id)?;
         if !self.publishes {

@@ -1,5 +1,5 @@
-//! Reports of tool services: checked against the call they are about, decided by `step`, and put
-//! into the agent's inbox. What cannot be taken is kept as a dead letter, so nothing is lost.
+//! Reports of tool services: each is checked against its call, decided by `step`, and delivered to
+//! the agent's inbox. A report that cannot be accepted becomes a dead letter, so nothing is lost.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ use crate::tool::Executor;
 use crate::utp::card::{self, Card, TOOL_RESULT};
 use crate::utp::{AfterExecution, DeadLetter, MAX_DEPTH, Route, ToolStatus};
 
-/// A report, as far as it could be read.
+/// A tool service's report, as far as it could be parsed.
 #[derive(Debug, Clone, Default)]
 pub struct ToolReport {
     pub tool_call_id: String,
@@ -30,32 +30,33 @@ pub struct ToolReport {
     pub after_execution: Option<String>,
     pub status: Option<String>,
     pub card_id: Option<String>,
-    /// The card itself, for who wants to save a question.
+    /// The result card itself, sent along to save a request.
     pub card: Option<Value>,
-    /// It has its result in itself, which nobody may.
+    /// True if the report contains its result inline, which the protocol forbids.
     pub inline_result: bool,
     pub depth: Option<u32>,
     pub traceparent: Option<String>,
-    /// Who says so.
+    /// Id of the reporting service.
     pub source: Option<String>,
 }
 
-/// What a report came to.
+/// Result of an accepted report.
 #[derive(Debug, Clone)]
 pub struct Ingested {
     pub call: Arc<Call>,
-    /// Where it is in the agent's inbox; none when the agent has none.
+    /// Id of the inbox item; `None` if the agent has no inbox.
     pub inbox_id: Option<String>,
-    /// It was known already.
+    /// True if this report was received before.
     pub duplicate: bool,
-    /// The call had ended otherwise: it is written down, and changed nothing.
+    /// True if the call had already ended differently. The report is recorded and has no effect.
     pub late: bool,
 }
 
-/// Why a report was not taken.
+/// The reason why a report was refused.
 #[derive(Debug)]
 pub struct Rejected {
-    /// One word for the dead letter; none when coming again can help.
+    /// Reason code for the dead letter; `None` if no dead letter is due, for example because a
+    /// retry can help.
     pub reason: Option<&'static str>,
     pub error: Error,
 }
@@ -71,7 +72,7 @@ fn reject(reason: &'static str, code: Code, message: impl Into<String>) -> Rejec
     Rejected { reason: Some(reason), error: Fault::new(code, message).not_happened().into() }
 }
 
-/// A message that could not be taken.
+/// A message that could not be processed.
 #[derive(Debug, Clone, Default)]
 pub struct Unreadable {
     pub kind: &'static str,
@@ -80,18 +81,19 @@ pub struct Unreadable {
     pub subject: String,
     pub headers: Map<String, Value>,
     pub payload: String,
-    /// Whoever sends it could not send all of it.
+    /// True if the sender already truncated the message.
     pub cut: bool,
 }
 
-/// How much a dead letter keeps of a payload, and of everything else.
+/// Maximum size of a payload, and of each other part, in a dead letter.
 const KEPT_BYTES: usize = 262_144;
 const KEPT_MESSAGE: usize = 4_096;
 const KEPT_SUBJECT: usize = 1_024;
 const KEPT_REASON: usize = 64;
 const KEPT_HEADERS: usize = 16_384;
 
-/// What dead letters are counted by. Whoever sends one may call it anything; that is "other".
+/// Reason codes used as metric labels. Senders choose reasons freely, so all others count as
+/// "other".
 const REASONS: [&str; 14] = [
     "after_execution_mismatch",
     "malformed",
@@ -109,7 +111,7 @@ const REASONS: [&str; 14] = [
     "wrong_turn",
 ];
 
-/// The beginning of a text, and whether something was cut off.
+/// Truncates a text to `limit` bytes. Also returns whether anything was cut off.
 fn cut_to(mut text: String, limit: usize) -> (String, bool) {
     let cut = text.len() > limit;
     if cut {
@@ -119,7 +121,7 @@ fn cut_to(mut text: String, limit: usize) -> (String, bool) {
     (text, cut)
 }
 
-/// As many headers as there is room for, and whether some were left out.
+/// Keeps the headers that fit the limit. Also returns whether some were dropped.
 fn kept_headers(headers: Map<String, Value>) -> (Map<String, Value>, bool) {
     let (count, mut room) = (headers.len(), KEPT_HEADERS);
     let fits = |(name, value): &(String, Value)| {
@@ -134,7 +136,7 @@ fn kept_headers(headers: Map<String, Value>) -> (Map<String, Value>, bool) {
 }
 
 impl Engine {
-    /// Takes a report.
+    /// Ingests a report.
     pub async fn ingest(&self, caller: &Caller, report: ToolReport) -> Result<Ingested, Rejected> {
         if !caller.may_provide() {
             let message = format!("a key with the role {} cannot report", caller.role.as_str());
@@ -171,8 +173,8 @@ impl Engine {
         Ok(ingested)
     }
 
-    /// The card of a report. One that comes with it is stored once it is known to fit: what is
-    /// refused leaves nothing behind that could be taken for a result later.
+    /// Loads the card of a report. A card that comes with the report is stored only after it passed
+    /// the checks: a refused report leaves nothing behind that could later pass for a result.
     async fn reported_card(
         &self,
         caller: &Caller,
@@ -195,7 +197,7 @@ impl Engine {
             let utp = self.inner.store.utp();
             let (turn, id) = (&report.turn_id, &report.tool_call_id);
             let known = utp.result_card(&caller.project, turn, id).await.map_err(unavailable)?;
-            // The first result stands. Another one must not pass for it while the call is open.
+            // The first result stands. While the call is open, a different one must not replace it.
             let now = self.inner.call_of(&call.project, &call.id).await?;
             let ended = now.is_none_or(|call| call.status.is_terminal());
             let stands = |known: &Card| ended || known.content == card.content;
@@ -214,7 +216,7 @@ impl Engine {
         })
     }
 
-    /// Keeps a message that could not be taken.
+    /// Stores a message that could not be processed as a dead letter.
     pub async fn bury(&self, project: &str, what: Unreadable) -> Result<DeadLetter, Error> {
         let inner = &self.inner;
         let now_ms = inner.clock.now_ms();
@@ -241,7 +243,7 @@ impl Engine {
         Ok(letter)
     }
 
-    /// The project's dead letters, newest first.
+    /// Returns the project's dead letters, newest first.
     pub async fn dead_letters(
         &self,
         caller: &Caller,
@@ -253,7 +255,7 @@ impl Engine {
         found.map_err(unavailable)
     }
 
-    /// One of them.
+    /// Returns one dead letter.
     pub async fn dead_letter(&self, caller: &Caller, id: &str) -> Result<DeadLetter, Error> {
         self.require_admin(caller, None)?;
         let found = self.inner.store.utp().dead_letter(&caller.project, id).await;
@@ -263,7 +265,7 @@ impl Engine {
         })
     }
 
-    /// Writes down what trying one again came to.
+    /// Records the result of redriving a dead letter.
     pub async fn redriven(&self, mut letter: DeadLetter, came_to: &str) -> Result<(), Error> {
         letter.redriven_ms = Some(self.inner.clock.now_ms());
         letter.last_try = Some(came_to.to_owned());
@@ -272,7 +274,7 @@ impl Engine {
 }
 
 impl Inner {
-    /// The call that a report is about: found, and the report's to report on.
+    /// Finds the call that a report names, and checks that the report may concern it.
     async fn identified(&self, project: &str, report: &ToolReport) -> Result<Arc<Call>, Rejected> {
         let (turn, id) = (&report.turn_id, &report.tool_call_id);
         let call = match self.find_by_route(project, turn, id).await? {
@@ -307,9 +309,10 @@ impl Inner {
         Ok(call)
     }
 
-    /// A turn whose lease ran out is in another epoch, and whoever has it now has not asked for
-    /// this: it is not taken while the call is open. A call that has ended says by itself what its
-    /// report is: the same again, or late.
+    /// Refuses a report for an epoch that is over. A turn whose lease has expired is in another
+    /// epoch, and its present holder did not request this call; so while the call is open, the
+    /// report is not accepted. For a call that has ended, `step` decides whether the report is a
+    /// duplicate or late.
     async fn refuse_left_behind(&self, call: &Call, report: &ToolReport) -> Result<(), Rejected> {
         let Some(route) = call.asked.turn.as_ref().filter(|_| !call.status.is_terminal()) else {
             return Ok(());
@@ -344,8 +347,8 @@ impl Inner {
         Ok(self.append_late(call, record).await?)
     }
 
-    /// A result under the id that the call's own result has: it says nothing that the call will
-    /// not say once it has ended, so it need not be stored beside it.
+    /// Returns the card of a report that uses the call's own result card id. Such a card adds
+    /// nothing to the card derived from the ended call, so it need not be stored.
     fn implied_card(&self, call: &Call, report: &ToolReport) -> Result<Option<Card>, Rejected> {
         let Some(given) = &report.card else { return Ok(None) };
         let own = card::id_of(&call.id, TOOL_RESULT);
@@ -375,7 +378,7 @@ impl Inner {
         Ok(Some(card))
     }
 
-    /// What came too late is kept under an id of its own: the call's own result is another.
+    /// Stores a late card under a separate id: the call's own result card is a different one.
     async fn keep_late_card(&self, card: Card) -> Result<(), Rejected> {
         let hash = inbox_id_of(&card.project, "late", &card.card_id);
         let card_id = format!("late{}", hash.trim_start_matches("inbox_"));
@@ -384,7 +387,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Status and after_execution of a report, and its depth.
+    /// Validates the status, `after_execution` and depth of a report.
     async fn checked_fields(
         &self,
         call: &Call,
@@ -421,7 +424,7 @@ impl Inner {
         Ok((status, after))
     }
 
-    /// Lets `step` decide what the report says.
+    /// Applies the report to its call through `step`.
     async fn settle_with(
         self: &Arc<Self>,
         call: &Arc<Call>,

@@ -1,4 +1,4 @@
-//! Client connections: what the three ingress doors share.
+//! Client connections: the operations that all client transports share.
 
 use std::collections::BTreeMap;
 
@@ -9,18 +9,18 @@ use crate::desk::{Arrival, ClientView, Line, Memory, Session};
 use crate::directory::Change;
 use crate::fault::{Code, Error};
 
-/// A client that wants to be given work.
+/// A request of a client to connect and receive work.
 #[derive(Debug, Clone)]
 pub struct Connecting {
     pub client_id: String,
-    /// How many requests it takes at once.
+    /// Number of requests the client handles at the same time.
     pub window: usize,
     pub memory: Memory,
     pub line: Line,
 }
 
 impl Engine {
-    /// Connects a client to the desk.
+    /// Connects a client to the client queue.
     pub fn connect(&self, caller: &Caller, connecting: Connecting) -> Result<Session, Error> {
         require_provider(caller)?;
         check_client_id(&connecting.client_id)?;
@@ -37,7 +37,7 @@ impl Engine {
         }))
     }
 
-    /// Forgets a client that is not connected and has nothing in hand, with all it offers.
+    /// Removes a client, with all tools it offers. It must be disconnected and hold no leases.
     pub async fn forget_client(&self, caller: &Caller, client_id: &str) -> Result<(), Error> {
         require_provider(caller)?;
         let project = &caller.project;
@@ -64,7 +64,8 @@ impl Engine {
         Ok(())
     }
 
-    /// The project's clients: the registered ones, and what else is connected or has work in hand.
+    /// Returns the project's clients: the registered ones, and any other that is connected or holds
+    /// leases.
     pub fn clients(&self, caller: &Caller) -> Result<Vec<ClientView>, Error> {
         if !caller.may_administer() {
             let message = "only an admin's key can look at clients";
@@ -98,7 +99,7 @@ impl Engine {
         Ok(views.into_values().collect())
     }
 
-    /// How many client connections are open, of all projects.
+    /// Returns the number of open client connections, over all projects.
     pub fn client_connections(&self) -> usize {
         self.inner.desk.connections()
     }

@@ -1,5 +1,5 @@
-//! Taking a call: who, what, may they, do the arguments fit, is there room; then the commit, then
-//! the ticket. Nothing is told to anybody that a crash could take back.
+//! Accepts a call: authorize, validate, reserve capacity, commit, then return the ticket. Nothing
+//! is visible to callers before the commit, so a crash can never take back a ticket.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -28,7 +28,7 @@ use crate::lifecycle::{self, Action, Event, Step};
 use crate::store::{Coming, Created, IdempotencyKey, NewCall};
 use crate::tool::Executor;
 
-/// The envelope: what a caller asks for.
+/// A request to run one tool.
 #[derive(Debug, Clone)]
 pub struct Invocation {
     pub tool: String,
@@ -37,30 +37,30 @@ pub struct Invocation {
     /// The caller's own id for this call.
     pub call_id: Option<String>,
     pub timeout_ms: Option<u64>,
-    /// How many attempts may follow the first.
+    /// Maximum number of attempts after the first.
     pub retry: Option<u32>,
     pub idempotency_key: Option<String>,
-    /// Only this client may execute it.
+    /// The only client that may execute the call.
     pub client_id: Option<String>,
-    /// A label; never used to decide anything.
+    /// A label. Never used for decisions.
     pub user_id: Option<String>,
-    /// The trace it is asked in, as W3C's `traceparent`.
+    /// Trace context of the request, a W3C `traceparent`.
     pub traceparent: Option<String>,
-    /// Answers to what the tool will ask, where the caller knows that already.
+    /// Answers to the tool's elicitation, if the caller knows them in advance.
     pub answers: Option<Map<String, Value>>,
-    /// The turn it is made in.
+    /// The UTP turn that the call is made in.
     pub turn: Option<Box<crate::utp::Route>>,
-    /// Where to tell that it has ended.
+    /// URL that receives a webhook when the call has ended.
     pub callback_url: Option<String>,
 }
 
 impl Invocation {
-    /// A call of this tool with these arguments, as JSON text.
+    /// Builds a request from arguments as JSON text.
     pub fn new(tool: impl Into<String>, args: &str) -> Result<Self, NotJson> {
         Ok(Self::of(tool, Json::parse(args)?))
     }
 
-    /// A call of this tool with these arguments.
+    /// Builds a request from parsed arguments.
     pub fn of(tool: impl Into<String>, args: Json) -> Self {
         Self {
             tool: tool.into(),
@@ -80,39 +80,40 @@ impl Invocation {
     }
 }
 
-/// Who is shown a call before it is stored.
+/// Callback that receives a call which finished before its commit.
 pub(crate) type Shown = Box<dyn FnOnce(&Arc<Call>) + Send>;
 
-/// What comes with a call that is one of several.
+/// Context of a call that is one entry of a batch.
 #[derive(Default)]
 pub(crate) struct Among {
-    /// The store is told of the others.
+    /// Announces the other entries to the store, for a group commit.
     pub(crate) coming: Option<Coming>,
-    /// Is shown the call where it has ended before it is stored, while that is waited for. Nobody
-    /// is told of it yet: it may still come to nothing.
+    /// Receives the call if it finishes before its commit, while that commit is in flight. The
+    /// result must not be published yet: the commit may still fail.
     pub(crate) ahead: Option<Shown>,
-    /// It begins when this one has ended.
+    /// The call that must end before this one starts.
     pub(crate) after: Option<Arc<Call>>,
 }
 
-/// An accepted call.
+/// An accepted call. It is stored and will reach an outcome.
 #[derive(Clone)]
 pub struct Ticket {
     pub call: Arc<Call>,
-    /// The idempotency key was used before: this is the call it made then.
+    /// True if the idempotency key was used before. `call` is the call it created then.
     pub replayed: bool,
-    /// Where the call's states are shown, so that who waits need not look for it again.
+    /// The open call, so that waiting on this ticket needs no lookup.
     pub(super) entry: Option<Arc<Entry>>,
 }
 
 impl Engine {
-    /// Takes a call. The tool is named by its own name or by the one that models know it by
-    /// ([`crate::names`]). When this returns, the call is stored and will reach an outcome.
+    /// Accepts a call. The request has the tool's exact name or the name that models use
+    /// ([`crate::model_tool_names`]). When this returns, the call is stored and will reach an
+    /// outcome.
     pub async fn invoke(&self, caller: &Caller, asked: Invocation) -> Result<Ticket, Error> {
         self.invoke_among(caller, asked, Among::default()).await
     }
 
-    /// The same for one of several that come together.
+    /// Accepts a call that is one entry of a batch.
     pub(crate) async fn invoke_among(
         &self,
         caller: &Caller,
@@ -147,7 +148,7 @@ impl Engine {
 }
 
 impl Inner {
-    /// The call as it would be, before anything was decided about it.
+    /// Builds the call in its initial state.
     pub(super) fn draft(
         &self,
         catalog: &Catalog,
@@ -159,7 +160,7 @@ impl Inner {
         let now_ms = self.clock.now_ms();
         let definition = &tool.definition;
         let policy = self.policy_of(&caller.project, tool);
-        // The operator's word on this tool goes before the tool's own.
+        // The operator's timeout for this tool takes precedence over the definition's.
         let over = self.policies.tools.get(&definition.name);
         let over_ms = over.and_then(|over| over.policy.default_timeout_ms);
         let timeout_ms = asked.timeout_ms.or(over_ms).unwrap_or(definition.timeout_ms);
@@ -183,7 +184,7 @@ impl Inner {
                 callback_url: asked.callback_url,
                 after: None,
             },
-            // A tool service answers a call that it knows from memory: asking again is no use.
+            // A tool service answers a repeated call from its memory, so a retry has no effect.
             max_retries: match definition.executor {
                 Executor::Utp => 0,
                 _ => asked.retry.unwrap_or(policy.max_retries),
@@ -232,7 +233,7 @@ impl Inner {
         policy
     }
 
-    /// Commits the call, already claimed when a place is free, and starts it.
+    /// Commits the call, already claimed if a slot is free, and starts it.
     pub(super) async fn accept(
         self: Arc<Self>,
         call: Call,
@@ -252,7 +253,8 @@ impl Inner {
         let mut slot = self.place_at_once(&call, &place, &caps);
         let (call, mut records, action) = claimed(call, &slot, &self.node, requested);
         let mut call = Arc::new(call);
-        // A key may mean that all this has been done: then nothing is done before it is known.
+        // With an idempotency key the call may have been made before. Nothing starts until the
+        // store has answered that.
         let begun = match action {
             Some(Action::Start) if key.is_none() => self.begin_ahead(&call),
             _ => Ahead::Waits,
@@ -262,7 +264,7 @@ impl Inner {
                 let (ended, follows) = self.after_the_end(call, done, action, &mut records);
                 call = ended;
                 if let Follows::AfterTheEnd { .. } = follows {
-                    // The attempt is over: its place is free while the commit is waited for.
+                    // The attempt has finished, so its slot is free while the commit is in flight.
                     slot = None;
                 }
                 follows
@@ -272,7 +274,7 @@ impl Inner {
         };
         let new = NewCall { call: call.clone(), records, key, coming: among.coming };
         let mut creating = self.store.create(new);
-        // The first look at it sends the call on its way.
+        // The first poll hands the call to the store.
         let created = match (poll!(&mut creating), among.ahead) {
             (Poll::Ready(created), _) => created,
             (Poll::Pending, Some(ahead)) if call.status.is_terminal() => {
@@ -292,7 +294,8 @@ impl Inner {
             self.tell_observer(before.as_deref(), &call, over.take(), self.clock.now_ms());
         }
         if call.status.is_terminal() {
-            // It never was among the live ones: its room is free again, and nobody can know of it.
+            // The call was never in `open_calls`: its reservation is released on return, and no
+            // listener can know its id.
             measure::ended(&call, || self.may_name(&call));
             self.ended(&call).await;
             if call.asked.callback_url.is_some() {
@@ -314,7 +317,7 @@ impl Inner {
         Ok(Ticket { call, replayed: false, entry: Some(entry) })
     }
 
-    /// The call after an attempt that is over before it is stored.
+    /// Applies an attempt that finished before its call was committed.
     fn after_the_end(
         &self,
         call: Arc<Call>,
@@ -322,7 +325,7 @@ impl Inner {
         action: Option<Action>,
         records: &mut Vec<Record>,
     ) -> (Arc<Call>, Follows) {
-        // Who is told of the attempt looks at the call as it was, which takes a copy.
+        // The observer needs the state before the attempt, which costs a copy.
         let before = self.is_recorded(&call).then(|| call.clone());
         match self.over(Arc::unwrap_or_clone(call), done) {
             Ok(Step { call, records: more, actions }) => {
@@ -335,8 +338,9 @@ impl Inner {
         }
     }
 
-    /// What was asked before under this key is answered also when it would not be taken now: there
-    /// is no room, or the tool has changed since. Who asks again wants to know what became of it.
+    /// Returns the call made earlier under this key, even if the request would be refused now
+    /// because capacity is exhausted or the tool has changed. A caller that repeats a request wants
+    /// to know its outcome. Without such a call, returns the error `why`.
     async fn known_or(
         &self,
         project: &str,
@@ -366,7 +370,7 @@ impl Inner {
         }
     }
 
-    /// The call did not come to be: its attempt need not go on.
+    /// Cancels the running attempt of a call whose commit failed.
     fn stop_attempt(&self, call: &Call) {
         if let Some(source) = self.sources.get(&call.target.executor) {
             source.cancel(&call.id, call.attempt);
@@ -374,17 +378,17 @@ impl Inner {
     }
 }
 
-/// What is to be done once the call is stored.
+/// Work to do once the call is committed.
 enum Follows {
-    /// Its first attempt, or standing in line.
+    /// Start the first attempt, or queue the call.
     Begins(Option<Action>),
-    /// Its first attempt has begun.
+    /// Continue the first attempt, which is running.
     GoesOn(UnderWay),
-    /// What follows from its first attempt, which is over.
+    /// Perform the actions that follow from the first attempt, which has finished.
     AfterTheEnd { actions: Vec<Action>, before: Option<Arc<Call>>, over: Option<Over> },
 }
 
-/// The fast path: with a place, the call is claimed in the same commit that creates it.
+/// Claims a new call that has a slot, so that one commit both creates and claims it.
 fn claimed(
     call: Call,
     slot: &Option<Slot>,
@@ -396,7 +400,7 @@ fn claimed(
         return (call, records, None);
     }
     let (claim, now_ms) = (Event::Claim { node: node.to_owned() }, call.created_ms);
-    // It is one state, the first that is stored.
+    // The call is stored once, in this state, so it keeps the version of a first commit.
     let version = call.version;
     match lifecycle::step_on(call, &claim, now_ms) {
         Ok(step) => {

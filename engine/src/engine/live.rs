@@ -1,5 +1,5 @@
-//! The calls that have not ended, in memory: so that polling a live ticket does not touch the
-//! store, and so that two reports on one call are decided one after the other.
+//! Open calls, held in memory: polling the ticket of an open call does not touch the store, and two
+//! reports on one call are decided one after the other.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -13,25 +13,26 @@ use super::gate::{Line, Slot};
 use crate::call::{Call, Hold};
 use crate::id::CallId;
 
-/// One call that is being worked on.
+/// A call without an outcome.
 pub(crate) struct Entry {
     /// Held while an event is decided and committed.
     pub(crate) deciding: tokio::sync::Mutex<()>,
     /// The last committed state.
     shown: RwLock<Arc<Call>>,
-    /// The place the attempt that is out takes.
+    /// Slot of the attempt in flight.
     slot: Mutex<Option<Slot>>,
-    /// How many there are; not known of a call that another process began.
+    /// Number of progress events. Unset until first needed if the call was loaded from the
+    /// store.
     progress_events: OnceCell<AtomicU32>,
 }
 
 impl Entry {
-    /// A call that began here.
+    /// Creates the entry of a call that this process accepted.
     pub(crate) fn new(call: Arc<Call>, slot: Option<Slot>) -> Arc<Self> {
         Self::with(call, slot, OnceCell::new_with(Some(AtomicU32::new(0))))
     }
 
-    /// A call that was found in the store.
+    /// Creates the entry of a call loaded from the store.
     pub(crate) fn found(call: Arc<Call>, slot: Option<Slot>) -> Arc<Self> {
         Self::with(call, slot, OnceCell::new())
     }
@@ -61,7 +62,8 @@ impl Entry {
         self.slot.lock().take();
     }
 
-    /// The number of this progress event, from 1. Who knows how many are stored is asked once.
+    /// Returns the number of the next progress event, from 1. Calls `stored` at most once, to learn
+    /// how many events the store has.
     pub(crate) async fn count_progress<F, E>(&self, stored: impl FnOnce() -> F) -> Result<u32, E>
     where
         F: Future<Output = Result<u32, E>>,
@@ -76,25 +78,25 @@ impl Entry {
 struct State {
     calls: HashMap<CallId, Arc<Entry>>,
     per_project: Counts<String>,
-    /// When the clock must act on which call.
+    /// Timers: the time at which each call is due.
     due: BTreeSet<(u64, CallId)>,
 }
 
-/// All live calls, and when the clock must act on them.
+/// All open calls and their timers.
 #[derive(Default)]
 pub(crate) struct Live {
     state: Mutex<State>,
-    /// An earlier time than before is the first now.
+    /// Notified when the earliest timer moves forward.
     sooner: Notify,
 }
 
-/// Why no more calls are taken.
+/// The limit of open calls that was reached.
 pub(crate) enum Full {
     Engine,
     Project,
 }
 
-/// Room for one call; given back when the call did not come to be, or has ended.
+/// Capacity for one call. It is released if the call is not committed, or when the call ends.
 pub(crate) struct Room<'a> {
     live: &'a Live,
     line: Arc<Line>,
@@ -102,7 +104,7 @@ pub(crate) struct Room<'a> {
 }
 
 impl Room<'_> {
-    /// The call exists now: its room is given back when it ends.
+    /// Keeps the capacity: the call exists now and releases it when it ends.
     pub(crate) fn keep(mut self) {
         self.kept = true;
     }
@@ -117,7 +119,7 @@ impl Drop for Room<'_> {
 }
 
 impl Live {
-    /// Room for one more call of this project.
+    /// Reserves capacity for one more call of this project.
     pub(crate) fn room(&self, line: &Arc<Line>, all: usize, each: usize) -> Result<Room<'_>, Full> {
         let mut state = self.state.lock();
         if state.calls.len() >= all {
@@ -130,8 +132,8 @@ impl Live {
         Ok(Room { live: self, line: line.clone(), kept: false })
     }
 
-    /// Takes in a call that was found in the store, whatever the limits say now. Answers whether
-    /// it was not here already: it may have been accepted while the store was looked through.
+    /// Adopts a call loaded from the store, regardless of the limits. Returns false if it is
+    /// already present: it may have been accepted during the scan of the store.
     pub(crate) fn take_in(&self, entry: Arc<Entry>) -> bool {
         let call = entry.call();
         {
@@ -158,12 +160,12 @@ impl Live {
         state.calls.insert(call.id.clone(), entry);
     }
 
-    /// The call moved on: its time may have changed, or it ended.
+    /// Updates the timer of a call after a transition, and removes the call if it has ended.
     pub(crate) fn moved(&self, before: &Call, after: &Call) {
         let mut state = self.state.lock();
         if let Some(due_ms) = before.due_ms() {
             state.due.remove(&(due_ms, before.id.clone()));
-            // A retry that stands in line was noted under its deadline; see `due_later`.
+            // A queued retry has its timer at the deadline; see `reschedule`.
             state.due.remove(&(before.deadline_ms, before.id.clone()));
         }
         if after.status.is_terminal() {
@@ -183,14 +185,14 @@ impl Live {
         }
     }
 
-    /// The calls whose time has come.
+    /// Returns the calls that are due.
     pub(crate) fn due(&self, now_ms: u64, limit: usize) -> Vec<CallId> {
         let state = self.state.lock();
         let due = state.due.iter().take_while(|(due_ms, _)| *due_ms <= now_ms);
         due.take(limit).map(|(_, id)| id.clone()).collect()
     }
 
-    /// A call whose retry is due stands in line now: only its deadline is left to wait for.
+    /// Moves the timer of a call whose retry is now queued: only its deadline remains.
     pub(crate) fn due_later(&self, id: &CallId, was_ms: u64, deadline_ms: u64) {
         let mut state = self.state.lock();
         if state.due.remove(&(was_ms, id.clone())) {
@@ -198,12 +200,12 @@ impl Live {
         }
     }
 
-    /// When the clock must act next.
+    /// Returns the time of the earliest timer.
     pub(crate) fn next_due_ms(&self) -> Option<u64> {
         self.state.lock().due.first().map(|(due_ms, _)| *due_ms)
     }
 
-    /// Returns when `next_due_ms` became earlier.
+    /// Waits until `next_due_ms` has become earlier.
     pub(crate) async fn sooner(&self) {
         self.sooner.notified().await;
     }
@@ -212,7 +214,7 @@ impl Live {
         self.state.lock().calls.len()
     }
 
-    /// How many calls are doing what.
+    /// Returns the number of open calls by state.
     pub(crate) fn states(&self) -> [(&'static str, usize); 6] {
         let mut counts = ["running", "queue", "parked", "retry", "input", "after"].map(|s| (s, 0));
         let state = self.state.lock();
@@ -225,7 +227,7 @@ impl Live {
         counts
     }
 
-    /// When the oldest open call was made.
+    /// Returns the creation time of the oldest open call.
     pub(crate) fn oldest_ms(&self) -> Option<u64> {
         let state = self.state.lock();
         state.calls.values().map(|entry| entry.call().created_ms).min()

@@ -1,8 +1,8 @@
-//! Runs that are kept: starting, showing, listing, canceling, speaking to them, taking them up.
+//! Stored runs: start, read, list, cancel, resume, add messages, adopt.
 //!
-//! A run that is not over is in hand of one task of this process (`conduct`). Every change to it,
-//! by that task or by a caller, is decided under one lock and committed with its journal before
-//! anybody is told.
+//! One task of this process (`driver`) drives each run that has not ended. Every change to a run,
+//! by that task or by a caller, is decided under one lock and committed with its journal records
+//! before it is visible.
 
 mod conduct;
 mod ears;
@@ -34,46 +34,46 @@ pub use follow::{LiveNote, RunNews};
 pub(crate) use hold::Loops;
 pub use replay::{Difference, Replayed};
 
-/// What a run is asked for.
+/// A request to start a run.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct NewRun {
     pub model: String,
     pub messages: Vec<Value>,
-    /// Names and patterns of the tools it may use; none = all that the caller may call.
+    /// Names and patterns of the tools it may use; `None` means all that the caller may call.
     pub tools: Option<Vec<String>>,
-    /// What else goes into each request to the model.
+    /// Additional fields of each request to the model.
     pub settings: Map<String, Value>,
     pub limits: turn::Limits,
-    /// How the model is asked; unless said, as the engine was told.
+    /// Policy for model requests; the engine's default if `None`.
     pub asking: Option<Asking>,
     pub acting: Acting,
-    /// A label; never used to decide anything.
+    /// A label. Never used for decisions.
     pub user_id: Option<String>,
     #[serde(skip)]
     pub traceparent: Option<String>,
     #[serde(skip)]
     pub idempotency_key: Option<String>,
-    /// Whether [`StartedRun::news`] is listened to.
+    /// True if the caller reads [`StartedRun::subscription`].
     #[serde(skip)]
     pub listens: bool,
 }
 
-/// A run that was taken.
+/// An accepted run.
 pub struct StartedRun {
     pub run: Run,
-    /// The idempotency key was used before: this is the run it made then.
+    /// True if the idempotency key was used before. `run` is the run it created then.
     pub replayed: bool,
-    /// What it says while it goes on, from its first word; nothing unless somebody listens.
+    /// Stream of the run's deltas from its beginning. Empty unless the request subscribes.
     pub news: RunNews,
 }
 
-/// Which runs to list.
+/// Filter for a list of runs.
 #[derive(Debug, Clone, Default)]
 pub struct RunQuery {
     pub status: Option<RunStatus>,
     pub model: Option<String>,
     pub since_ms: Option<u64>,
-    /// The last run of the page before.
+    /// Id of the last run of the previous page.
     pub before: Option<String>,
     pub limit: usize,
 }
@@ -82,13 +82,13 @@ pub struct RunQuery {
 #[derive(Debug)]
 pub struct RunPage {
     pub runs: Vec<Run>,
-    /// For the next page, if there is one.
+    /// Cursor for the next page, if there is one.
     pub before: Option<String>,
 }
 
 impl Engine {
-    /// Starts a run. When this returns it is stored, and will go on until it is over, also after
-    /// a crash.
+    /// Starts a run. When this returns the run is stored, and it is driven to its end even after a
+    /// crash.
     pub async fn start_run(&self, caller: &Caller, new: NewRun) -> Result<StartedRun, Error> {
         self.check_run(caller, &new)?;
         let inner = &self.inner;
@@ -129,14 +129,14 @@ impl Engine {
         inner.surely(starting).await
     }
 
-    /// One run.
+    /// Returns one run.
     pub async fn loop_run(&self, caller: &Caller, run_id: &str) -> Result<Run, Error> {
         let found = self.inner.store.loops().loop_run(&caller.project, run_id).await;
         found.map_err(unavailable)?.ok_or_else(|| no_run(run_id))
     }
 
-    /// Whether calls of this caller may stand under the name of this run: not where there is such a
-    /// run, and it acts for somebody else.
+    /// Checks that this caller may make calls under this run id. Refused if a run with this id
+    /// exists and belongs to another agent.
     pub async fn check_run_name(&self, caller: &Caller, run_id: &str) -> Result<(), Error> {
         let found = self.inner.store.loops().loop_run(&caller.project, run_id).await;
         match found.map_err(unavailable)? {
@@ -145,7 +145,7 @@ impl Engine {
         }
     }
 
-    /// A page of the project's runs, newest first.
+    /// Returns a page of the project's runs, newest first.
     pub async fn loop_runs(&self, caller: &Caller, query: RunQuery) -> Result<RunPage, Error> {
         let limit = query.limit.clamp(1, 200);
         let filter = RunFilter {
@@ -154,7 +154,7 @@ impl Engine {
             model: query.model,
             since_ms: query.since_ms,
             before: query.before,
-            // One more than asked tells whether there is another page.
+            // One more than requested shows whether there is another page.
             limit: limit + 1,
         };
         let mut runs = self.inner.store.loops().loop_runs(filter).await.map_err(unavailable)?;
@@ -164,7 +164,7 @@ impl Engine {
         Ok(RunPage { runs, before })
     }
 
-    /// Ends a run and the calls of it that go on. One that is over stays as it is.
+    /// Cancels a run and its open calls. Fails with a conflict if the run ended otherwise.
     pub async fn cancel_run(
         &self,
         caller: &Caller,
@@ -181,15 +181,15 @@ impl Engine {
             return over(state.run.clone(), RunStatus::Canceled);
         }
         live.stop.notify_one();
-        // Once nobody drives it, all calls that it began are on their way to the store, before
-        // what is stored now: none is missed below.
+        // Once the driver has stopped, every call it started is queued for the store ahead of this
+        // commit, so the cancellation below misses none.
         let stopped = live.clone();
         let _stopped = stopped.driving.lock().await;
         let by = caller.agent.clone();
         let canceled = self.inner.clone().commit(live, state, move |run, now_ms| {
             run.status = RunStatus::Canceled;
             run.ended_ms = Some(now_ms);
-            // What its last answer asked for and nobody has begun is not begun later either.
+            // Calls that the last reply requested and that have not started must not start later.
             run.progress.canceled = run.progress.reply.is_some();
             let data = json!({ "by": by, "reason": reason });
             vec![Entry::new(EntryKind::Canceled, now_ms, data)]
@@ -200,8 +200,8 @@ impl Engine {
         Ok(run)
     }
 
-    /// The user speaks again: what was said goes to the model with the next request, and a run
-    /// that is over goes on.
+    /// Adds user messages to a run. They go to the model with the next request; a run that has
+    /// ended continues.
     pub async fn say_to_run(
         &self,
         caller: &Caller,
@@ -224,7 +224,7 @@ impl Engine {
         Ok(run)
     }
 
-    /// A run that failed or was canceled goes on from its last stored step.
+    /// Resumes a failed or canceled run from its last stored step.
     pub async fn resume_run(&self, caller: &Caller, run_id: &str) -> Result<Run, Error> {
         require_runs(caller)?;
         self.check_open()?;
@@ -246,7 +246,7 @@ impl Engine {
         self.inner.surely(resumed).await
     }
 
-    /// A run, once it is over or `wait_ms` have passed, whichever is first.
+    /// Waits until a run has ended, at most `wait_ms`, and returns it.
     pub async fn wait_run(
         &self,
         caller: &Caller,
@@ -260,7 +260,8 @@ impl Engine {
         loop {
             let now_ms = self.now_ms();
             let enough = now_ms >= until_ms || inner.stopping.is_cancelled();
-            // One in hand is not looked up each time that something happens in it.
+            // While this process drives the run, it has not ended, and the store need not be read
+            // at each wake-up.
             if enough || !self.run_is_live(caller, run_id) {
                 let run = self.loop_run(caller, run_id).await?;
                 if enough || run.status.is_over() {
@@ -275,8 +276,8 @@ impl Engine {
         }
     }
 
-    /// Takes up every run that is not over and that this process has not in hand. Answers with how
-    /// many.
+    /// Adopts every run that has not ended and that this process does not drive. Returns their
+    /// number.
     pub async fn take_up_runs(&self) -> Result<usize, Error> {
         let (mut after, mut count) = (None, 0);
         loop {
@@ -292,12 +293,12 @@ impl Engine {
             }
         }
         if count > 0 {
-            tracing::info!(count, "took up runs that were not over");
+            tracing::info!(count, "adopted open runs");
         }
         Ok(count)
     }
 
-    /// Runs that are not over.
+    /// Returns the number of runs that have not ended.
     pub fn open_runs(&self) -> usize {
         self.inner.loops.len()
     }
@@ -339,8 +340,8 @@ impl Engine {
         turn::check_tools(self, caller, new.tools.as_deref().unwrap_or_default())
     }
 
-    /// Those calls of a run that go on are of no more use. Calls of others who gave theirs the same
-    /// name are none of its own.
+    /// Cancels the open calls of a run that `own` selects. Other callers may have used the same run
+    /// id; their calls are not the run's.
     pub(super) async fn cancel_open(
         &self,
         caller: &Caller,
@@ -356,7 +357,7 @@ impl Engine {
                 for call in page.calls.iter().filter(|call| own(call)) {
                     let reason = Some(why.to_owned());
                     if let Err(error) = self.cancel(caller, &call.id, reason).await {
-                        tracing::debug!(%error, call = %call.id, "not canceled");
+                        tracing::debug!(%error, call = %call.id, "call not canceled");
                     }
                 }
                 query.before = page.before;
@@ -368,7 +369,7 @@ impl Engine {
     }
 }
 
-/// A run that goes on: what was counted for its limits begins anew.
+/// Reopens a run that has ended and resets the usage that counts against its limits.
 fn go_on(run: &mut Run) {
     (run.status, run.ended_ms) = (RunStatus::Running, None);
     (run.answer, run.error) = (None, None);
@@ -390,8 +391,8 @@ fn require_runs(caller: &Caller) -> Result<(), Error> {
     Err(Error::refused(Code::PermissionDenied, message))
 }
 
-/// A run acts with the rights of who started it: nobody with other rights may tell it what to do,
-/// also not under the same name.
+/// Requires that the caller owns the run. A run acts with the rights of its owner, so a caller with
+/// other rights must not steer it, not even under the same agent name.
 fn require_own(caller: &Caller, run: &Run) -> Result<(), Error> {
     if caller.may_administer() || run.asker.is(caller) {
         return Ok(());

@@ -1,8 +1,8 @@
-//! What `/metrics` shows about calls. Counts only; never an id or an argument, and no more than so
-//! many names of tools.
+//! Metrics about calls for `/metrics`. Counts and durations only; never an id or an argument, and
+//! only a bounded number of tool names.
 //!
-//! The counters that every call touches are looked up once and kept; those of failures are looked
-//! up when one happens.
+//! Counters that every call touches are registered once and cached; counters of failures are looked
+//! up when a failure occurs.
 
 use std::collections::HashMap;
 use std::sync::{LazyLock, OnceLock};
@@ -18,13 +18,13 @@ struct Usual {
     accepted: Counter,
     succeeded: Counter,
     tools: RwLock<HashMap<String, Timing>>,
-    /// Of all tools that are not named, once there is one.
+    /// Timings of all unnamed tools together. Created on first use.
     other: OnceLock<Timing>,
-    /// Attempts that were ok, failed or parked.
+    /// Attempts by result: ok, failed, parked.
     attempts: [Counter; 3],
 }
 
-/// How long the calls of a tool took.
+/// Duration histograms of one tool.
 struct Timing {
     latency: Histogram,
     queue: Histogram,
@@ -50,12 +50,13 @@ impl Timing {
     }
 }
 
-/// Tools of one source that are told apart; each one costs some thirty lines of `/metrics`.
+/// Maximum number of tools per source with their own label. Each costs about thirty lines of
+/// `/metrics`.
 const MAX_NAMED: usize = 100;
 
 const ATTEMPTS: [&str; 3] = ["ok", "failed", "parked"];
 
-/// By executor, in the order of [`Executor::ALL`].
+/// Metrics by executor, in the order of [`Executor::ALL`].
 static USUAL: LazyLock<Vec<Usual>> = LazyLock::new(|| {
     let of = |executor: &Executor| {
         let source = executor.as_str();
@@ -93,20 +94,20 @@ pub(super) fn accepted(call: &Call) {
     usual(call.target.executor).accepted.increment(1);
 }
 
-/// Makes the counters of the usual case, so that they are shown before something is counted.
+/// Registers the common counters, so that they are exported before their first increment.
 pub(super) fn ready() {
     LazyLock::force(&USUAL);
     LazyLock::force(&ALLOWED);
 }
 
-/// A call moved on. `named` says whether the tool's name may be shown.
+/// Records a transition of a call. `named` returns whether the tool's name may be exported.
 pub(super) fn moved(before: &Call, after: &Call, named: impl FnOnce() -> bool) {
     if !before.status.is_terminal() {
         ended(after, named);
     }
 }
 
-/// The call has ended, if it has.
+/// Records the outcome of a call, if it has one.
 pub(super) fn ended(after: &Call, named: impl FnOnce() -> bool) {
     let Some(outcome) = &after.outcome else { return };
     let usual = usual(after.target.executor);
@@ -150,17 +151,18 @@ pub(super) fn parked(executor: Executor) {
     usual(executor).attempts[2].increment(1);
 }
 
-/// A run has come to an end.
+/// Counts a run that has ended.
 pub(crate) fn run_over(status: &'static str) {
     counter!("toolcrib_runs_total", "status" => status).increment(1);
 }
 
-/// A model was asked: `ok`, `again` (a fault that may pass, and it is asked again) or `failed`.
+/// Counts a model request by outcome: `ok`, `again` (a transient error that is retried) or
+/// `failed`.
 pub(crate) fn asked(outcome: &'static str) {
     counter!("toolcrib_model_requests_total", "outcome" => outcome).increment(1);
 }
 
-/// What an answer of a model cost.
+/// Counts the tokens of a model's reply.
 pub(crate) fn answered(model: CountedAs<'_>, usage: &Usage) {
     for (kind, tokens) in [("input", usage.prompt_tokens), ("output", usage.completion_tokens)] {
         let name = model.model.to_owned();

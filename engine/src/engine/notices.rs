@@ -1,5 +1,5 @@
-//! Deliveries as a caller sees them: listing them, asking for one again; and which tries are under
-//! way. The tries themselves are made by [`crate::task::notify`].
+//! Webhook deliveries: lists them, requests redelivery, and tracks the attempts in flight. The
+//! attempts themselves are made by [`crate::maintenance::webhook_dispatcher`].
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -17,31 +17,32 @@ use crate::id::CallId;
 use crate::notify::{Notifier, Notifying};
 use crate::store::{DeliveryFilter, Saved};
 
-/// The longest URL that is taken.
+/// Maximum length of a callback URL.
 const MAX_URL_BYTES: usize = 2_048;
 
-/// Beyond this many, receivers that asked for quiet are forgotten; they will ask again.
+/// Maximum number of paused receivers. Beyond it all are forgotten; each will ask for a delay
+/// again.
 const MANY_RECEIVERS: usize = 1_024;
 
-/// Which deliveries to list.
+/// Filter for a list of deliveries.
 #[derive(Debug, Clone, Default)]
 pub struct DeliveryQuery {
     pub status: Option<DeliveryStatus>,
-    /// The last call of the page before.
+    /// Id of the last call of the previous page.
     pub before: Option<CallId>,
     pub limit: usize,
 }
 
-/// A page of deliveries, those of the newest calls first.
+/// A page of deliveries, newest calls first.
 #[derive(Debug)]
 pub struct DeliveryPage {
     pub deliveries: Vec<Delivery>,
-    /// For the next page, if there is one.
+    /// Cursor for the next page, if there is one.
     pub before: Option<CallId>,
 }
 
 impl Engine {
-    /// A page of the project's deliveries, those of the newest calls first.
+    /// Returns a page of the project's deliveries, newest calls first.
     pub async fn deliveries(
         &self,
         caller: &Caller,
@@ -53,7 +54,7 @@ impl Engine {
             project: caller.project.clone(),
             status: query.status,
             before: query.before,
-            // One more than asked tells whether there is another page.
+            // One more than requested shows whether there is another page.
             limit: limit + 1,
         };
         let mut listed = self.inner.store.deliveries(filter).await.map_err(unavailable)?;
@@ -63,7 +64,8 @@ impl Engine {
         Ok(DeliveryPage { deliveries: listed, before })
     }
 
-    /// The delivery of a call with its last tries; none when the call asked for none.
+    /// Returns the delivery of a call with its last attempts; `None` if the call has no callback
+    /// URL.
     pub async fn delivery(
         &self,
         caller: &Caller,
@@ -74,7 +76,7 @@ impl Engine {
         self.inner.store.delivery(&caller.project, id).await.map_err(unavailable)
     }
 
-    /// Delivers again, whatever came of it before: now, and from the beginning of the schedule.
+    /// Delivers a webhook again, whatever its previous result: now, and with a new retry schedule.
     pub async fn repeat_delivery(&self, caller: &Caller, id: &CallId) -> Result<Delivery, Error> {
         loop {
             let Some((delivery, _)) = self.delivery(caller, id).await? else {
@@ -94,7 +96,7 @@ impl Engine {
         }
     }
 
-    /// How far a call is, as whoever executes it said last.
+    /// Returns the last progress that the executor of a call reported.
     pub async fn newest_progress(
         &self,
         caller: &Caller,
@@ -105,7 +107,7 @@ impl Engine {
     }
 }
 
-/// URLs of receivers are for whoever makes calls; who only provides tools has no part in it.
+/// Requires a caller that may make calls. Receiver URLs are not for keys that only provide tools.
 fn require_caller(caller: &Caller) -> Result<(), Error> {
     if caller.may_invoke() {
         return Ok(());
@@ -115,7 +117,7 @@ fn require_caller(caller: &Caller) -> Result<(), Error> {
 }
 
 impl Inner {
-    /// The callback URL as it is kept, or why there cannot be such a callback.
+    /// Validates a callback URL and returns it in the form to store.
     pub(crate) fn check_callback(&self, caller: &Caller, url: &str) -> Result<String, Error> {
         let checked = if url.is_empty() || url.len() > MAX_URL_BYTES {
             Err(format!("must be a URL of 1 to {MAX_URL_BYTES} bytes"))
@@ -131,7 +133,7 @@ impl Inner {
     }
 }
 
-/// Who delivers, and what is on its way.
+/// The webhook sender and the deliveries in flight.
 #[derive(Default)]
 pub(crate) struct Notices {
     pub(crate) notifier: Option<Arc<dyn Notifier>>,
@@ -144,21 +146,21 @@ pub(crate) struct Notices {
 struct Traffic {
     under_way: HashSet<CallId>,
     per_receiver: HashMap<String, usize>,
-    /// Receivers that asked to be left alone, and until when.
+    /// Receivers that asked for a delay, with the time until which they are paused.
     quiet: HashMap<String, u64>,
 }
 
-/// Whether a delivery may be tried now.
+/// Decision whether a delivery may be attempted now.
 pub(crate) enum Entered {
     Yes(Lane),
-    /// As many as may be are under way: when one ends, there is news.
+    /// The limit of attempts in flight is reached. The end of any attempt wakes the dispatcher.
     Full,
-    /// Not this one: it is under way, or its receiver has enough (then there will be news), or
-    /// asked for quiet until a time.
+    /// This delivery must wait. Either it is in flight or its receiver is at its limit (`None`: a
+    /// wake-up follows), or its receiver is paused until the given time.
     NotNow(Option<u64>),
 }
 
-/// One try under way; given back when it is dropped.
+/// A delivery attempt in flight. Dropping it releases its capacity.
 pub(crate) struct Lane {
     notices: Arc<Notices>,
     call_id: CallId,
@@ -170,17 +172,17 @@ impl Notices {
         Self { notifier, settings, ..Self::default() }
     }
 
-    /// Something may be due.
+    /// Signals that a delivery may be due.
     pub(crate) fn wake(&self) {
         self.news.notify_one();
     }
 
-    /// Whether a try of this one is under way.
+    /// Returns true if an attempt of this delivery is in flight.
     pub(crate) fn is_under_way(&self, call_id: &CallId) -> bool {
         self.traffic.lock().under_way.contains(call_id)
     }
 
-    /// Returns when something may be due.
+    /// Waits until a delivery may be due.
     pub(crate) async fn woken(&self) {
         self.news.notified().await;
     }
@@ -210,7 +212,7 @@ impl Notices {
 }
 
 impl Lane {
-    /// The receiver is overloaded: nothing more goes there until then.
+    /// Pauses an overloaded receiver: no delivery goes there until `until_ms`.
     pub(crate) fn quiet_until(&self, until_ms: u64) {
         let mut traffic = self.notices.traffic.lock();
         if traffic.quiet.len() >= MANY_RECEIVERS {

@@ -1,4 +1,4 @@
-//! Telling the observer, if there is one, and handing on the trace.
+//! Notifies the observer, if there is one, and propagates trace context.
 
 use super::{Engine, Inner};
 use crate::call::Call;
@@ -8,13 +8,13 @@ use crate::observe::{Attempted, Ended};
 use crate::tool::Executor;
 use crate::trace::{Ids, TraceParent};
 
-/// How an attempt that is over went.
+/// Result of an attempt that has ended.
 pub(super) struct Over {
     failed: Option<Code>,
 }
 
 impl Engine {
-    /// The call's span in its trace, if it is recorded. Otherwise the one it was asked in, if any.
+    /// Returns the call's span if it is sampled, otherwise the span of the caller, if any.
     pub fn trace_of(&self, call: &Call) -> Option<TraceParent> {
         let Some(observer) = &self.inner.observer else { return asked_in(call) };
         let ids = Ids::of(call);
@@ -23,27 +23,28 @@ impl Engine {
 }
 
 impl Inner {
-    /// The trace that whoever executes the attempt goes on with: below the attempt's own span, or,
-    /// where nothing is recorded, as it came.
+    /// Returns the trace context for the executor of the attempt: the attempt's span or, without an
+    /// observer, the caller's context unchanged.
     pub(super) fn handed_on(&self, call: &Call) -> Option<TraceParent> {
         let Some(observer) = &self.observer else { return asked_in(call) };
         let ids = Ids::of(call);
         Some(ids.attempt(call.attempt, observer.samples(&ids)))
     }
 
-    /// Whether an observer records the call's spans.
+    /// Returns true if the observer samples the call.
     pub(super) fn is_recorded(&self, call: &Call) -> bool {
         self.observer.as_ref().is_some_and(|observer| observer.samples(&Ids::of(call)))
     }
 
-    /// Whether `/metrics`, which needs no key, may name the call's tool. What comes with the server
-    /// is everybody's; a project's own tools are not others' to know.
+    /// Returns true if `/metrics`, which needs no key, may name the call's tool. Built-in tools are
+    /// public; the tools of a project are private to it.
     pub(super) fn may_name(&self, call: &Call) -> bool {
         let shared = call.target.executor == Executor::Builtin;
         shared || self.tool_names.unwrap_or_else(|| !self.catalog().has_keys())
     }
 
-    /// Whether a step ended the attempt that was out, looked at while its records are there.
+    /// Detects whether a transition ended the attempt in flight. Called before the records are
+    /// consumed.
     pub(super) fn attempt_over(
         &self,
         before: &Call,
@@ -64,7 +65,8 @@ impl Inner {
         Some(Over { failed: Some(code.unwrap_or(Code::RuntimeError)) })
     }
 
-    /// What it was before is needed only for an attempt.
+    /// Notifies the observer of an ended attempt and an ended call. `before` is needed only for an
+    /// attempt.
     pub(super) fn tell_observer(
         &self,
         before: Option<&Call>,

@@ -1,4 +1,4 @@
-//! The tools that a model is told of.
+//! The tools that a model sees.
 
 use std::sync::Arc;
 
@@ -10,9 +10,9 @@ use crate::json::Json;
 use crate::{names, policy};
 
 impl Engine {
-    /// The tools the caller may call, described for a model in this format: ready to be put into
-    /// a request, under names that model APIs take and that [`Engine::invoke`] understands. Of an
-    /// agent on the roster, those that the roster allows it.
+    /// Returns the tools the caller may call, described for a model in this format: ready for a
+    /// model request, with names that model APIs accept and [`Engine::invoke`] understands. For an
+    /// agent on the roster, only the tools that its entry allows.
     pub fn definitions(&self, caller: &Caller, format: Format) -> Vec<Json> {
         let tools = self.tools_for_model(caller);
         let told = names::for_models(tools.iter().map(|entry| entry.definition.name.as_str()));
@@ -20,7 +20,8 @@ impl Engine {
         pairs.map(|(entry, name)| definition(format, name, &entry.definition)).collect()
     }
 
-    /// The tools that the model of this caller is told of: those that a model can call.
+    /// Returns the tools that this caller's model sees. Tools that a model cannot call are left
+    /// out.
     pub(crate) fn tools_for_model(&self, caller: &Caller) -> Vec<Arc<Entry>> {
         let mut tools = self.tools(caller);
         tools.retain(|entry| takes_object(&entry.definition));

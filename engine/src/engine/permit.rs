@@ -1,4 +1,4 @@
-//! May this caller do this: a refusal says what decided, and is written down.
+//! Authorizes calls. A refusal states the rule that caused it and is written to the audit log.
 
 use serde_json::json;
 
@@ -9,7 +9,7 @@ use crate::fault::{Code, Error, Fault};
 use crate::policy::Decision;
 
 impl Inner {
-    /// Denied calls are answered with the reason and written down.
+    /// Checks that the caller may call the tool. A denial is audited and returned with its reason.
     pub(crate) async fn check_permission(
         &self,
         catalog: &Catalog,

@@ -1,4 +1,4 @@
-//! Projects, the tools that belong to them, and the agents that can be woken.
+//! Projects, their tool definitions, and the roster of agents that can be woken.
 
 use std::sync::Arc;
 
@@ -14,11 +14,11 @@ use crate::fault::{Code, Error, Fault};
 use crate::tool::{Definition, Executor, check_name};
 use crate::utp::{Binding, Member, RESERVED_NAMES, is_token};
 
-/// The project that is there before anybody made one.
+/// The project that always exists.
 pub const DEFAULT_PROJECT: &str = "default";
 
 impl Engine {
-    /// Makes a project.
+    /// Creates a project.
     pub async fn create_project(
         &self,
         caller: &Caller,
@@ -46,7 +46,7 @@ impl Engine {
         Ok(project)
     }
 
-    /// The projects the caller may see: its own; all of them for the operator at the machine.
+    /// Returns the projects the caller may see: its own, or all of them for the local operator.
     pub fn projects(&self, caller: &Caller) -> Vec<Project> {
         let catalog = self.inner.catalog();
         let mut projects = catalog.directory().projects.clone();
@@ -62,8 +62,8 @@ impl Engine {
         projects
     }
 
-    /// The caller, in the project it names. A key opens its own project only; another is answered
-    /// exactly as one that does not exist.
+    /// Returns the caller, switched to the named project. A key gives access to its own project
+    /// only; any other project is answered exactly as one that does not exist.
     pub fn in_project(&self, caller: &Caller, project: &str) -> Result<Caller, Error> {
         let there = self.projects(caller).iter().any(|known| known.id == project);
         if there || project == DEFAULT_PROJECT && caller.trust == Trust::Local {
@@ -72,7 +72,7 @@ impl Engine {
         Err(no_project(project))
     }
 
-    /// Refuses a project that nobody made: neither by itself, nor with a key, a tool or an agent.
+    /// Requires that a project exists: created explicitly, or implied by a key, a tool or an agent.
     pub fn require_project(&self, project: &str) -> Result<(), Error> {
         let catalog = self.inner.catalog();
         let directory = catalog.directory();
@@ -87,8 +87,8 @@ impl Engine {
         }
     }
 
-    /// Puts a tool of the project in, or replaces it. The checks that need the project come first,
-    /// in the order of the protocol.
+    /// Adds or replaces a tool of the project. The checks that need the project come first, in the
+    /// order of the protocol.
     pub async fn put_tool(
         &self,
         caller: &Caller,
@@ -99,7 +99,7 @@ impl Engine {
         self.project_tool(caller, &name)
     }
 
-    /// The same of several tools: all of them, or none.
+    /// Adds or replaces several tools atomically.
     pub async fn put_tools(&self, caller: &Caller, tools: Vec<Definition>) -> Result<(), Error> {
         require_provider(caller)?;
         for tool in &tools {
@@ -130,14 +130,14 @@ impl Engine {
             .await
     }
 
-    /// A tool of the project itself, with all that its definition says.
+    /// Returns a tool defined by the project, with its full definition.
     pub fn project_tool(&self, caller: &Caller, name: &str) -> Result<Arc<Entry>, Error> {
         require_owner(caller)?;
         let found = self.inner.catalog().find(&caller.project, name).filter(is_projects_own);
         found.ok_or_else(|| Error::refused(Code::NotFound, format!("tool not found: \"{name}\"")))
     }
 
-    /// The tools of the project itself, by name, with all that their definitions say.
+    /// Returns the tools defined by the project, sorted by name, with their full definitions.
     pub fn project_tools(&self, caller: &Caller) -> Result<Vec<Arc<Entry>>, Error> {
         require_owner(caller)?;
         let mut tools = self.inner.catalog().tools(&caller.project);
@@ -145,7 +145,7 @@ impl Engine {
         Ok(tools)
     }
 
-    /// Takes a tool of the project away; calls that were made with it go on.
+    /// Removes a tool of the project. Calls already made with it continue.
     pub async fn drop_tool(&self, caller: &Caller, name: &str) -> Result<(), Error> {
         require_provider(caller)?;
         refuse_reserved(name, "delete")?;
@@ -161,7 +161,7 @@ impl Engine {
             .await
     }
 
-    /// Puts an agent on the roster, or changes what is known of it.
+    /// Adds an agent to the roster, or replaces its entry.
     pub async fn put_member(&self, caller: &Caller, mut member: Member) -> Result<Member, Error> {
         self.require_admin(caller, Some(&member.project))?;
         for (field, word) in
@@ -179,7 +179,7 @@ impl Engine {
         Ok(member)
     }
 
-    /// Takes an agent off the roster.
+    /// Removes an agent from the roster.
     pub async fn drop_member(&self, caller: &Caller, agent_id: &str) -> Result<(), Error> {
         self.require_admin(caller, None)?;
         self.member(caller, agent_id)?;
@@ -192,14 +192,14 @@ impl Engine {
             .await
     }
 
-    /// The project's roster.
+    /// Returns the project's roster.
     pub fn roster(&self, caller: &Caller) -> Vec<Member> {
         let catalog = self.inner.catalog();
         let mine = catalog.directory().roster.iter().filter(|m| m.project == caller.project);
         mine.cloned().collect()
     }
 
-    /// One agent of the roster.
+    /// Returns one agent of the roster.
     pub fn member(&self, caller: &Caller, agent_id: &str) -> Result<Member, Error> {
         let found = self.inner.member(&caller.project, agent_id);
         found.ok_or_else(|| {
@@ -216,7 +216,7 @@ impl Inner {
         roster.iter().find(|m| m.project == project && m.agent_id == agent_id).cloned()
     }
 
-    /// How the tool of a call is bound, in the version that the call was made with.
+    /// Loads the binding of a call's tool, in the version that the call was made with.
     pub(super) async fn binding_of(&self, call: &Call) -> Result<Option<Binding>, Error> {
         let target = &call.target;
         if !matches!(target.executor, Executor::Utp | Executor::Http) {
@@ -233,8 +233,8 @@ impl Inner {
     }
 }
 
-/// A definition has in it what no model is shown: arguments that are fixed, names of secrets,
-/// addresses.
+/// Requires the right to read definitions. They contain what no model sees: preset arguments, names
+/// of secrets, addresses.
 fn require_owner(caller: &Caller) -> Result<(), Error> {
     if caller.may_provide() {
         return Ok(());
@@ -280,7 +280,7 @@ fn bad(message: String) -> Error {
     Fault::new(Code::BadRequest, message).not_happened().into()
 }
 
-/// Every array in a schema must say what is in it, or models make up anything.
+/// Checks that every array in a schema has `items`. Without them models invent elements.
 pub fn check_arrays(schema: &Value, pointer: &str) -> Result<(), String> {
     let Value::Object(map) = schema else { return Ok(()) };
     let is_array = match map.get("type") {

@@ -1,9 +1,9 @@
-//! What callers ran themselves: calls and results that are recorded the same way as all others.
+//! Calls that callers execute themselves, recorded the same way as all others.
 //!
 //! Such a call is a ticket like any other: it has events, is listed, can be waited for and
-//! canceled, and has a deadline. It is under way from the moment it is recorded, nothing of it is
-//! executed here, and so nothing of it is ever tried again. Only who recorded it (and an admin)
-//! can say how it went.
+//! canceled, and has a deadline. It is running from the moment it is recorded. Toolcrib executes
+//! nothing for it and therefore never retries it. Only the agent that recorded it, or an admin, can
+//! report its result.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -27,25 +27,25 @@ use crate::retry::PolicyPatch;
 use crate::store::{CallFilter, IdempotencyKey};
 use crate::tool::{Definition, Executor, check_name};
 
-/// How many calls or results can be recorded at once.
+/// Maximum number of calls or results in one request.
 pub const MAX_RECORDED: usize = 128;
 
-/// A call that the caller runs, or ran, itself.
+/// A call that the caller executes, or has executed, itself.
 #[derive(Debug, Clone)]
 pub struct OwnCall {
     pub asked: Invocation,
-    /// Whether its result comes later; as the run's definition of the tool says, unless said.
+    /// True if the result comes later. If `None`, the run's definition of the tool decides.
     pub background: Option<bool>,
-    /// How it went, where that is known already.
+    /// The result, if it is known already.
     pub result: Option<Result<Json, Fault>>,
 }
 
-/// How a call that the caller ran itself went.
+/// The result of a call that the caller executed itself.
 #[derive(Debug, Clone)]
 pub struct OwnResult {
-    /// The call's ticket; it decides where it is given.
+    /// Id of the call. Takes precedence over `call_id`.
     pub tool_call_id: Option<CallId>,
-    /// The caller's own id of the call: the newest unanswered one with it is meant.
+    /// The caller's own id of the call. It names the newest unanswered call with this id.
     pub call_id: Option<String>,
     pub result: Result<Json, Fault>,
 }
@@ -58,8 +58,8 @@ struct Ready {
 }
 
 impl Engine {
-    /// Records calls that the caller runs itself. All are checked before the first is stored; one
-    /// that comes with its result has ended when this returns.
+    /// Records calls that the caller executes itself. All are validated before the first is stored.
+    /// A call that comes with its result has ended when this returns.
     pub async fn record_calls(
         &self,
         caller: &Caller,
@@ -79,12 +79,12 @@ impl Engine {
             let checked = self.prepare(caller, run_id, &tools, own).await;
             ready.push(checked.map_err(|error| at(&format!("tool_calls/{n}"), error))?);
         }
-        // Side by side, so that they share a commit.
+        // Concurrently, so that they share a commit.
         let stored = ready.into_iter().map(|ready| inner.surely(inner.clone().store_own(ready)));
         futures::future::join_all(stored).await.into_iter().collect()
     }
 
-    /// Records how calls went that the caller ran itself, in this order.
+    /// Records the results of calls that the caller executed itself, in this order.
     pub async fn record_results(
         &self,
         caller: &Caller,
@@ -157,7 +157,7 @@ impl Engine {
             }
             (None, Some(call_id)) => match self.find_own(caller, run_id, call_id).await? {
                 Some(call) => Some(call),
-                // A call that was given no id goes by its ticket.
+                // A call without a caller's id is found by its ticket.
                 None => self.by_ticket(caller, run_id, call_id).await,
             },
             (None, None) => {
@@ -202,7 +202,8 @@ impl Engine {
         Some(call).filter(|call| call.run_id == run_id && call.asked.call_id.is_none())
     }
 
-    /// The newest unanswered call with this id that the caller may answer; else the newest with it.
+    /// Finds the newest unanswered call with this id that the caller may answer; failing that, the
+    /// newest call with this id.
     async fn find_own(
         &self,
         caller: &Caller,
@@ -240,8 +241,9 @@ impl Engine {
 }
 
 impl Catalog {
-    /// Whether the caller may record what it ran itself under this name. A name that no rule allows
-    /// may be recorded, whether or not there is such a tool: nothing is executed for it.
+    /// Decides whether the caller may record a call of this name that it executed itself. Only a
+    /// rule that denies the name forbids it. No rule needs to allow the name, because Toolcrib
+    /// executes nothing for it; whether such a tool exists is irrelevant.
     pub(super) fn decide_own(&self, caller: &Caller, tool: &str) -> Decision {
         if caller.may_invoke() && caller.trust == Trust::Key && !caller.may_administer() {
             let rules = self.directory().rules.iter();
@@ -260,7 +262,8 @@ impl Inner {
         settled(self.advance(&call.project, &call.id, event).await?)
     }
 
-    /// A result must fit its limit and, where the run's definition has one, its output schema.
+    /// Checks a result against the size limit and, if the run's definition has one, the output
+    /// schema.
     fn checked_own(
         &self,
         call: &Call,
@@ -286,7 +289,7 @@ impl Inner {
     }
 }
 
-/// The tool of this name, or of the name that models know it by.
+/// Finds a tool by its exact name, or by the name that models use.
 fn named<'a>(tools: &'a [Definition], name: &str) -> Option<&'a Definition> {
     if let Some(tool) = tools.iter().find(|tool| tool.name == name) {
         return Some(tool);
@@ -295,7 +298,7 @@ fn named<'a>(tools: &'a [Definition], name: &str) -> Option<&'a Definition> {
     told.iter().position(|told| told == name).map(|at| &tools[at])
 }
 
-/// A tool as something that the caller runs itself, whoever else could.
+/// Compiles a tool as one that the caller executes, whatever its executor is otherwise.
 fn own_form(
     known: Option<&Definition>,
     project: &str,

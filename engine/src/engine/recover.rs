@@ -1,7 +1,7 @@
-//! Taking up what was open when the process before this one stopped.
+//! Adopts the calls that were open when the previous process stopped.
 //!
-//! There is no list of what was going on: the store's open calls are looked at one by one and each
-//! is told that whoever held it is gone; `step` decides what that means.
+//! No separate list of running work exists: recovery scans the store's open calls and applies the
+//! event `OwnerLost` to each; `step` decides the consequence.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -14,16 +14,16 @@ use crate::call::Call;
 use crate::fault::Error;
 use crate::lifecycle::Event;
 
-/// How many are read, and how many decided, at a time.
+/// Number of calls read, and number decided concurrently, at a time.
 const PAGE: usize = 1_000;
 const AT_ONCE: usize = 128;
 
 impl Engine {
-    /// Takes up every open call that this process does not hold. Answers with how many.
+    /// Adopts every open call that this process does not hold. Returns their number.
     pub async fn recover(&self) -> Result<usize, Error> {
         let inner = &self.inner;
-        // All are found before any goes on: what is out elsewhere has its place before anybody
-        // else can get it.
+        // All are loaded before any continues, so that attempts still in flight elsewhere get their
+        // slots before a new call can take them.
         let found = inner.left_open().await?;
         let taken: Vec<_> = found.into_iter().filter_map(|call| inner.take_up(call)).collect();
         inner.gate.end_counting();
@@ -33,14 +33,14 @@ impl Engine {
         inner.recovered.store(true, Ordering::Release);
         if count > 0 {
             metrics::counter!("toolcrib_reconciled_calls_total").increment(count as u64);
-            tracing::info!(count, "took up calls that were open");
+            tracing::info!(count, "adopted open calls");
         }
         Ok(count)
     }
 }
 
 impl Inner {
-    /// The open calls that others had in hand.
+    /// Finds the open calls of other processes.
     async fn left_open(&self) -> Result<Vec<Arc<Call>>, Error> {
         let (mut after, mut found) = (0, Vec::new());
         loop {
@@ -63,7 +63,7 @@ impl Inner {
         let found = entry.call();
         let lost = Event::Lost { node: self.node.clone() };
         self.advance_surely(&found.project, &found.id, lost).await;
-        // It may have ended after it was found and before it was taken up.
+        // The call may have ended between the scan and its adoption.
         let now = entry.call();
         if now.status.is_terminal() {
             self.live.moved(&found, &now);

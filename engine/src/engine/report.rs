@@ -1,4 +1,5 @@
-//! Reports from whoever executes a call elsewhere: taken, progress, outcome; and cancelling.
+//! Reports from remote executors (acknowledgement, progress, outcome), answers to elicitations, and
+//! cancellation.
 
 use std::sync::Arc;
 
@@ -19,18 +20,18 @@ use crate::json::Json;
 use crate::lifecycle::{Event, Refusal};
 use crate::tool::Executor;
 
-/// How an attempt went, as somebody else says.
+/// The result of an attempt, as its remote executor reports it.
 #[derive(Debug, Clone)]
 pub struct Report {
-    /// Which attempt; none = the one that is out.
+    /// Number of the attempt; `None` means the one in flight.
     pub attempt: Option<u32>,
-    /// The client that says so, where it names itself.
+    /// The reporting client, if it identifies itself.
     pub client_id: Option<String>,
     pub result: Result<Json, Fault>,
 }
 
 impl Engine {
-    /// A client has taken a request: the call is RUNNING from here on.
+    /// Records that a client acknowledged a request. The call is RUNNING from here on.
     pub async fn take(
         &self,
         caller: &Caller,
@@ -40,7 +41,7 @@ impl Engine {
     ) -> Result<Arc<Call>, Error> {
         let call = self.inner.provided(caller, id, Some(client_id)).await?;
         let attempt = attempt.unwrap_or(call.attempt);
-        // Who is given what another had taken is in that one's place.
+        // A client that was given another client's acknowledged request takes its place.
         let given = self.inner.desk.holder(id).as_deref() == Some(client_id);
         let has_it = given || call.taken_by.as_deref() == Some(client_id);
         if !has_it && !call.status.is_terminal() {
@@ -53,7 +54,7 @@ impl Engine {
         Ok(call)
     }
 
-    /// A client says how its attempt went.
+    /// Records the result of a client's attempt.
     pub async fn report(
         &self,
         caller: &Caller,
@@ -68,7 +69,7 @@ impl Engine {
         settled(self.inner.decide(caller, id, event).await?)
     }
 
-    /// A client says how far it is.
+    /// Records the progress of a client's attempt.
     pub async fn progress(
         &self,
         caller: &Caller,
@@ -85,7 +86,7 @@ impl Engine {
         self.inner.note_progress(id, attempt.unwrap_or(call.attempt), progress).await
     }
 
-    /// Nobody wants the outcome any more; whoever executes it is told.
+    /// Cancels a call and stops its executor.
     pub async fn cancel(
         &self,
         caller: &Caller,
@@ -103,7 +104,8 @@ impl Engine {
 }
 
 impl Engine {
-    /// Answers what a call's tool has asked, all of it or some. With the last answer it goes on.
+    /// Answers the elicitation of a call's tool, completely or in part. The call continues with the
+    /// last answer.
     pub async fn answer(
         &self,
         caller: &Caller,
@@ -122,7 +124,7 @@ impl Engine {
 }
 
 impl Inner {
-    /// Decides an event to the end, also when who brought it does not wait for that.
+    /// Applies an event to completion, even if the reporter disconnects.
     pub(super) async fn decide(
         self: &Arc<Self>,
         caller: &Caller,
@@ -133,7 +135,7 @@ impl Inner {
         self.surely(async move { inner.advance(&project, &id, event).await }).await
     }
 
-    /// The call, if this caller may report on it.
+    /// Returns the call if this caller may report on it.
     async fn provided(
         &self,
         caller: &Caller,
@@ -151,8 +153,8 @@ impl Inner {
             return Err(Error::refused(Code::PermissionDenied, message));
         }
         let catalog = self.catalog();
-        // The desk may have given on what one had taken who stayed away. What nobody has yet may be
-        // for one client alone.
+        // The client queue may have redelivered the work of an absent client, so its lease holder
+        // comes first. A call without a holder may be pinned to one client.
         let holder = self.desk.holder(id).or_else(|| call.taken_by.clone());
         let holder = holder.or_else(|| call.asked.client_id.clone());
         if let Some(client_id) = client_id {
@@ -180,7 +182,7 @@ impl Inner {
         Err(Error::refused(Code::PermissionDenied, message))
     }
 
-    /// A call of the caller's project, from memory or from the store.
+    /// Returns a call of the caller's project, from memory or from the store.
     pub(super) async fn own_call(&self, caller: &Caller, id: &CallId) -> Result<Arc<Call>, Error> {
         let call = match self.live.get(id) {
             Some(entry) => entry.call(),
@@ -189,11 +191,11 @@ impl Inner {
                 None => return Err(no_such_call(id)),
             },
         };
-        // Another project's call is answered exactly as one that does not exist.
+        // A call of another project is answered exactly as one that does not exist.
         if call.project == caller.project { Ok(call) } else { Err(no_such_call(id)) }
     }
 
-    /// A result must fit its limit and the tool's output schema.
+    /// Checks a result against the size limit and the tool's output schema.
     pub(super) fn checked(&self, call: &Call, result: Result<Json, Fault>) -> Result<Json, Fault> {
         let data = result?;
         let limit = self.limits.max_result_bytes;
@@ -212,19 +214,20 @@ impl Inner {
         };
         let mut value = data.value();
         if call.target.executor == Executor::Mcp {
-            // What the schema is about is one part of an MCP result, and failures need none.
+            // The schema describes only `structuredContent` of an MCP result, and error results
+            // need none.
             if value.get("isError").is_some_and(|is| is == true) {
                 return Ok(data);
             }
             value = value.get_mut("structuredContent").map_or(Value::Null, Value::take);
         }
-        // Who called is told what is wrong, and not what the tool gave.
+        // The caller learns what is wrong without seeing the tool's data.
         let problems = output.problems_unquoted(&value);
         if problems.is_empty() {
             return Ok(data);
         }
         let what = format!("the result of {} does not fit its output schema", call.target.tool);
-        // Whoever looks for the cause needs what was really given.
+        // The raw data is attached for diagnosis.
         Err(misfit(&what, &problems).with_raw(data))
     }
 
@@ -243,7 +246,7 @@ impl Inner {
             let message = format!("attempt {attempt} of call \"{id}\" is not out");
             return Err(Error::refused(Code::Conflict, message));
         }
-        // A tool that reports too often is not told off; what is over the limit is not kept.
+        // Excess progress is not an error; events beyond the limit are not stored.
         let stored = async || {
             let count = self.stored_events(&call, Kind::Progress).await?;
             Ok::<_, Error>(u32::try_from(count).unwrap_or(u32::MAX))
@@ -258,7 +261,7 @@ impl Inner {
     }
 }
 
-/// Who takes what it was not given must be a client that could be given it.
+/// Requires that a client which takes work it was not given offers the tool.
 fn require_offer(catalog: &Catalog, call: &Call, client_id: &str) -> Result<(), Error> {
     require_registered(catalog, &call.project, client_id)?;
     let tool = &call.target.tool;
@@ -269,7 +272,7 @@ fn require_offer(catalog: &Catalog, call: &Call, client_id: &str) -> Result<(), 
     Err(Error::refused(Code::PermissionDenied, message))
 }
 
-/// A refused report as the answer the reporter gets.
+/// Converts a refused event into the error for the reporter.
 pub(super) fn settled(advanced: Advanced) -> Result<Arc<Call>, Error> {
     let (call, refusal) = match advanced {
         Advanced::Done(call) | Advanced::Repeated(call) => return Ok(call),

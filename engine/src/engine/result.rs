@@ -1,5 +1,5 @@
-//! Reading results: any part of what a call gave, for whoever may read the call; and the tool
-//! `result.read`, by which a model does the same.
+//! Reads slices of call results, for every caller that may read the call; and the tool
+//! `result.read`, with which a model does the same.
 
 use std::sync::{Arc, OnceLock, Weak};
 
@@ -18,20 +18,20 @@ use crate::piece::{self, Content, Part, Piece};
 use crate::tool::{Effect, Risk};
 use crate::{digest, tokens};
 
-/// The name of the tool that reads results.
+/// Name of the tool that reads results.
 pub const RESULT_READ: &str = "result.read";
 
-/// The most bytes of a result that are given at once.
+/// Maximum size of one slice.
 const MOST_BYTES: usize = 256 << 10;
-/// A tool's answer goes to a model, so it is shorter.
+/// Maximum size of a slice for [`RESULT_READ`], whose output goes to a model.
 const TOOL_BYTES: usize = 16_000;
-/// The most tokens of one answer of [`RESULT_READ`].
+/// Maximum number of tokens in one output of [`RESULT_READ`].
 const TOOL_TOKENS: usize = 4_000;
-/// Going through more than this is not done between other work.
+/// Results larger than this are read on a blocking thread.
 const LARGE: usize = 64 << 10;
 
 impl Engine {
-    /// A part of a call's result. Whoever may read the call may read its result.
+    /// Returns a slice of a call's result. Every caller that may read the call may read its result.
     pub async fn read_result(
         &self,
         caller: &Caller,
@@ -41,8 +41,8 @@ impl Engine {
         self.inner.read_result(caller, id, part, MOST_BYTES).await
     }
 
-    /// A part of what a tool gave that did not fit its output schema. For who operates the crib:
-    /// it was refused as a result, and an agent must not take it for one.
+    /// Returns a slice of a result that did not match the tool's output schema. For operators only:
+    /// it was refused as a result, and an agent must not mistake it for one.
     pub async fn read_raw(&self, caller: &Caller, id: &CallId, part: Part) -> Result<Piece, Error> {
         if !caller.may_administer() {
             let role = caller.role.as_str();
@@ -61,9 +61,8 @@ impl Engine {
 }
 
 impl Engine {
-    /// A call's result as a model is given it: whole where it is within the budget, else its
-    /// digest. What the call was asked with says what is relevant, unless something better is
-    /// given.
+    /// Renders a call's result for a model: the whole if it fits the budget, otherwise its digest.
+    /// The `hint` tells the digest what is relevant; the default is the call's arguments.
     pub async fn given_result(
         &self,
         caller: &Caller,
@@ -95,10 +94,10 @@ impl Engine {
     }
 }
 
-/// A result as a model is given it.
+/// A result as rendered for a model.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Given {
-    /// It is within the budget.
+    /// The result fits the budget.
     Whole {
         data: Json,
         tokens: usize,
@@ -120,7 +119,7 @@ impl Inner {
     }
 }
 
-/// How a call ended; one that has not is a conflict.
+/// Returns the outcome of a call, or a conflict if the call has not ended.
 fn ended(call: &Call) -> Result<&crate::call::Outcome, Fault> {
     call.outcome.as_ref().ok_or_else(|| {
         let status = call.status.as_str();
@@ -133,7 +132,7 @@ fn ended(call: &Call) -> Result<&crate::call::Outcome, Fault> {
     })
 }
 
-/// What a call gave; one that gave nothing says why.
+/// Returns the result data of a call. If it has none, the fault states why.
 fn data(call: &Call) -> Result<Json, Fault> {
     let outcome = ended(call)?;
     if call.status == Status::Succeeded {
@@ -154,7 +153,7 @@ fn data(call: &Call) -> Result<Json, Fault> {
     Err(Fault::new(Code::Conflict, message).with_detail(detail).not_happened())
 }
 
-/// Reads here what is short, and elsewhere what would hold up others.
+/// Reads a slice: small results inline, large ones on a blocking thread.
 async fn read(data: Json, part: Part, most_bytes: usize) -> Result<Piece, Fault> {
     if data.text().len() <= LARGE {
         return piece::read(&data, &part, most_bytes);
@@ -163,59 +162,60 @@ async fn read(data: Json, part: Part, most_bytes: usize) -> Result<Piece, Fault>
     reading.await.unwrap_or_else(|_| Err(Fault::new(Code::Internal, "the result was not read")))
 }
 
-/// The engine, for a tool that is a part of it. Weak, or neither could ever be let go.
+/// Reference to the engine for a tool that the engine owns. Weak, because a strong one would form a
+/// cycle and leak both.
 pub(super) type Handle = Arc<OnceLock<Weak<Inner>>>;
 
-/// What to read.
+/// The slice to read.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct Args {
     /// The call whose result to read: tc_…
     tool_call_id: String,
-    /// Which part, as a JSON pointer such as /rows/10; the whole unless given
+    /// The part to read, as a JSON pointer such as /rows/10; default: the whole result
     #[serde(default)]
     pointer: Option<String>,
-    /// The first item, entry or line (with grep: match) to give, from 0
+    /// The first item, entry or line (with grep: match) to return, from 0
     #[serde(default)]
     #[schemars(range(min = 0))]
     offset: Option<u64>,
-    /// How many items, entries or lines to give; 100 unless given
+    /// Maximum number of items, entries or lines to return; default 100
     #[serde(default)]
     #[schemars(range(min = 1, max = 1000))]
     limit: Option<u64>,
-    /// A regular expression: gives only what fits it, with pointers
+    /// A regular expression: returns only what matches it, with pointers
     #[serde(default)]
     #[schemars(length(max = 1000))]
     grep: Option<String>,
 }
 
-/// What was read.
+/// The slice that was read.
 #[derive(Debug, Serialize, JsonSchema)]
 struct Answer {
     pointer: String,
-    /// What is there: array, object, text, number, boolean or null
+    /// Type of the value at the pointer: array, object, text, number, boolean or null
     #[serde(rename = "type")]
     kind: &'static str,
     bytes: usize,
-    /// How many items, entries or lines there are
+    /// Total number of items, entries or lines
     total: Option<usize>,
     offset: usize,
     shown: usize,
-    /// Where to go on, if there is more
+    /// The offset to continue from, if there is more
     next_offset: Option<usize>,
-    /// Less was given than asked for, because it would have been too much at once
+    /// True if less was returned than requested, because of the size limit
     truncated: bool,
     /// The items, entries or lines
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<Value>")]
     value: Option<Json>,
-    /// With grep: what fits
+    /// With grep: the matches
     #[serde(skip_serializing_if = "Option::is_none")]
     matches: Option<Vec<MatchAnswer>>,
-    /// With grep: how many fit altogether
+    /// With grep: total number of matches
     #[serde(skip_serializing_if = "Option::is_none")]
     matched: Option<usize>,
-    /// The beginning of one that is too long by itself; read it at next_pointer
+    /// The first part of a value that is too long by itself; read it at next_pointer
     #[serde(skip_serializing_if = "Option::is_none")]
     beginning: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -225,12 +225,12 @@ struct Answer {
 #[derive(Debug, Serialize, JsonSchema)]
 struct MatchAnswer {
     pointer: String,
-    /// Which line of the text there
+    /// Line number of the match within the text at the pointer
     #[serde(skip_serializing_if = "Option::is_none")]
     line: Option<usize>,
     #[schemars(with = "Value")]
     value: Json,
-    /// Only the beginning is given here
+    /// True if only the first part of the value is returned
     #[serde(skip_serializing_if = "Option::is_none")]
     cut: Option<bool>,
 }
@@ -273,7 +273,7 @@ impl From<Piece> for Answer {
     }
 }
 
-/// The tool `result.read` of the engine that the handle will name.
+/// Builds the tool `result.read` of the engine that the handle will refer to.
 pub(super) fn tool(handle: Handle) -> FnTool {
     let description = "Reads a part of the result of an earlier tool call: what a digest left \
          out. Name the part with pointer (/rows/10), page with offset and limit, or search with \
@@ -297,7 +297,7 @@ async fn answer(engine: &Inner, args: Args, context: &ToolContext) -> Result<Ans
         Fault::new(Code::NotFound, format!("tool_call_id: there is no call \"{given}\""))
     };
     let id: CallId = args.tool_call_id.parse().map_err(|_| no_such())?;
-    // It may read what whoever made this call may read; never more than an agent.
+    // The tool has the rights of the agent that made the call, and never more than an agent's.
     let caller = Caller {
         project: context.project.clone(),
         agent: context.agent.clone(),

@@ -1,9 +1,9 @@
-//! Finding tools by what they are about: ranked full-text search over names, descriptions and the
-//! names of parameters; and noticing that there are other tools than before.
+//! Searches tools: ranked full-text search over names, descriptions and parameter names. Also waits
+//! for changes of the directory.
 //!
-//! The index (BM25) is made when somebody searches, one for each project, and again when the
-//! directory has changed. It knows all tools of the project; what the caller may not call is taken
-//! out of what it finds.
+//! The index (BM25) is built per project at the first search, and rebuilt after the directory has
+//! changed. It covers all tools of the project; tools that the caller may not call are removed from
+//! the matches.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -19,20 +19,20 @@ use crate::caller::Caller;
 use crate::fault::{Code, Error};
 use crate::tool::Definition;
 
-/// How long a question may be; what is behind that adds nothing.
+/// Maximum length of a query. More text would not improve the matches.
 const MAX_QUERY_BYTES: usize = 1_000;
 
-/// How many projects' indexes are kept. Beyond it all are made again.
+/// Maximum number of cached indexes. Beyond it all are dropped and rebuilt.
 const KEPT: usize = 64;
 
-/// How much more a word of the name says than one of the description.
+/// Weight of a word in the name, relative to one in the description.
 const NAME_WEIGHT: usize = 3;
 
-/// A tool that was found, best first.
+/// A tool that matches a query.
 #[derive(Debug, Clone)]
 pub struct Found {
     pub entry: Arc<Entry>,
-    /// How well it fits; only comparable within one answer.
+    /// Relevance. Comparable only within one response.
     pub score: f32,
 }
 
@@ -43,14 +43,14 @@ struct Index {
     tools: Vec<Arc<Entry>>,
 }
 
-/// The indexes in use.
+/// Cached indexes by project.
 #[derive(Default)]
 pub(crate) struct Indexes {
     kept: Mutex<HashMap<String, Arc<Index>>>,
 }
 
 impl Engine {
-    /// The tools the caller may call that fit the question, best first.
+    /// Returns the tools the caller may call that match the query, best first.
     pub async fn search(
         &self,
         caller: &Caller,
@@ -62,7 +62,7 @@ impl Engine {
             return Err(Error::refused(Code::ValidationError, message));
         }
         let (engine, caller, query) = (self.clone(), caller.clone(), query.to_owned());
-        // Making an index takes a while, and so does searching a large one.
+        // Building an index is CPU-bound, and so is searching a large one.
         let searching = tokio::task::spawn_blocking(move || {
             let catalog = engine.inner.catalog();
             let index = engine.inner.indexes.of(&catalog, &caller.project);
@@ -71,14 +71,14 @@ impl Engine {
         searching.await.map_err(unavailable_thread)
     }
 
-    /// Counts the changes of tools, keys and rules: while it is the same, so is every answer that
-    /// is made of them.
+    /// Returns the version of the directory of tools, keys and rules. While it stays the same, so
+    /// does everything derived from them.
     pub fn directory_version(&self) -> u64 {
         self.inner.catalog().version()
     }
 
-    /// Waits until the directory is another than at this version, and answers with the new one.
-    /// None when the engine is being shut down.
+    /// Waits until the directory has a version other than `seen`, and returns it. Returns `None`
+    /// when the engine is shutting down.
     pub async fn directory_changed(&self, seen: u64) -> Option<u64> {
         let inner = &self.inner;
         let mut news = inner.bus.listen(Topic::Directory);
@@ -130,7 +130,7 @@ impl Index {
         for result in self.words.search(&plain(query), self.tools.len()) {
             scores.insert(result.document.id, result.score);
         }
-        // A part of a name is a good question as well.
+        // Part of a name is a valid query too.
         let part = query.trim().to_lowercase();
         for (entry, id) in self.tools.iter().zip(0_u32..) {
             let name = entry.definition.name.to_lowercase();
@@ -154,7 +154,7 @@ impl Index {
     }
 }
 
-/// Everything about a tool that can be searched for.
+/// Returns the searchable text of a tool.
 fn words_of(definition: &Definition) -> String {
     let name = plain(&definition.name);
     let mut words = [name.as_str(); NAME_WEIGHT].join(" ");
@@ -174,7 +174,7 @@ fn words_of(definition: &Definition) -> String {
     words
 }
 
-/// A name as words: `issueTracker.create_issue` is about an issue tracker, and creating.
+/// Splits a name into words: `issueTracker.create_issue` becomes `issue Tracker create issue`.
 fn plain(name: &str) -> String {
     let mut words = String::with_capacity(name.len() + 8);
     let mut before_was_lower = false;

@@ -1,8 +1,8 @@
-//! What was begun is finished, also when whoever asked for it has gone away.
+//! Completes started work even if its caller disconnects.
 //!
-//! A caller that hangs up drops the future it was waiting for. Between handing a change to the
-//! store and acting on its commit that must not happen: the change would stand, and nobody would
-//! act on it.
+//! A caller that disconnects drops the future it was waiting for. Between handing a change to the
+//! store and acting on its commit, that must not stop the work: the change would be committed and
+//! its actions never performed.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use std::task::{Context, Poll};
 
 use super::Inner;
 
-/// A future that goes on by itself when it is dropped half-way.
+/// A future that is moved to a background task if it is dropped before completion.
 pub(super) struct Surely<F>
 where
     F: Future + Send + 'static,
@@ -54,7 +54,7 @@ where
 {
     fn drop(&mut self) {
         let Some(rest) = self.rest.take() else { return };
-        // Without a runtime the process is going down, and the next start takes it up.
+        // Without a runtime the process is exiting, and the next start recovers the work.
         if let Ok(runtime) = tokio::runtime::Handle::try_current() {
             self.inner.attempts.spawn_on(
                 async move {

@@ -1,5 +1,5 @@
-//! Where a call is executed: by which tool or which other one, by which client, and how many at
-//! once.
+//! Routes a call: resolves its tool and fallbacks, its client, and the concurrency limits that
+//! apply.
 
 use std::sync::Arc;
 
@@ -17,8 +17,8 @@ use crate::policy::Decision;
 use crate::tool::Executor;
 
 impl Inner {
-    /// The alternates that could take this call: there, allowed, with fitting arguments, and
-    /// offered by the client that the call is pinned to.
+    /// Resolves the fallbacks that could execute this call: existing, allowed, with valid
+    /// arguments, and offered by the client that the call is pinned to.
     pub(super) fn alternates(
         &self,
         catalog: &Catalog,
@@ -50,9 +50,9 @@ impl Inner {
         targets
     }
 
-    /// Which places an attempt takes, and the limits on them.
+    /// Returns the scope that an attempt's slot counts against, and its limits.
     pub(super) fn place(&self, call: &Call) -> (Place, Caps) {
-        // What callers run themselves takes nobody's place. No tool has this name.
+        // Calls that the caller executes take no slot of any tool. No tool can have this name.
         let line =
             |tool: &str| Arc::new(Line { project: call.project.clone(), tool: tool.to_owned() });
         if call.target.executor == Executor::Caller {
@@ -63,7 +63,7 @@ impl Inner {
         (Place { line, local }, caps)
     }
 
-    /// The limits in parallel that hold in this line now; none where its tool is gone.
+    /// Returns the present concurrency limits of a queue; `None` if its tool no longer exists.
     pub(crate) fn caps(&self, line: &Line) -> Option<Caps> {
         let entry = self.catalog().find(&line.project, &line.tool)?;
         let over = self.policies.tools.get(&line.tool).and_then(|o| o.policy.max_parallel);
@@ -87,7 +87,7 @@ pub(super) fn target(tool: &Compiled, args: Json) -> Target {
     }
 }
 
-/// A call can be pinned to a client only where that client offers the tool.
+/// Checks that the client that a call is pinned to offers the tool.
 pub(super) fn check_client(
     catalog: &Catalog,
     caller: &Caller,
@@ -103,7 +103,7 @@ pub(super) fn check_client(
     Err(fault.with_detail(json!({ "pointer": "/client_id" })).into())
 }
 
-/// Whether the one client that may execute a call, if there is one, offers this tool.
+/// Returns true if the call is not pinned to a client, or that client offers this tool.
 fn may_execute(catalog: &Catalog, project: &str, tool: &Compiled, client_id: Option<&str>) -> bool {
     let offered_by = || catalog.offered_by(project, &tool.definition.name);
     client_id.is_none_or(|client_id| offered_by().iter().any(|id| id == client_id))

@@ -1,7 +1,7 @@
-//! Conversations that are kept between two requests of their asker: what was said in one, and what
-//! its calls came to, that the asker itself does not have. Who comes back with results of its own
-//! tools finds the crib's results of the same step here, also after a restart, so that no model is
-//! left to think that a call was not made and makes it again.
+//! Conversations saved between two requests of a caller: messages and tool results that the caller
+//! itself does not have. A caller that returns with the results of its own tools finds Toolcrib's
+//! results of the same step here, even after a restart. Without them, the model would assume that a
+//! call was not made, and make it again.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -13,25 +13,25 @@ use crate::json::Json;
 use crate::store::Run;
 use crate::turn::Awaited;
 
-/// What is kept of a conversation.
+/// A saved conversation.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Thread {
-    /// Messages in the chat form.
+    /// Messages in the chat format.
     pub messages: Vec<Value>,
-    /// Calls whose results come late.
+    /// Calls whose results arrive later.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub awaited: Vec<Awaited>,
 }
 
 #[derive(Serialize, Deserialize)]
 struct Kept<T> {
-    /// Threads of one agent are not another's.
+    /// Owner. An agent cannot load the conversations of another.
     agent: String,
     thread: T,
 }
 
 impl Engine {
-    /// Keeps a conversation under this id, instead of what was kept before.
+    /// Saves a conversation under this id, replacing any earlier one.
     pub async fn keep_thread(
         &self,
         caller: &Caller,
@@ -48,7 +48,7 @@ impl Engine {
         self.inner.store.put_run(run).await.map_err(unavailable)
     }
 
-    /// The conversation that this caller kept under this id.
+    /// Loads the conversation that this caller saved under this id.
     pub async fn thread(&self, caller: &Caller, id: &str) -> Result<Option<Thread>, Error> {
         let stored =
             self.inner.store.run(&caller.project, &place(id)).await.map_err(unavailable)?;
@@ -59,7 +59,8 @@ impl Engine {
     }
 }
 
-/// Beside the runs that callers name: no name of theirs has a control character.
+/// Returns the storage key, which shares a namespace with the run ids of callers. No run id can
+/// contain a control character, so they never collide.
 fn place(id: &str) -> String {
     format!("\u{1}thread/{id}")
 }

@@ -1,6 +1,6 @@
-//! Turns: an agent leases one, dispatches the calls of a step, is suspended until all of them are
-//! in, is woken, and resumes with the results. Every lease, resume and stop begins a new epoch, and
-//! whatever names an older one is refused.
+//! UTP turns: an agent leases a turn, dispatches the calls of a step, is suspended until all
+//! results are in, is woken, and resumes with the results. Every new lease, resume, stop and expiry
+//! starts a new epoch, and requests for an older epoch are refused.
 
 mod dispatch;
 mod refused;
@@ -21,17 +21,17 @@ use crate::utp::{
 
 pub use dispatch::{Dispatch, Dispatched, StepCall};
 
-/// How long a lease holds unless said.
+/// Default duration of a lease.
 const LEASE_MS: u64 = 300_000;
 const LEASE_RANGE_MS: std::ops::RangeInclusive<u64> = 1_000..=86_400_000;
 
-/// How often a change is tried while others change the same turn.
+/// Maximum number of attempts to save a turn that others change concurrently.
 const TRIES: usize = 8;
 
-/// A turn that somebody wants.
+/// A request to lease a turn.
 #[derive(Debug, Clone, Default)]
 pub struct Lease {
-    /// Made up unless given.
+    /// Generated if `None`.
     pub turn_id: Option<String>,
     pub channel: Option<String>,
     pub lease_ms: Option<u64>,
@@ -42,28 +42,28 @@ pub struct Lease {
     pub depth: u32,
 }
 
-/// One call's result, as the agent goes on with it.
+/// The result of one step call, for the agent that resumes.
 #[derive(Debug, Clone)]
 pub struct StepResult {
     pub tool_call_id: String,
     pub tool_name: String,
-    /// One of the five.
+    /// One of the five UTP statuses.
     pub status: String,
-    /// What really follows: the result's own word goes before the definition's.
+    /// The effective value: the result card takes precedence over the definition.
     pub after_execution: AfterExecution,
     pub card_id: String,
     pub result: Value,
     pub error: Value,
 }
 
-/// A turn that goes on, or has ended with its results.
+/// A turn that was resumed, or ended by its results.
 #[derive(Debug, Clone)]
 pub struct Resumed {
     pub turn: Turn,
     pub results: Vec<StepResult>,
 }
 
-/// What an agent wants with a turn of its own that runs.
+/// A change that an agent requests for its running turn.
 enum Wish {
     Renew,
     Suspend,
@@ -88,7 +88,7 @@ fn invalid(message: impl Into<String>) -> Error {
 }
 
 impl Engine {
-    /// Leases a turn: a new one, or one whose lease ran out.
+    /// Leases a turn: a new one, or one whose lease has expired.
     pub async fn lease(
         &self,
         caller: &Caller,
@@ -149,7 +149,7 @@ impl Engine {
         inner.save_turn(turn, TurnChange::default(), News::default()).await
     }
 
-    /// One turn of an agent.
+    /// Returns one turn of an agent.
     pub async fn turn(
         &self,
         caller: &Caller,
@@ -166,7 +166,7 @@ impl Engine {
         })
     }
 
-    /// The calls that are out, or were last: of every step that the turn waits for.
+    /// Returns the calls of every step that the turn waits for, or last waited for.
     pub async fn step_calls(&self, turn: &Turn) -> Result<Vec<Waiting>, Error> {
         let mut calls = Vec::new();
         for step_id in turn.last_steps() {
@@ -175,7 +175,7 @@ impl Engine {
         Ok(calls)
     }
 
-    /// Keeps the lease of a running turn.
+    /// Renews the lease of a running turn.
     pub async fn renew_lease(
         &self,
         caller: &Caller,
@@ -186,7 +186,7 @@ impl Engine {
         self.change_running(caller, agent_id, turn_id, epoch, Wish::Renew).await
     }
 
-    /// Suspends a turn until its calls are in.
+    /// Suspends a turn until the results of its calls are in.
     pub async fn suspend(
         &self,
         caller: &Caller,
@@ -197,9 +197,9 @@ impl Engine {
         self.change_running(caller, agent_id, turn_id, epoch, Wish::Suspend).await
     }
 
-    /// Goes on with the results of all that was dispatched since it last did, once they are in;
-    /// waits for that, but not longer than this. With a result that terminates, the turn has ended
-    /// instead.
+    /// Resumes a turn with the results of everything dispatched since the last resume, once all of
+    /// them are in; waits for that, at most `wait_ms`. If a result terminates the turn, the turn
+    /// ends instead.
     pub async fn resume(
         &self,
         caller: &Caller,
@@ -262,7 +262,7 @@ impl Engine {
         Ok(Resumed { turn, results })
     }
 
-    /// Ends a running turn.
+    /// Finishes a running turn.
     pub async fn finish(
         &self,
         caller: &Caller,
@@ -274,8 +274,8 @@ impl Engine {
         self.change_running(caller, agent_id, turn_id, epoch, Wish::Finish(reason)).await
     }
 
-    /// Changes a turn that runs in this epoch. What was changed meanwhile (its lease was renewed)
-    /// does not stand in the way, as long as it still does.
+    /// Changes a turn that is running in this epoch. Retries if a concurrent change, such as a
+    /// renewed lease, leaves it running.
     async fn change_running(
         &self,
         caller: &Caller,
@@ -300,7 +300,7 @@ impl Engine {
         Err(too_fast())
     }
 
-    /// Does to a turn what is wished; what there is to be told of it.
+    /// Applies the transition to a turn. Returns the event to publish, if there is one.
     async fn granted(&self, turn: &mut Turn, wish: &Wish) -> Result<Option<News>, Error> {
         match wish {
             Wish::Renew => {
@@ -327,7 +327,7 @@ impl Engine {
         }
     }
 
-    /// A turn that runs in this epoch, under a lease that holds.
+    /// Returns the turn if it is running in this epoch under a valid lease.
     async fn running(
         &self,
         caller: &Caller,
@@ -350,7 +350,7 @@ impl Engine {
     }
 }
 
-/// What comes from above goes on in headers and commands, so it must be able to stand there.
+/// Checks the lineage of a turn. It is copied into headers and commands, so it must be valid there.
 fn check_lineage(wanted: &Lease) -> Result<(), Error> {
     if wanted.tracestate.as_deref().is_some_and(|state| !trace::is_state(state)) {
         return Err(invalid("tracestate must be at most 512 printable ASCII characters"));
@@ -387,7 +387,8 @@ fn taken_over(known: Turn, agent_id: &str, now_ms: u64, lease_ms: u64) -> Result
     Ok(turn)
 }
 
-/// What the results that end a turn make of it: the first that did not go well decides.
+/// Derives the turn's completion from the results that terminate it: the first one that did not
+/// succeed decides.
 fn ended_by(results: &[StepResult]) -> Task {
     let ending = || results.iter().filter(|r| r.after_execution == AfterExecution::Terminate);
     let decides = ending().find(|result| result.status != "success").or_else(|| ending().next());
@@ -400,7 +401,7 @@ fn ended_by(results: &[StepResult]) -> Task {
     }
 }
 
-/// The calls that are not in yet, by the model's ids.
+/// Returns the model's ids of the calls whose results are not in yet.
 fn open_calls(calls: &[Waiting]) -> Vec<String> {
     let open = calls.iter().filter(|call| call.inbox_id.is_none());
     open.map(|call| call.tool_call_id.clone()).collect()
@@ -411,7 +412,7 @@ fn next(turn: Turn) -> Turn {
 }
 
 impl Inner {
-    /// Saves a turn, and tells whoever listens.
+    /// Saves a turn together with the events that announce it, and wakes the publisher.
     async fn save_turn(
         &self,
         turn: Turn,

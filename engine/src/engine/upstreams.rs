@@ -1,8 +1,8 @@
-//! Servers that tools are brought in from: which there are, and what they offer.
+//! Upstreams: the MCP servers that Toolcrib imports tools from, and their tools.
 //!
-//! What an upstream offers is stored, so that its tools are known before it answers after a start,
-//! and so that another definition than the one that was accepted is noticed. Who speaks with it is
-//! a source; the engine keeps the record.
+//! The tools of an upstream are stored, so that they are known after a start before the upstream
+//! answers, and so that a definition other than the accepted one is detected. A source communicates
+//! with the upstream; the engine holds the record.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -20,17 +20,17 @@ use crate::policy::Decision;
 use crate::tool::{Definition, Executor, check_upstream_name};
 
 impl Engine {
-    /// Every upstream of the directory, of all projects: for who speaks with them.
+    /// Returns every upstream of all projects, for the source that connects to them.
     pub fn upstreams(&self) -> Vec<Upstream> {
         self.inner.catalog().directory().upstreams.clone()
     }
 
-    /// Whether this caller may add and remove the upstreams of its project.
+    /// Requires that this caller may add and remove the upstreams of its project.
     pub fn check_upstreams(&self, caller: &Caller) -> Result<(), Error> {
         self.require_admin(caller, Some(&caller.project))
     }
 
-    /// Adds an upstream, or replaces what is known of it.
+    /// Adds an upstream, or replaces its record.
     pub async fn put_upstream(
         &self,
         caller: &Caller,
@@ -59,7 +59,7 @@ impl Engine {
         Ok(upstream)
     }
 
-    /// Takes an upstream away, with its tools. Calls that were made with them go on to their end.
+    /// Removes an upstream with its tools. Calls already made with them run to completion.
     pub async fn drop_upstream(&self, caller: &Caller, name: &str) -> Result<(), Error> {
         self.check_upstreams(caller)?;
         let (inner, project) = (&self.inner, &caller.project);
@@ -79,14 +79,15 @@ impl Engine {
             .await
     }
 
-    /// The tools that an upstream is known to offer, by name.
+    /// Returns the stored tools of an upstream, sorted by name.
     pub fn upstream_tools(&self, project: &str, upstream: &str) -> Vec<Arc<Entry>> {
         let mut tools = self.inner.catalog().tools(project);
         tools.retain(|entry| belongs(&entry.definition, upstream));
         tools
     }
 
-    /// The projects and names of upstreams that have tools here, whether or not they are there.
+    /// Returns the project and name of each upstream that has tools here, whether or not it is
+    /// still configured.
     pub fn upstreams_with_tools(&self) -> HashSet<(String, String)> {
         let catalog = self.inner.catalog();
         let brought = catalog.directory().tools.iter().filter(|t| t.executor == Executor::Mcp);
@@ -97,8 +98,8 @@ impl Engine {
         whose.collect()
     }
 
-    /// Sets the tools of an upstream: these, and no others. Answers with those that could not be
-    /// taken, each with the reason; one that is not usable does not keep the others out.
+    /// Replaces the tools of an upstream. Returns the tools that were refused, each with the
+    /// reason; one unusable tool does not exclude the others.
     pub async fn set_upstream_tools(
         &self,
         project: &str,
@@ -138,14 +139,14 @@ impl Engine {
         Ok(unusable)
     }
 
-    /// Forgets the tools of an upstream that is in no configuration any more.
+    /// Removes the tools of an upstream that is no longer configured.
     pub async fn forget_upstream(&self, project: &str, upstream: &str) -> Result<(), Error> {
         let (project, name) = (project.to_owned(), upstream.to_owned());
         let change = Change::DropUpstream { project, name };
         self.inner.change(|_| Ok((change.clone(), None))).await
     }
 
-    /// What an upstream's issuer has granted: for who speaks with it, and nobody else.
+    /// Returns the stored OAuth credential of an upstream. Only for the source that connects to it.
     pub async fn upstream_grant(
         &self,
         project: &str,
@@ -154,7 +155,7 @@ impl Engine {
         self.inner.store.grants().grant(project, upstream).await.map_err(unavailable)
     }
 
-    /// Keeps what an upstream's issuer has granted, or forgets it.
+    /// Stores the OAuth credential of an upstream, or deletes it.
     pub async fn keep_upstream_grant(
         &self,
         project: &str,
@@ -165,24 +166,26 @@ impl Engine {
         kept.map_err(unavailable)
     }
 
-    /// The projects and names of upstreams that something was granted for.
+    /// Returns the project and name of each upstream that has a stored credential.
     pub async fn upstream_grants(&self) -> Result<Vec<(String, String)>, Error> {
         self.inner.store.grants().grants().await.map_err(unavailable)
     }
 
-    /// Whether the caller may use what goes by this name, be it a tool or something beside tools.
+    /// Returns true if the access rules allow the caller to use this name, be it a tool or another
+    /// feature of an upstream.
     pub fn may_use(&self, caller: &Caller, name: &str) -> bool {
         self.inner.catalog().decide(caller, name) == Decision::Allowed
     }
 }
 
-/// Whether an upstream has brought it; those that a source has by itself are of no project.
+/// Returns true if the tool was imported from this upstream. A source's own tools have no project.
 fn belongs(tool: &Definition, upstream: &str) -> bool {
     let whose = tool.name.split_once('.').map(|(upstream, _)| upstream);
     tool.executor == Executor::Mcp && tool.project.is_some() && whose == Some(upstream)
 }
 
-/// Those whose names are free, as many as there is room for; and why not the others.
+/// Selects the tools whose names are free, up to the limit. Also returns the refused ones, each
+/// with the reason.
 fn fitting(
     catalog: &Catalog,
     project: &str,

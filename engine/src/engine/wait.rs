@@ -1,7 +1,7 @@
-//! Reading calls, waiting for them, listing them, and following their events.
+//! Reads, lists and waits for calls, and follows their events.
 //!
-//! A wait listens first and then looks, so a wake between the two is not missed; and it looks
-//! again after a while in any case, so a lost wake costs a little time and nothing else.
+//! A wait subscribes first and then reads, so it misses no wake-up between the two. It also polls
+//! at an interval, so a lost wake-up costs a little time and nothing else.
 
 use std::sync::Arc;
 
@@ -16,23 +16,22 @@ use crate::fault::{Code, Error};
 use crate::id::CallId;
 use crate::store::{CallFilter, EventScope};
 
-/// A page of calls ends with the one that brings it to so many bytes: a few calls with large
-/// results are as much as one can want at once.
+/// Size at which a page of calls ends, so that a few calls with large results fill a page.
 const PAGE_BYTES: usize = 16 << 20;
 
-/// How often a waiter looks without having been woken.
+/// Interval at which a waiter polls the store when no wake-up arrives.
 const LOOK_AGAIN_MS: u64 = 2_000;
 
-/// Which calls to list.
+/// Filter for a list of calls.
 #[derive(Debug, Clone, Default)]
 pub struct CallQuery {
     pub run_id: Option<String>,
     pub tool_name: Option<String>,
     pub status: Option<Status>,
-    /// Only background tasks.
+    /// True to list background tasks only.
     pub background: bool,
     pub since_ms: Option<u64>,
-    /// The last call of the page before.
+    /// Id of the last call of the previous page.
     pub before: Option<CallId>,
     pub limit: usize,
 }
@@ -41,11 +40,11 @@ pub struct CallQuery {
 #[derive(Debug)]
 pub struct CallPage {
     pub calls: Vec<Call>,
-    /// For the next page, if there is one.
+    /// Cursor for the next page, if there is one.
     pub before: Option<CallId>,
 }
 
-/// Whose events to follow.
+/// Scope of the events to follow.
 #[derive(Debug, Clone)]
 pub enum EventQuery {
     Call(CallId),
@@ -54,18 +53,18 @@ pub enum EventQuery {
 }
 
 impl Engine {
-    /// One call.
+    /// Returns one call.
     pub async fn call(&self, caller: &Caller, id: &CallId) -> Result<Arc<Call>, Error> {
         self.inner.own_call(caller, id).await
     }
 
-    /// A call as its ticket, to wait for it.
+    /// Returns a ticket for a call, to wait for it.
     pub async fn ticket(&self, caller: &Caller, id: &CallId) -> Result<Ticket, Error> {
         let call = self.call(caller, id).await?;
         Ok(Ticket { entry: self.inner.live.get(id), call, replayed: true })
     }
 
-    /// One call, once it has ended or `wait_ms` have passed, whichever is first.
+    /// Waits until a call has ended, at most `wait_ms`, and returns it.
     pub async fn wait(
         &self,
         caller: &Caller,
@@ -76,7 +75,7 @@ impl Engine {
         self.wait_for(caller, id, entry, wait_ms).await
     }
 
-    /// The call of a ticket, once it has ended or `wait_ms` have passed, whichever is first.
+    /// Waits until the call of a ticket has ended, at most `wait_ms`, and returns it.
     pub async fn outcome(
         &self,
         caller: &Caller,
@@ -89,7 +88,7 @@ impl Engine {
         self.wait_for(caller, &ticket.call.id, ticket.entry.clone(), wait_ms).await
     }
 
-    /// The call of a ticket, once it is not as it was at this version, or `wait_ms` have passed.
+    /// Waits until the call of a ticket has a version other than `seen`, at most `wait_ms`.
     pub async fn news(
         &self,
         caller: &Caller,
@@ -111,7 +110,7 @@ impl Engine {
         self.wait_until(caller, id, entry, wait_ms, |call| call.status.is_terminal()).await
     }
 
-    /// A live call is watched where its states are shown; any other is looked up in the store.
+    /// Waits for a condition. Reads an open call from memory and any other from the store.
     async fn wait_until(
         &self,
         caller: &Caller,
@@ -140,7 +139,7 @@ impl Engine {
         }
     }
 
-    /// One call, once it has ended. Every call has a deadline, so this returns.
+    /// Waits until a call has ended. Every call has a deadline, so this returns.
     pub async fn finished(&self, caller: &Caller, id: &CallId) -> Result<Arc<Call>, Error> {
         loop {
             let call = self.wait(caller, id, self.inner.limits.max_wait_ms).await?;
@@ -154,7 +153,7 @@ impl Engine {
         }
     }
 
-    /// A page of the project's calls, newest first.
+    /// Returns a page of the project's calls, newest first.
     pub async fn calls(&self, caller: &Caller, query: CallQuery) -> Result<CallPage, Error> {
         let limit = query.limit.clamp(1, 200);
         let filter = CallFilter {
@@ -165,7 +164,7 @@ impl Engine {
             background: query.background,
             since_ms: query.since_ms,
             before: query.before,
-            // One more than asked tells whether there is another page.
+            // One more than requested shows whether there is another page.
             limit: limit + 1,
             enough_bytes: Some(PAGE_BYTES),
         };
@@ -180,15 +179,15 @@ impl Engine {
             fits
         });
         let count = fits.count().min(limit);
-        // Of a page that is full of bytes nobody knows whether it is the last.
+        // A page that ended at the size limit may or may not be the last.
         let more = listed.len() > count || filter.is_enough(bytes);
         listed.truncate(count);
         let before = listed.last().filter(|_| more).map(|last| last.id.clone());
         Ok(CallPage { calls: listed, before })
     }
 
-    /// Events after this number, waiting until there are some. Empty when there can be no more:
-    /// the one call asked about has ended, or the engine is being shut down.
+    /// Returns events after this number, and waits until there is one. Returns an empty list when
+    /// there can be no more: the requested call has ended, or the engine is shutting down.
     pub async fn events(
         &self,
         caller: &Caller,
@@ -230,7 +229,7 @@ impl Engine {
         }
     }
 
-    /// The number of the newest event, to follow only what comes from now on.
+    /// Returns the number of the newest event, to follow only later ones.
     pub async fn newest_event(&self, caller: &Caller) -> Result<u64, Error> {
         let scope = EventScope::Project(caller.project.clone());
         let newest = self.inner.store.newest_event(scope).await;
@@ -239,11 +238,12 @@ impl Engine {
 }
 
 impl Inner {
-    /// Returns when a call is shown as it is stored. It is stored a moment before: who was told of
-    /// what is stored must not find the call as it was, afterwards.
+    /// Waits until the state in memory has caught up with the store. A call is stored a moment
+    /// before its new state is visible; a caller that saw the stored state must not read an older
+    /// one afterwards.
     pub(crate) async fn until_shown(&self, id: &CallId, is_so: impl Fn(&Call) -> bool) {
         if let Some(entry) = self.live.get(id).filter(|entry| !is_so(&entry.call())) {
-            // Whoever decides has this from before the commit until the new state is shown.
+            // The lock is held from before the commit until the new state is visible.
             drop(entry.deciding.lock().await);
         }
     }

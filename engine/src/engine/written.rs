@@ -1,5 +1,5 @@
-//! Stores that tool services read and write themselves: what they find there before a command is
-//! sent, and the reports that they leave there.
+//! Tables that tool services share with Toolcrib: commands that services find there, and reports
+//! that they write there.
 
 use tokio::sync::watch;
 
@@ -12,13 +12,13 @@ use crate::tool::Executor;
 use crate::utp::card;
 
 impl Engine {
-    /// Changes when a report may have been written into the store; none for a store that only this
-    /// program writes to.
+    /// Subscribes to reports that may have been written to the shared tables. Returns `None` for a
+    /// store that only this process writes to.
     pub fn written_news(&self) -> Option<watch::Receiver<u64>> {
         Some(self.inner.store.utp().shared()?.news())
     }
 
-    /// Reports in the store that nobody has judged, in order, after this one.
+    /// Returns unprocessed reports from the shared tables, in order, after this number.
     pub async fn written_reports(
         &self,
         after: u64,
@@ -28,7 +28,7 @@ impl Engine {
         shared.written_reports(after, limit).await.map_err(unavailable)
     }
 
-    /// Writes down what became of one of them.
+    /// Records the disposition of a report.
     pub async fn judged(&self, number: u64, judged: Judged) -> Result<(), Error> {
         let Some(shared) = self.inner.store.utp().shared() else { return Ok(()) };
         shared.judged(number, judged).await.map_err(unavailable)
@@ -36,7 +36,8 @@ impl Engine {
 }
 
 impl Inner {
-    /// A command whose card is where its tool service may look for it.
+    /// Writes the command's card to the shared tables, where the tool service may read it, before
+    /// the command is sent.
     pub(super) async fn shown(&self, call: &Call, command: Command) -> Result<Command, Fault> {
         let shared = self.store.utp().shared().filter(|_| call.target.executor == Executor::Utp);
         let Some(shared) = shared else { return Ok(command) };

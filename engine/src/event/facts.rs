@@ -1,4 +1,4 @@
-//! What a record says besides its kind.
+//! The data fields of a record.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -7,21 +7,21 @@ use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::Value;
 
-/// A few named facts, an object in JSON. Every call makes some of these and there are few in each,
-/// so they are a list: names that are known beforehand cost nothing, and looking through is fast.
+/// A few named fields, a JSON object. Every call creates some and each has few, so they are a list:
+/// static names need no allocation, and a linear search is fast.
 #[derive(Debug, Clone, Default)]
 pub struct Facts(Vec<(Cow<'static, str>, Value)>);
 
 impl Facts {
-    /// Most records have no more.
+    /// Initial capacity; most records have no more fields.
     const USUAL: usize = 4;
 
-    /// The fact of this name.
+    /// Returns the field with this name.
     pub fn get(&self, name: &str) -> Option<&Value> {
         self.0.iter().find(|(known, _)| known == name).map(|(_, value)| value)
     }
 
-    /// Notes a fact, in place of what was said under this name before.
+    /// Sets a field, replacing any previous value.
     pub fn insert(&mut self, name: impl Into<Cow<'static, str>>, value: Value) {
         let name = name.into();
         match self.0.iter_mut().find(|(known, _)| *known == name) {
@@ -35,29 +35,29 @@ impl Facts {
         }
     }
 
-    /// Takes a fact out.
+    /// Removes a field and returns its value.
     pub fn remove(&mut self, name: &str) -> Option<Value> {
         let at = self.0.iter().position(|(known, _)| known == name)?;
         Some(self.0.remove(at).1)
     }
 
-    /// How many there are.
+    /// Returns the number of fields.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// Whether there are none.
+    /// Returns true if there are no fields.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// All of them.
+    /// Iterates over all fields.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &Value)> {
         self.0.iter().map(|(name, value)| (name.as_ref(), value))
     }
 }
 
-/// Nothing, where there is no such fact.
+/// Returns `Value::Null` for a missing field.
 impl std::ops::Index<&str> for Facts {
     type Output = Value;
 
@@ -66,7 +66,7 @@ impl std::ops::Index<&str> for Facts {
     }
 }
 
-/// The order says nothing.
+/// Ignores the order of the fields.
 impl PartialEq for Facts {
     fn eq(&self, other: &Self) -> bool {
         let same = |(name, value)| other.get(name) == Some(value);

@@ -1,8 +1,8 @@
-//! One text for all the ways in which the same document can be written: what documents are compared
-//! by and fingerprints are taken of. Pure.
+//! Canonical text of a JSON document: one text for all spellings of the same document, used to
+//! compare documents and to compute fingerprints. Pure.
 //!
-//! It is made from the text and not from a tree of values, as a number in such a tree is a double
-//! where it is beyond 64 bits, and two different numbers may be the same double.
+//! It is computed from the text and not from a value tree: in such a tree an integer beyond 64 bits
+//! becomes a double, and two different numbers may become the same double.
 
 use std::borrow::Cow;
 
@@ -10,8 +10,8 @@ use serde_json::{Number, Value};
 
 use super::cursor::{Cursor, Kind, unquoted};
 
-/// The document with its object keys in order, its numbers and escapes in one spelling and without
-/// space. The text must have been checked to be JSON.
+/// Returns the document without whitespace, with its object keys sorted and its numbers and escapes
+/// in one spelling. The text must be valid JSON.
 pub fn canonical(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     write(&mut Cursor::new(text), &mut out);
@@ -28,7 +28,7 @@ fn write(cursor: &mut Cursor<'_>, out: &mut String) {
                 members.push((unquoted(key), key, *cursor));
                 cursor.skip();
             }
-            // Of a name that is there twice, the last one counts, as it does for every reader.
+            // If a name is repeated, the last value counts, as it does for every parser.
             members.reverse();
             members.sort_by(|(one, ..), (two, ..)| one.cmp(two));
             members.dedup_by(|(one, ..), (two, ..)| one == two);
@@ -63,13 +63,13 @@ fn write(cursor: &mut Cursor<'_>, out: &mut String) {
 
 fn write_string(written: &str, out: &mut String) {
     match written.contains('\\') {
-        // Escapes have several spellings; this is the one that the serialiser has.
+        // Escapes have several spellings; use the serializer's.
         true => out.push_str(&Value::from(unquoted(written)).to_string()),
         false => out.push_str(written),
     }
 }
 
-/// A number as the serialiser writes it where that says the same, and exactly where it does not.
+/// Writes a number as the serializer does if that preserves its value, and otherwise exactly.
 fn number(written: &str) -> Cow<'_, str> {
     let Ok(number) = written.parse::<Number>() else { return Cow::Borrowed(written) };
     let usual = number.to_string();
@@ -84,11 +84,12 @@ fn number(written: &str) -> Cow<'_, str> {
     Cow::Owned(usual)
 }
 
-/// The digits of a number without zeros at either end, and the power of ten that they are times.
+/// Returns the digits of a number without zeros at either end, and the power of ten to multiply
+/// them by.
 fn decimal(written: &str) -> (String, i64) {
     let plain = written.trim_start_matches('-');
     let (mantissa, exponent) = plain.split_once(['e', 'E']).unwrap_or((plain, "0"));
-    // More than fits is refused where JSON is checked, unless all digits are zeros.
+    // Validation refuses a larger exponent, unless all digits are zeros.
     let exponent: i64 = exponent.parse().unwrap_or_default();
     let (whole, fraction) = mantissa.split_once('.').unwrap_or((mantissa, ""));
     let all = format!("{whole}{fraction}");
@@ -142,7 +143,7 @@ mod tests {
         }
     }
 
-    /// Fingerprints of what is stored were taken of this text.
+    /// Fingerprints in existing databases were computed from this text.
     #[test]
     fn usual_documents_are_written_as_the_serialiser_writes_them() {
         for text in [

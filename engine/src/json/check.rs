@@ -1,6 +1,6 @@
-//! What a text must be beside JSON, so that it can also be read as a value: not nested too deep, no
-//! number beyond what a number can be, no half of a surrogate pair. One pass over the bytes, and no
-//! tree. What is not JSON at all is for the parser to say. Pure.
+//! Checks that valid JSON can also be read as a value: nesting depth, number range, and no lone
+//! surrogates. One pass over the bytes, without building a tree. Text that is not JSON at all is
+//! left to the parser. Pure.
 
 use std::borrow::Cow;
 
@@ -9,16 +9,16 @@ use super::{MAX_DEPTH, NotJson};
 /// Numbers with fewer characters and no exponent are always in range: the largest has 309 digits.
 const SURELY_IN_RANGE: usize = 300;
 
-/// The escape of U+FFFD, which stands for what is no character. As long as any other.
+/// Escape of U+FFFD, the replacement character. It has the same length as any other `\u` escape.
 const REPLACEMENT: &[u8; 6] = b"\\ufffd";
 
-/// Refuses a text that may be JSON and could not be read as a value, before anything reads it.
+/// Refuses a text that may be JSON but could not be read as a value, before anything parses it.
 pub fn check(bytes: &[u8]) -> Result<(), NotJson> {
     scan(bytes, |at| Err(NotJson::at(bytes, at, "half of a surrogate pair")))
 }
 
-/// The same for what somebody reports: half of a surrogate pair, as is left where a text was cut
-/// within an emoji, becomes U+FFFD.
+/// Checks a reported payload like [`check`], but replaces lone surrogates with U+FFFD. They appear
+/// if a text was truncated within an emoji.
 pub fn mended(bytes: &[u8]) -> Result<Cow<'_, [u8]>, NotJson> {
     let mut halves = Vec::new();
     scan(bytes, |at| {
@@ -59,7 +59,7 @@ fn scan(bytes: &[u8], mut half: impl FnMut(usize) -> Result<(), NotJson>) -> Res
     Ok(())
 }
 
-/// Where a string ends that begins before `at`.
+/// Returns the offset after a string that begins before `at`.
 fn string_end(
     bytes: &[u8],
     mut at: usize,
@@ -85,13 +85,13 @@ fn string_end(
     }
 }
 
-/// The code unit of the escape `\uXXXX` at a place, if there is one.
+/// Returns the code unit of the escape `\uXXXX` at an offset, if there is one.
 fn unit(bytes: &[u8], at: usize) -> Option<u32> {
     let digits = bytes.get(at..at + 6)?.strip_prefix(b"\\u")?;
     digits.iter().try_fold(0, |unit, digit| Some(unit * 16 + char::from(*digit).to_digit(16)?))
 }
 
-/// Where a number ends.
+/// Returns the offset after a number, or an error if the number is out of range.
 fn number_end(bytes: &[u8], at: usize) -> Result<usize, NotJson> {
     let in_number = |byte: &u8| matches!(byte, b'0'..=b'9' | b'.' | b'e' | b'E' | b'+' | b'-');
     let length = bytes[at..].iter().position(|byte| !in_number(byte)).unwrap_or(bytes.len() - at);

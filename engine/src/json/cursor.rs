@@ -1,13 +1,13 @@
-//! Going through a JSON text without taking it apart. Pure.
+//! Walks through a JSON text without parsing it into a tree. Pure.
 //!
-//! A [`Cursor`] stands before a value and can step over it or into it. It allocates nothing and
-//! looks at each byte once, so a part of a large document is found at the speed of reading it. The
-//! text must have been checked to be JSON; on anything else the answers mean nothing, but every
-//! walk still comes to an end.
+//! A [`JsonCursor`] stands before a value and can step over it or into it. It does not allocate and
+//! reads each byte once, so finding a part of a large document takes no longer than reading it. The
+//! text must be valid JSON; on anything else the results are meaningless, but every walk still
+//! terminates.
 
 use std::borrow::Cow;
 
-/// What a value is.
+/// The type of a JSON value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Kind {
     Object,
@@ -19,12 +19,12 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// The kind of the value that a text begins with.
+    /// Returns the type of the value that a text begins with.
     pub fn of(text: &str) -> Self {
         Cursor::new(text).kind()
     }
 
-    /// As written on the wire.
+    /// Returns the type's name on the wire.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Object => "object",
@@ -37,7 +37,7 @@ impl Kind {
     }
 }
 
-/// A place in a JSON text, before a value.
+/// A position in a JSON text, before a value.
 #[derive(Debug, Clone, Copy)]
 pub struct Cursor<'a> {
     text: &'a str,
@@ -45,24 +45,24 @@ pub struct Cursor<'a> {
 }
 
 impl<'a> Cursor<'a> {
-    /// Before the value that the text begins with.
+    /// Creates a cursor before the value that the text begins with.
     pub fn new(text: &'a str) -> Self {
         let mut cursor = Self { text, at: 0 };
         cursor.skip_space();
         cursor
     }
 
-    /// Before a value that begins there in the same text.
+    /// Returns a cursor before a value at another offset of the same text.
     pub fn moved_to(&self, at: usize) -> Self {
         Self { text: self.text, at: at.min(self.text.len()) }
     }
 
-    /// Where it stands, in bytes.
+    /// Returns the byte offset of the cursor.
     pub fn at(&self) -> usize {
         self.at
     }
 
-    /// What comes next.
+    /// Returns the type of the next value.
     pub fn kind(&self) -> Kind {
         match self.byte() {
             Some(b'{') => Kind::Object,
@@ -80,7 +80,7 @@ impl<'a> Cursor<'a> {
         self.skip_space();
     }
 
-    /// Whether there is another item or entry; if not, steps out behind the closing bracket.
+    /// Returns whether there is another item or entry; if not, steps out past the closing bracket.
     pub fn more(&mut self) -> bool {
         self.skip_space();
         if self.byte() == Some(b',') {
@@ -97,7 +97,7 @@ impl<'a> Cursor<'a> {
         }
     }
 
-    /// Steps over an entry's key, and gives it as it is written, with its quotes.
+    /// Steps over an entry's key and returns it as raw JSON, with its quotes.
     pub fn key(&mut self) -> &'a str {
         let key = self.skip();
         self.skip_space();
@@ -108,7 +108,7 @@ impl<'a> Cursor<'a> {
         key
     }
 
-    /// Steps over a value, and gives it as it is written.
+    /// Steps over a value and returns it as raw JSON.
     pub fn skip(&mut self) -> &'a str {
         let begin = self.at;
         match self.byte() {
@@ -160,7 +160,7 @@ impl<'a> Cursor<'a> {
     }
 }
 
-/// Behind the string that begins there.
+/// Returns the offset after the string that begins at `begin`.
 fn string_end(bytes: &[u8], begin: usize) -> usize {
     let mut at = begin + 1;
     while let Some(byte) = bytes.get(at) {
@@ -173,19 +173,19 @@ fn string_end(bytes: &[u8], begin: usize) -> usize {
     bytes.len()
 }
 
-/// What a string says, from how it is written with its quotes.
+/// Decodes a raw JSON string with its quotes.
 pub fn unquoted(written: &str) -> Cow<'_, str> {
     let inner = written.strip_prefix('"').unwrap_or(written);
     let inner = inner.strip_suffix('"').unwrap_or(inner);
     if !inner.as_bytes().contains(&b'\\') {
         return Cow::Borrowed(inner);
     }
-    // Half of a surrogate pair is JSON and no text; then it is shown as it was written.
+    // A lone surrogate is valid JSON but not text; such a string is returned as written.
     unescaped(inner).map_or(Cow::Borrowed(inner), Cow::Owned)
 }
 
-/// In one piece of memory that is large enough from the start: a long text is not held several
-/// times while it grows.
+/// Unescapes a string into one allocation that is large enough from the start, so that a long text
+/// is not copied while it grows.
 fn unescaped(inner: &str) -> Option<String> {
     let mut text = String::with_capacity(inner.len());
     let mut rest = inner;
@@ -199,7 +199,7 @@ fn unescaped(inner: &str) -> Option<String> {
     Some(text)
 }
 
-/// The character of an escape, and what stands behind it.
+/// Decodes an escape and returns its character and the remaining text.
 fn escape(written: &str) -> Option<(char, &str)> {
     let mut characters = written.chars();
     let character = match characters.next()? {
@@ -217,7 +217,7 @@ fn escape(written: &str) -> Option<(char, &str)> {
 fn code_point(written: &str) -> Option<(char, &str)> {
     let unit = |text: &str| u16::from_str_radix(text.get(..4)?, 16).ok();
     let (first, rest) = (unit(written)?, written.get(4..)?);
-    // A character beyond the first 65,536 is written as two.
+    // A character beyond U+FFFF is written as two escapes.
     let second = rest.strip_prefix("\\u").and_then(unit);
     let mut decoded = char::decode_utf16([first].into_iter().chain(second));
     let character = decoded.next()?.ok()?;

@@ -1,7 +1,7 @@
-//! Whole numbers that cannot be kept as such. Pure.
+//! Finds integers that lose precision when they are read as a number. Pure.
 
-/// The first whole number of a JSON text that would be another once it was read: one that has more
-/// than 64 bits, and is not what the nearest floating-point number is.
+/// Returns the first integer of a JSON text that changes when it is read as a number: one that does
+/// not fit 64 bits and differs from the nearest floating-point number.
 pub fn rounded(text: &str) -> Option<&str> {
     let bytes = text.as_bytes();
     let mut at = 0;
@@ -24,7 +24,7 @@ pub fn rounded(text: &str) -> Option<&str> {
     None
 }
 
-/// Behind a text that begins here.
+/// Returns the offset after a string that begins at `at`.
 fn after_text(bytes: &[u8], at: usize) -> usize {
     let mut at = at + 1;
     while at < bytes.len() && bytes[at] != b'"' {

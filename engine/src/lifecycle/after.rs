@@ -1,8 +1,8 @@
-//! Calls that come one after the other.
+//! Calls that wait for their predecessor.
 
 use super::{Action, Call, Hold, Refusal, Step, committed};
 
-/// The call before it has ended: it gets in line, and what it has of time begins.
+/// Queues a call whose predecessor has ended; its timeout starts now.
 pub(super) fn its_turn(call: &Call, now_ms: u64) -> Result<Step, Refusal> {
     let Some(Hold::After { timeout_ms }) = call.hold else { return Err(Refusal::NotNow) };
     let mut next = call.clone();

@@ -1,10 +1,10 @@
-//! What only those can tell of who execute an attempt somewhere else.
+//! Transitions reported by remote executors.
 
 use super::{
     Action, Call, Kind, Record, Refusal, Status, Step, Told, begin, committed, end, ending, late,
 };
 
-/// An end that is final whatever the policy says: nothing is tried again.
+/// Ends the call with a remote outcome. It is final under every policy: no retry follows.
 pub(super) fn told(
     call: &Call,
     attempt: u32,
@@ -55,7 +55,7 @@ pub(super) fn told(
     Ok(committed(end, records, vec![Action::Ended]))
 }
 
-/// The attempt goes on elsewhere, under this name: after a crash it is looked for there.
+/// Stores the handle of an attempt that continues at the executor, to resume it after a crash.
 pub(super) fn handed(
     call: &Call,
     attempt: u32,

@@ -1,4 +1,4 @@
-//! How an attempt went, and what follows: the end, another attempt, or an alternate.
+//! Reports on attempts, and the transitions that follow: the end, a retry, or a fallback.
 
 use super::said::{said_before, says_the_same};
 use super::{Action, Refusal, Step, begin, committed, end, ending, late, with_report};
@@ -59,12 +59,12 @@ pub(super) fn report(
     }
 }
 
-/// An attempt failed: again, otherwise, or not at all.
+/// Handles a failed attempt: retries, falls back, or ends the call.
 pub(super) fn failed(mut next: Call, mut records: Vec<Record>, fault: &Fault, now_ms: u64) -> Step {
     let harmless = fault.happened == Happened::No;
     let may_repeat = harmless || next.target.effect != Effect::Irreversible;
     let backoff_ms = next.backoff.wait_ms(next.target_attempts, next.id.as_str());
-    // Whoever says when to come again is not asked before.
+    // Do not retry before the delay that the executor requested.
     let wait_ms = backoff_ms.max(fault.retry_after_ms().unwrap_or(0));
     let at_ms = now_ms.saturating_add(wait_ms);
     let tries_left = next.target_attempts <= next.max_retries;

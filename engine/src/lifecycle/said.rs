@@ -1,9 +1,9 @@
-//! What was said before: a report that comes a second time is answered as the first.
+//! Detection of duplicate reports: a duplicate gets the same reply as the first.
 
 use super::{Call, Fault, Json, Status};
 
-/// Whether a report says again what has led to another attempt. Without a number it can mean the
-/// one before only while no other is out.
+/// Returns true if a report repeats the failure that led to another attempt. A report without an
+/// attempt number refers to the failed attempt only while no other is in flight.
 pub(super) fn said_before(call: &Call, attempt: Option<u32>, result: &Result<Json, Fault>) -> bool {
     let (Some(failed), Err(fault)) = (&call.failed, result) else { return false };
     let meant = attempt.or((!call.attempt_is_out()).then_some(failed.attempt));
@@ -11,7 +11,7 @@ pub(super) fn said_before(call: &Call, attempt: Option<u32>, result: &Result<Jso
     over && meant.is_some_and(|attempt| failed.is_same(attempt, fault))
 }
 
-/// Whether a report says what the call came to.
+/// Returns true if a report matches the call's outcome.
 pub(super) fn says_the_same(call: &Call, result: &Result<Json, Fault>) -> bool {
     let Some(outcome) = &call.outcome else { return false };
     match (call.status, result) {

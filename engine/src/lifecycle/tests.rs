@@ -1,5 +1,5 @@
-//! The table: every status (with its hold) times every event, all rows present. A new status or
-//! event does not compile or pass until it has its rows.
+//! The transition table: every status (with its hold) times every event, all rows present. A new
+//! status or event fails to compile or to pass until it has its rows.
 
 mod after;
 mod again;
@@ -14,7 +14,7 @@ const CREATED: u64 = 1_000_000;
 const NOW: u64 = CREATED + 1_000;
 const DEADLINE: u64 = CREATED + 30_000;
 
-/// Where a call can stand.
+/// The states a call can be in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum At {
     Queue,
@@ -42,7 +42,7 @@ const EVERYWHERE: [At; 10] = [
     At::Canceled,
 ];
 
-/// What can happen.
+/// The events that can occur.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Did {
     Claim,
@@ -144,7 +144,7 @@ fn failed_with(fault: Fault) -> Event {
     Event::Report { attempt: None, by: None, result: Err(fault) }
 }
 
-/// A client tool's call that stands there, on its second attempt where one is out.
+/// Returns a client tool's call in this state, on its second attempt if one is in flight.
 fn standing(at: At) -> Call {
     let mut call = call(Executor::Client, Effect::Irreversible);
     let out = |call: &mut Call| (call.attempt, call.target_attempts) = (2, 2);
@@ -223,10 +223,10 @@ fn event(did: Did) -> (Event, u64) {
     (event, if did == Did::DeadlineDue { DEADLINE } else { NOW })
 }
 
-/// What must come of it.
+/// The expected result of a row.
 #[derive(Debug, PartialEq, Eq)]
 enum Expect {
-    /// The call stands so.
+    /// The call has this status and hold.
     To(Status, Option<&'static str>),
     Repeated,
     Ended,
@@ -319,7 +319,7 @@ fn every_status_times_every_event() {
     assert_eq!(rows, EVERYWHERE.len() * EVERYTHING.len());
 }
 
-/// What holds of every step, whatever it was.
+/// Checks the invariants of every transition.
 fn check_next(before: &Call, step: &Step, at: At, did: Did) {
     let (call, row) = (&step.call, format!("{at:?} × {did:?}"));
     assert!(!before.status.is_terminal(), "{row}: a terminal status never changes");
@@ -329,7 +329,7 @@ fn check_next(before: &Call, step: &Step, at: At, did: Did) {
     assert_eq!(call.status.is_terminal(), call.outcome.is_some(), "{row}");
     assert_eq!(call.status.is_terminal(), step.actions.contains(&Action::Ended), "{row}");
     assert!(call.status != Status::Running || call.started_ms.is_some(), "{row}");
-    // Whoever executed it and says how it ended need not be told to stop.
+    // An executor that reported the end needs no stop request.
     let told = matches!(did, Did::ToldTimedOut | Did::ToldCanceled);
     let stopped = matches!(call.status, Status::Timeout | Status::Canceled) && !told;
     let stops = step.actions.iter().any(|action| matches!(action, Action::Stop { .. }));
@@ -340,7 +340,7 @@ fn check_next(before: &Call, step: &Step, at: At, did: Did) {
     }
 }
 
-/// A running call of a function in this process.
+/// Returns a running call of a function in this process.
 fn running(effect: Effect) -> Call {
     let claim = Event::Claim { node: "n1".into() };
     step(&call(Executor::Builtin, effect), &claim, NOW).unwrap().call
@@ -430,7 +430,7 @@ fn answers_reach_the_next_attempt_and_asking_costs_no_retry() {
     let dialogue = next.dialogue.as_ref().unwrap();
     let heard: Vec<&str> = dialogue.answers.keys().map(String::as_str).collect();
     assert_eq!((heard, dialogue.note.as_deref()), (vec!["city", "name"], Some("n")));
-    // Who asks a second time begins anew.
+    // A second elicitation starts a new round.
     let again = Event::Ask { attempt: next.attempt, questions: questions() };
     let again = step(&next, &again, NOW).unwrap().call;
     assert!(again.dialogue.unwrap().answers.is_empty());
@@ -481,7 +481,7 @@ fn what_a_tool_service_told_is_answered_the_same_when_told_again() {
     }
 }
 
-/// What the caller runs itself is under way as soon as it is recorded, and is never run by us.
+/// A caller-executed call is running as soon as it is recorded, and Toolcrib never runs it.
 #[test]
 fn the_callers_own_call_runs_from_the_first_moment_and_once() {
     let own = Call { max_retries: 0, ..call(Executor::Caller, Effect::Irreversible) };

@@ -1,4 +1,5 @@
-//! JSON pointers (RFC 6901): finding what they point at, and saying where they go astray.
+//! JSON pointers (RFC 6901): resolves them, and reports the nearest existing value if there is
+//! none.
 
 use serde_json::{Value, json};
 
@@ -6,15 +7,15 @@ use super::invalid;
 use crate::fault::{Code, Fault};
 use crate::json::cursor::{Cursor, Kind, unquoted};
 
-/// How many keys are told to somebody who named one that is not there.
+/// Maximum number of keys listed in the fault for a key that does not exist.
 const KEYS_TOLD: usize = 30;
 
-/// A key as a step of a pointer.
+/// Escapes a key for use in a pointer.
 pub(crate) fn escaped(key: &str) -> String {
     key.replace('~', "~0").replace('/', "~1")
 }
 
-/// Before the value that a pointer points at.
+/// Returns a cursor before the value that a pointer selects.
 pub(super) fn find<'a>(text: &'a str, pointer: &str) -> Result<Cursor<'a>, Fault> {
     let mut cursor = Cursor::new(text);
     let mut parent = String::new();
@@ -47,7 +48,7 @@ fn steps(pointer: &str) -> Result<Vec<String>, Fault> {
     rest.split('/').map(step).collect()
 }
 
-/// One step down; false where there is nothing.
+/// Descends one level; returns false if there is no such member.
 fn enter(cursor: &mut Cursor<'_>, step: &str) -> bool {
     match cursor.kind() {
         Kind::Object => {
@@ -61,7 +62,7 @@ fn enter(cursor: &mut Cursor<'_>, step: &str) -> bool {
             false
         }
         Kind::Array => {
-            // A place is written one way only: no sign, no zeros before it.
+            // An index has only one valid spelling: no sign, no leading zeros.
             let place = step.parse::<usize>().ok().filter(|place| place.to_string() == step);
             let Some(place) = place else { return false };
             cursor.enter();
@@ -77,7 +78,7 @@ fn enter(cursor: &mut Cursor<'_>, step: &str) -> bool {
     }
 }
 
-/// There is nothing at the pointer; says what is nearest.
+/// Returns the fault for a pointer that selects nothing, with the nearest existing value.
 fn astray(pointer: &str, parent: &str, mut cursor: Cursor<'_>) -> Fault {
     let kind = cursor.kind();
     let (mut keys, mut count) = (Vec::new(), 0_usize);

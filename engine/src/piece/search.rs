@@ -1,7 +1,7 @@
-//! Searching a part of a result: which of its members fit a pattern, and where they are.
+//! Searches a result: finds the members that match a pattern, and their pointers.
 //!
-//! A member that is long is searched itself, so that what is given is the line or the item
-//! that fits and not the array it lies in.
+//! A long member is searched recursively, so that a match is the line or item itself and not the
+//! array that contains it.
 
 use regex::{Regex, RegexBuilder};
 use serde_json::Value;
@@ -12,12 +12,12 @@ use crate::json::Json;
 use crate::json::cursor::{Cursor, Kind, unquoted};
 use crate::lines::lines;
 
-/// A member that is longer than this is searched itself.
+/// Members longer than this are searched recursively.
 const LONG: usize = 1_000;
-/// The most memory that a pattern may take when it is made ready.
+/// Maximum memory of a compiled pattern.
 const PATTERN_BYTES: usize = 1 << 18;
 
-/// A pattern, made ready. Searching takes time in proportion to the text, whatever the pattern.
+/// Compiles a pattern. The search takes time linear in the text, whatever the pattern.
 pub(super) fn compile(pattern: &str) -> Result<Regex, Fault> {
     if pattern.len() > MAX_GREP {
         return Err(invalid("grep", format!("grep is longer than {MAX_GREP} bytes")));
@@ -26,11 +26,11 @@ pub(super) fn compile(pattern: &str) -> Result<Regex, Fault> {
         .size_limit(PATTERN_BYTES)
         .dfa_size_limit(PATTERN_BYTES)
         .nest_limit(50)
-        // Lines are what a text is made of, also where it is looked at as a whole.
+        // `^` and `$` match at lines, also where a text is searched as a whole.
         .multi_line(true)
         .build();
     built.map_err(|error| {
-        // Its last line is the reason; before it the pattern is drawn over several lines.
+        // The last line is the reason; the lines before it draw the pattern.
         let reason = error.to_string();
         let reason = reason.lines().last().unwrap_or_default();
         let reason = reason.strip_prefix("error: ").unwrap_or(reason);
@@ -38,7 +38,7 @@ pub(super) fn compile(pattern: &str) -> Result<Regex, Fault> {
     })
 }
 
-/// The members that fit, and how many members there are.
+/// Returns the matching members and the total number of members.
 pub(super) fn matches(
     written: &str,
     pointer: &str,
@@ -59,7 +59,7 @@ struct Search<'s> {
 }
 
 impl Search<'_> {
-    /// Searches the members of a value; gives how many it has.
+    /// Searches the members of a value and returns their number.
     fn within(&mut self, written: &str, pointer: &str) -> Option<usize> {
         match Kind::of(written) {
             Kind::Text => Some(self.lines(&unquoted(written), pointer)),
@@ -101,7 +101,7 @@ impl Search<'_> {
             if value.len() > LONG {
                 self.within(value, &place);
             }
-            // What is in none of its parts alone, or in its name, is in the whole.
+            // A match in none of its parts, or only in its key, counts for the whole member.
             if self.take.seen == before && (named || self.fits(value)) {
                 self.give(value, &place, None);
             }

@@ -1,4 +1,4 @@
-//! Reading parts: each pointer, each kind, each limit, and what is wrong with a question.
+//! Tests of slices: every pointer, type and limit, and invalid queries.
 
 use serde_json::{Value, json};
 
@@ -36,7 +36,7 @@ fn a_pointer_finds_any_part() {
         assert_eq!(value(&piece), expected, "{pointer}");
         assert_eq!(piece.next_offset, None);
     }
-    // As it was written, not as it would be written again.
+    // The text is returned as written, not serialized again.
     let data = Json::parse(r#"{"x": {"price": 1.10}}"#).unwrap();
     let piece = read(&data, &at("/x"), PLENTY).unwrap();
     assert_eq!(piece.content, Content::Value(Json::parse(r#"{"price":1.10}"#).unwrap()));
@@ -133,7 +133,7 @@ fn grep_gives_what_fits_and_where_it_is() {
     assert_eq!(found(&piece), (expected.to_vec(), 3));
     assert_eq!((piece.total, piece.next_offset), (Some(250), None));
 
-    // At the top, what is given are the rows and lines that fit, not all rows or all lines.
+    // At the top level, only the matching rows and lines are returned.
     let piece = read(&data, &Part { grep: grep("n123\"|^77 line"), ..at("") }, PLENTY).unwrap();
     let (mut places, matched) = found(&piece);
     places.sort();

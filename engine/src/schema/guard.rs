@@ -1,11 +1,12 @@
-//! Decides, before a schema is compiled, whether it can hurt the process that will run it.
+//! Decides, before a schema is compiled, whether it can harm the process that runs it.
 //!
-//! It never fetches anything and never looks at an instance: it reads the schema as a graph of
-//! subschemas and refuses what leaves the document, loops in place, or multiplies work.
+//! The guard never fetches anything and never sees an instance: it reads the schema as a graph of
+//! subschemas, and refuses a schema that refers outside the document, loops in place, or multiplies
+//! work.
 //!
-//! One idea: an edge of that graph either stays on the same instance value (`$ref`, `anyOf`, ...)
-//! or steps down into one of its members. Edges that stay add up and may not form a loop; edges
-//! that step down may loop, but only so that each instance value is visited once per round.
+//! An edge of that graph either stays on the same instance value (`$ref`, `anyOf`, ...) or descends
+//! into one of its members. In-place edges add up and may not form a loop. Edges that descend may
+//! loop, but only so that each instance value is visited once per round.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -18,30 +19,31 @@ use super::SchemaError;
 mod graph;
 mod load;
 
-/// Longest schema, in bytes of compact JSON.
+/// Maximum size of a schema, in bytes of compact JSON.
 pub(super) const MAX_BYTES: usize = 256 * 1024;
-/// Deepest nesting of objects and arrays in the schema document.
+/// Maximum nesting of objects and arrays in the schema document.
 pub(super) const MAX_DEPTH: usize = 64;
-/// Most subschemas in one document.
+/// Maximum number of subschemas in one document.
 pub(super) const MAX_SUBSCHEMAS: usize = 10_000;
-/// Most subschemas that share one `$dynamicAnchor`, as each reference may mean any of them.
+/// Maximum number of subschemas that share one `$dynamicAnchor`, because each reference may mean
+/// any of them.
 pub(super) const MAX_ANCHORS: usize = 64;
-/// Most evaluations one instance value may receive from one evaluation of the root.
+/// Maximum number of evaluations of one instance value per evaluation of the root.
 pub(super) const MAX_PATHS: u64 = 20_000;
-/// Longest chain of subschemas on one instance value: the validator recurses along it.
+/// Maximum chain of subschemas on one instance value: the validator recurses along it.
 pub(super) const MAX_CHAIN: u32 = 32;
 
-/// What the rest of the module needs to know about a schema that passed.
+/// Properties of an accepted schema that the rest of the module needs.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Passed {
     pub draft: Draft,
     /// Longest chain of subschemas on one instance value.
     pub chain: u32,
-    /// Most evaluations one property name may receive through one `propertyNames`.
+    /// Maximum number of evaluations of one property name through one `propertyNames`.
     pub per_name: u64,
-    /// Weight of the patterns that one property name may be read through.
+    /// Total weight of the patterns that one property name may be matched against.
     pub name_weight: usize,
-    /// How many regular expressions the schema holds.
+    /// Number of regular expressions in the schema.
     pub patterns: usize,
 }
 
@@ -66,8 +68,8 @@ pub(super) fn check(schema: &Value) -> Result<Passed, SchemaError> {
     load::measure(&graph)
 }
 
-/// Answers every fetch with the `true` schema, so that the registry can be built and the
-/// reference that asked can then be named with its pointer.
+/// Answers every fetch with the `true` schema, so that the registry can be built and the offending
+/// reference can then be reported with its pointer.
 struct Nowhere;
 
 impl Retrieve for Nowhere {
@@ -85,7 +87,7 @@ fn dialect(schema: &Value) -> Result<Draft, SchemaError> {
         return Ok(Draft::Draft202012);
     };
     match Draft::from_schema_uri(named.as_str().unwrap_or_default()) {
-        // The version-less address means "whatever is newest", which is no promise to keep.
+        // The address without a version means "the newest", which is not a stable contract.
         known @ (Draft::Draft202012 | Draft::Draft7)
             if !named.as_str().unwrap_or_default().contains("json-schema.org/schema") =>
         {
@@ -104,8 +106,8 @@ enum Segment<'a> {
     Index(usize),
 }
 
-/// Every value of the document, so that any of them can be named by its pointer. Parents are kept
-/// instead of pointers because one very long key would otherwise be copied thousands of times.
+/// Every value of the document, so that any of them can be named by its pointer. Stores parents
+/// instead of pointers, because one very long key would otherwise be copied thousands of times.
 struct Doc<'a> {
     values: Vec<(&'a Value, Option<(usize, Segment<'a>)>)>,
     by_address: HashMap<usize, usize>,
@@ -116,7 +118,7 @@ fn address(value: &Value) -> usize {
 }
 
 impl<'a> Doc<'a> {
-    /// Indexes without recursion, because the depth is not known to be harmless yet.
+    /// Indexes the document iteratively, because its depth is not yet known to be safe.
     fn index(root: &'a Value) -> Result<Doc<'a>, SchemaError> {
         let mut doc = Doc { values: Vec::new(), by_address: HashMap::new() };
         let mut stack = vec![(root, None, 0)];
@@ -142,7 +144,7 @@ impl<'a> Doc<'a> {
                 _ => {}
             }
         }
-        // Safe to recurse from here on; the writer stops at the limit instead of filling memory.
+        // Recursion is safe from here on; the writer stops at the limit instead of filling memory.
         let mut room = Room(MAX_BYTES);
         serde_json::to_writer(&mut room, root).map_err(|_| Self::oversize())?;
         Ok(doc)
@@ -164,7 +166,8 @@ impl<'a> Doc<'a> {
         parts.iter().rev().fold(String::new(), |path, part| path + "/" + part)
     }
 
-    /// The registry reports no pointer, only the address it choked on: find who wrote it.
+    /// Locates a bad reference. The registry reports only an address and no pointer, so this
+    /// searches for the value that contains it.
     fn blame(&self, message: &str) -> String {
         let named = |v: &Value| v.as_str().is_some_and(|s| !s.is_empty() && message.contains(s));
         let wrote = |(v, parent): &(&Value, Option<(usize, Segment)>)| {
@@ -174,7 +177,7 @@ impl<'a> Doc<'a> {
     }
 }
 
-/// A sink with limited room, used to measure a document without keeping it.
+/// A sink with limited capacity, used to measure a document without storing it.
 struct Room(usize);
 
 impl std::io::Write for Room {

@@ -1,12 +1,12 @@
-//! Lets the validator see an instance only through a meter, so that no instance can make a
-//! validation run for long or fill the memory with errors.
+//! Meters the validator's access to an instance, so that no instance can make a validation run for
+//! long or fill memory with errors.
 //!
-//! It never copies the instance and never decides validity: once the steps are used up every
-//! value looks like `null`, which has no members, so the run ends quickly; the caller then throws
-//! its outcome away and says that the value was too much to check.
+//! The meter never copies the instance and never decides validity. Once the steps are exhausted,
+//! every value looks like `null`, which has no members, so the run ends quickly; the caller then
+//! discards the outcome and reports that the value was too large to check.
 //!
-//! One idea: the guard bounds what a schema can do to one value, the meter bounds the sum over
-//! all values, and what an error may cost.
+//! The guard bounds the work of a schema on one value. The meter bounds the sum over all values,
+//! and the cost of errors.
 
 use std::borrow::Cow;
 use std::cell::Cell;
@@ -19,16 +19,16 @@ use serde_json::{Map, Number, Value};
 
 use super::guard::Passed;
 
-/// Steps one validation may take; a step is a look at one value, some 20 ns of work.
+/// Maximum number of steps of one validation; a step is one access to a value, about 20 ns of work.
 pub(super) const MAX_STEPS: u64 = 20_000_000;
-/// What making one error costs, in steps: it allocates, and stays allocated until the end.
+/// Cost of one error in steps: it allocates, and stays allocated until the end.
 const ERROR_STEPS: u64 = 200;
 /// Bytes of text that can be read for one step.
 const BYTES_PER_STEP: usize = 4;
 
-/// Seen in place of a value after the steps ran out.
+/// Replaces every value after the steps are exhausted.
 static NOTHING: Value = Value::Null;
-/// Carried, in place of the instance, by errors that were made after the steps ran out.
+/// Replaces the instance in errors that were created after the steps were exhausted.
 static SPENT: Value = Value::Bool(true);
 
 /// The representation of JSON that the validator is compiled for.
@@ -37,20 +37,20 @@ pub(super) struct Metered;
 #[derive(Debug)]
 pub(super) struct Meter {
     left: Cell<u64>,
-    /// What a member costs: its name may pass through `propertyNames`, which sees no meter.
+    /// Cost of a member: its name may pass through `propertyNames`, which is not metered.
     per_name: u64,
-    /// Weight of the patterns that a member's name is read through.
+    /// Weight of the patterns that a member's name is matched against.
     name_weight: usize,
 }
 
 impl Meter {
-    /// For asking only whether a value is valid.
+    /// Creates a meter for a check of validity alone.
     pub(super) fn for_verdict(passed: &Passed) -> Meter {
         let Passed { per_name, name_weight, .. } = *passed;
         Meter { left: Cell::new(MAX_STEPS), per_name: 1 + per_name, name_weight }
     }
 
-    /// For listing errors, of which each evaluation of a property name may make one.
+    /// Creates a meter for listing errors; each evaluation of a property name may create one.
     pub(super) fn for_errors(passed: &Passed) -> Meter {
         let Passed { per_name, name_weight, .. } = *passed;
         let per_name = 1 + per_name * ERROR_STEPS;
@@ -67,23 +67,23 @@ impl Meter {
     }
 }
 
-/// Steps for reading that many bytes through a pattern: the engine advances all live states for
-/// each byte, of which about half are, at worst.
+/// Returns the steps for matching that many bytes against a pattern: for each byte the engine
+/// advances all active states, which are about half of them at worst.
 fn heavy(length: usize, weight: usize) -> usize {
     length.saturating_mul(weight) / 2
 }
 
-/// Whether an error was made from a value that was really looked at.
+/// Returns whether an error stems from a value that was really accessed.
 pub(super) fn is_genuine(error: &jsonschema::ValidationError<'_>) -> bool {
     error.instance().as_ref() != &SPENT
 }
 
-/// One value seen through the meter. Property names come without one.
+/// One value seen through the meter. Property names have none.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct View<'a> {
     value: &'a Value,
     meter: Option<&'a Meter>,
-    /// Length of the path to this value, because every error spells it out.
+    /// Length of the path to this value, because every error contains it.
     path: usize,
 }
 
@@ -103,7 +103,7 @@ impl<'a> View<'a> {
         View { value, meter: self.meter, path: self.path + name + 1 }
     }
 
-    /// The value, to be matched with a pattern of that weight.
+    /// Returns the value, charged for a match against a pattern of that weight.
     pub(super) fn read(&self, weight: usize) -> &'a Value {
         let length = self.value.as_str().map_or(0, str::len);
         self.look(1 + length / BYTES_PER_STEP + heavy(length, weight))
@@ -180,7 +180,7 @@ impl<'a> Node<'a, Metered> for View<'a> {
         let compared = match (self.value, expected) {
             (Value::Array(list), Value::Array(other)) => list.len().min(other.len()),
             (Value::Object(map), Value::Object(other)) => map.len().min(other.len()),
-            // Texts of unlike length are unequal without being read.
+            // Strings of different lengths are unequal without being read.
             (Value::String(text), Value::String(other)) if text.len() == other.len() => {
                 text.len() / BYTES_PER_STEP
             }
@@ -189,8 +189,8 @@ impl<'a> Node<'a, Metered> for View<'a> {
         cmp::equal(self.look(1 + compared), expected)
     }
 
-    /// Only errors ask for this. They get no copy of the instance, which within `anyOf` would be
-    /// one full copy per error; `problem.rs` finds the value again by its path.
+    /// Only errors call this. They get no copy of the instance, which within `anyOf` would be one
+    /// full copy per error; `problem.rs` finds the value by its path.
     fn to_value(&self) -> Cow<'a, Value> {
         match self.meter {
             None => Cow::Owned(Value::String(super::problem::cut(self.text().unwrap_or(""), 80))),
@@ -268,8 +268,8 @@ impl<'a> Array<'a, Metered> for Items<'a> {
         ItemsIter { rest: self.list.iter(), view: self.view }
     }
 
-    /// The default compares by a hash that nested empty arrays all share, which makes a crafted
-    /// array quadratic; canonical text does not.
+    /// The default implementation compares by a hash that all nested empty arrays share, which
+    /// makes a crafted array quadratic. Comparing canonical text avoids that.
     fn is_unique(&self) -> bool {
         repeated(self.list, |written| {
             self.view.meter.is_none_or(|meter| meter.charge(1 + written / 4))
@@ -293,12 +293,12 @@ impl<'a> Iterator for ItemsIter<'a> {
         {
             return None;
         }
-        // Twenty digits are the longest index.
+        // The longest index has twenty digits.
         Some(self.view.member(value, 20))
     }
 }
 
-/// The first two equal items; stops early, finding none, when `go_on` says so.
+/// Returns the first two equal items, or `None` if `go_on` stops the search early.
 pub(super) fn repeated(items: &[Value], go_on: impl Fn(usize) -> bool) -> Option<(usize, usize)> {
     let mut seen = HashMap::with_capacity(items.len().min(1024));
     for (index, item) in items.iter().enumerate() {
@@ -314,7 +314,7 @@ pub(super) fn repeated(items: &[Value], go_on: impl Fn(usize) -> bool) -> Option
     None
 }
 
-/// Text that is equal for equal JSON values: numbers by value, members in order of their names.
+/// Writes text that is equal for equal JSON values: numbers by value, members sorted by name.
 fn canonical(value: &Value, out: &mut String) {
     match value {
         Value::Number(number) => canonical_number(number, out),
@@ -331,7 +331,7 @@ fn canonical(value: &Value, out: &mut String) {
             members.sort_by_key(|(name, _)| *name);
             out.push('{');
             for (name, member) in members {
-                // Length first, so that no name can imitate the text of another value.
+                // The length comes first, so that no name can imitate the text of another value.
                 let _ = write!(out, "{}:{name}", name.len());
                 canonical(member, out);
                 out.push(',');

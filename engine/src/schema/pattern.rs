@@ -1,17 +1,17 @@
-//! Regular expressions that are paid for by what they may cost.
+//! Regular expressions that are charged for their potential cost.
 //!
-//! It never matches anything itself; the linear-time engine behind `jsonschema` does.
+//! This module never matches anything itself; the linear-time engine behind `jsonschema` does.
 //!
-//! One idea: "linear" means length of the text times size of the expression. `[01]*1[01]{4000}`
-//! is short, yet takes half a minute for a megabyte. So an expression is weighed by what its
-//! counted repetitions unfold to, and reading a text through it costs weight times length.
+//! "Linear" means the length of the text times the size of the expression. `[01]*1[01]{4000}` is
+//! short, yet takes half a minute for a megabyte. An expression is therefore weighed by the size of
+//! its expanded counted repetitions, and matching a text costs weight times length.
 
 use jsonschema::{Keyword, PatternOptions, Regex, ValidationError, Validator};
 use serde_json::{Value, json};
 
 use super::meter::{Metered, View};
 
-/// The `pattern` keyword, in place of the one that does not know the meter.
+/// The `pattern` keyword, replacing the built-in one, which is not metered.
 pub(super) struct Pattern {
     inner: Validator,
     weight: usize,
@@ -19,7 +19,7 @@ pub(super) struct Pattern {
 }
 
 impl Pattern {
-    /// `None` when the engine does not take it.
+    /// Compiles a pattern, or returns `None` if the engine rejects it.
     pub(super) fn compile(text: &str, options: PatternOptions<Regex>) -> Option<Pattern> {
         let schema = json!({ "pattern": text });
         let inner = jsonschema::options().with_pattern_options(options).build(&schema).ok()?;
@@ -32,7 +32,7 @@ impl<'i> Keyword<'i, Metered> for Pattern {
         if self.is_valid(instance) {
             return Ok(());
         }
-        // Becomes `Custom` with the keyword's name, by which `problem.rs` knows it again.
+        // Becomes `Custom` with the keyword's name, by which `problem.rs` recognizes it.
         Err(ValidationError::custom(self.text.as_str()))
     }
 
@@ -41,10 +41,10 @@ impl<'i> Keyword<'i, Metered> for Pattern {
     }
 }
 
-/// How many states of an expression may be alive at once, from above.
+/// Returns an upper bound on the number of states of an expression that are active at once.
 pub(super) fn weight(pattern: &str) -> usize {
-    // Of an anchored expression the first repetition is alive in one state only: how far the
-    // text has been read. That spares the most common kind, `^[a-z]{1,4096}$`.
+    // In an anchored expression, the first repetition is active in only one state: the current
+    // position in the text. This spares the most common kind, `^[a-z]{1,4096}$`.
     let mut first = pattern.starts_with('^') && !pattern.contains('|');
     let mut outer: Vec<usize> = Vec::new();
     let (mut sum, mut atom, mut group) = (0_usize, 0_usize, false);
@@ -100,7 +100,8 @@ fn skip_class(rest: &mut std::iter::Peekable<std::str::Chars<'_>>) {
     }
 }
 
-/// The weight of all names in `patternProperties`, through each of which every name is read.
+/// Returns the total weight of all patterns in `patternProperties`, because every property name is
+/// matched against each of them.
 pub(super) fn name_weight(schema: &Value) -> usize {
     let patterns = schema.get("patternProperties").and_then(Value::as_object);
     patterns.into_iter().flat_map(|map| map.keys()).map(|pattern| weight(pattern)).sum()

@@ -1,10 +1,10 @@
-//! Puts what the validator found into words that a language model can correct itself by.
+//! Explains validation errors in words that help a language model to correct itself.
 //!
-//! It never decides validity and never repeats an instance at length: values are cut to what
-//! fits a sentence. The errors carry no instance (see `meter.rs`); it is found by its path.
+//! This module never decides validity and never repeats an instance at length: values are truncated
+//! to fit a sentence. The errors carry no instance (see `meter.rs`); it is found by its path.
 //!
-//! One idea: of a union, tell only what helps. A branch that does not even fit the type, or whose
-//! tag says otherwise, was not meant; the problems of the branch that was meant are the answer.
+//! For a union, only the useful errors are reported. A branch whose type or tag does not match was
+//! not intended; the problems of the intended branch are the explanation.
 
 use std::collections::BTreeSet;
 
@@ -19,9 +19,9 @@ mod words;
 pub(super) use words::{about_pattern, cut, given, unquoted};
 use words::{count, format_words, label, listed, place, quoted, short_json, type_words};
 
-/// How many unions within unions are told apart before their branches are only listed.
+/// Maximum nesting of unions whose branches are distinguished; deeper ones are only listed.
 const MAX_UNIONS: usize = 128;
-/// How many branches of a union, and problems of a branch, a sentence mentions.
+/// Maximum number of branches of a union that a sentence mentions.
 const MAX_BRANCHES: usize = 6;
 
 type Errors<'e> = [ValidationError<'e>];
@@ -41,7 +41,7 @@ pub(super) fn explain(source: &Value, instance: &Value, errors: &Errors<'_>) -> 
     }
     problems.truncate(MAX_PROBLEMS);
     if problems.is_empty() {
-        // The validator said no, but ran out of steps before it could finish a single reason.
+        // The value is invalid, but the steps were exhausted before a single error was complete.
         problems.push(whole(
             instance,
             "a value that fits the schema",
@@ -75,7 +75,7 @@ fn whole(instance: &Value, expected: &str, message: String) -> Problem {
 struct Teller<'a> {
     source: &'a Value,
     instance: &'a Value,
-    /// Set while errors about a property name are told; their path is that of its object.
+    /// Set while errors about a property name are explained; their path is that of its object.
     name: Option<&'a Value>,
 }
 
@@ -103,7 +103,8 @@ impl<'a> Teller<'a> {
         self.name.or_else(|| self.instance.pointer(pointer)).unwrap_or(&Value::Null)
     }
 
-    /// What a keyword that concerns one value alone expects of it, to follow "must be".
+    /// Returns the expectation of a keyword that concerns one value alone, phrased to follow "must
+    /// be".
     fn expected(&self, error: &ValidationError<'_>) -> Option<String> {
         Some(match error.kind() {
             Kind::Type { kind: TypeKind::Single(only) } => type_words([only.as_str()]),
@@ -137,7 +138,7 @@ impl<'a> Teller<'a> {
         })
     }
 
-    /// Limits on how many there may be, with how many there are: "at least 2 items", "has 1".
+    /// Returns a size limit and the actual size: "at least 2 items", "1 item".
     fn amount(&self, error: &ValidationError<'_>, value: &Value) -> Option<(String, String)> {
         let length = || value.as_str().map_or(0, |text| text.chars().count() as u64);
         let items = || value.as_array().map_or(0, Vec::len) as u64;
@@ -227,7 +228,7 @@ impl<'a> Teller<'a> {
             Some(Value::Array(several)) => type_words(several.iter().filter_map(Value::as_str)),
             _ => "a value".to_string(),
         };
-        // `dependentRequired` names the properties whose presence asks for this one.
+        // `dependentRequired` names the properties whose presence requires this one.
         let asks = schema.get(keyword).and_then(Value::as_object).into_iter().flatten();
         let present = |key: &str| self.at(pointer).get(key).is_some();
         let because = asks
@@ -284,7 +285,7 @@ impl<'a> Teller<'a> {
         unexpected.iter().take(MAX_PROBLEMS).map(tell).collect()
     }
 
-    /// The property names that the schema around a failed keyword describes.
+    /// Returns the property names that the schema around a failed keyword describes.
     fn known(&self, error: &ValidationError<'_>, everywhere: bool) -> BTreeSet<&'a str> {
         let path = error.schema_path().as_str();
         let parent = path.rsplit_once('/').map_or("", |(parent, _)| parent);
@@ -312,7 +313,7 @@ impl<'a> Teller<'a> {
     }
 
     fn tell_name(&self, at: &str, inner: &ValidationError<'_>, unions: usize) -> Vec<Problem> {
-        // The name is the one instance an error does carry, already cut.
+        // The name is the only instance that an error carries, already truncated.
         let name = inner.instance().as_str().unwrap_or_default();
         let teller =
             Teller { source: self.source, instance: self.instance, name: Some(inner.instance()) };
@@ -374,7 +375,7 @@ impl<'a> Teller<'a> {
                 }
             }
             _ => {
-                // What every branch asks for is wanted whichever of them was meant.
+                // Requirements shared by all branches apply whichever branch was intended.
                 let branches = self.tell_each(meant, unions);
                 let mut common = branches.first().cloned().unwrap_or_default();
                 common.retain(|problem| branches.iter().all(|told| told.contains(problem)));
@@ -386,7 +387,8 @@ impl<'a> Teller<'a> {
         }
     }
 
-    /// Tells every error once: telling one twice per union would double with every union.
+    /// Explains every error once: explaining errors twice per union would double the work with
+    /// every union.
     fn tell_all(&self, errors: &Errors<'_>, unions: usize) -> Vec<Problem> {
         let told = errors.iter().take(MAX_PROBLEMS).flat_map(|error| self.tell(error, unions + 1));
         told.take(MAX_PROBLEMS).collect()
@@ -417,7 +419,7 @@ impl<'a> Teller<'a> {
         Problem { pointer: cut(pointer, 512), expected, given, message }
     }
 
-    /// No branch stands out: say briefly what each of them wanted.
+    /// Explains a union in which no branch stands out: lists briefly what each branch requires.
     fn none_of(&self, pointer: &str, branches: &[Vec<Problem>]) -> Problem {
         let mut wants: Vec<String> = Vec::new();
         for told in branches.iter().take(MAX_BRANCHES) {
@@ -441,7 +443,7 @@ fn below(pointer: &str, name: &str) -> String {
     format!("{pointer}/{}", name.replace('~', "~0").replace('/', "~1"))
 }
 
-/// Whether a branch was not meant, as the value is not even of a type it admits.
+/// Returns whether a branch was not intended because it does not admit the value's type.
 fn wrong_type(errors: &Errors<'_>, pointer: &str, value: &Value) -> bool {
     let alike = |other: &Value| std::mem::discriminant(other) == std::mem::discriminant(value);
     errors.iter().filter(|error| error.instance_path().as_str() == pointer).any(|error| match error
@@ -454,7 +456,8 @@ fn wrong_type(errors: &Errors<'_>, pointer: &str, value: &Value) -> bool {
     })
 }
 
-/// The error by which a direct member of the value, its tag, says that a branch was not meant.
+/// Returns the error about a direct member of the value, its tag, which shows that a branch was not
+/// intended.
 fn tag<'e, 'v>(errors: &'e Errors<'v>, pointer: &str) -> Option<&'e ValidationError<'v>> {
     errors.iter().find(|error| {
         let member = error.instance_path().as_str().strip_prefix(pointer);

@@ -1,4 +1,4 @@
-//! What schemas are let in, what is refused and where, and what a run may cost.
+//! Tests of accepted and refused schemas, the reported locations, and the cost of validation.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use serde_json::json;
@@ -56,7 +56,7 @@ fn any_json() -> Value {
     ]})
 }
 
-/// A union told apart by a tag, whose branches recurse by the same property names.
+/// A tagged union whose branches recurse through the same property names.
 fn expression(branches: usize) -> Value {
     let branch = |i: usize| {
         json!({
@@ -85,12 +85,12 @@ fn ordinary_schemas_are_accepted() {
         json!({"properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}}),
         any_json(),
         expression(5),
-        // A tree whose further members are trees too: no name is covered twice.
+        // A tree whose additional members are trees too: no name is covered twice.
         json!({"properties": {"left": {"$ref": "#"}}, "additionalProperties": {"$ref": "#"}}),
         json!({"prefixItems": [{"$ref": "#"}], "items": {"$ref": "#"}}),
         json!({"if": {"required": ["a"]}, "then": {"properties": {"x": {"$ref": "#"}}},
                "else": {"properties": {"x": {"$ref": "#"}}}}),
-        // References by identifier, by anchor, and into a keyword no one knows.
+        // References by identifier, by anchor, and into an unknown keyword.
         json!({"$id": "http://x.example/root", "properties": {
             "a": {"$ref": "http://x.example/root#/$defs/b"}, "b": {"$ref": "item"},
             "c": {"$ref": "#here"}, "d": {"$dynamicRef": "#there"}},
@@ -226,7 +226,7 @@ fn oversized_schemas_are_refused_with_the_limit() {
 #[test]
 fn bombs_are_refused() {
     let twice = |to: String| json!([{"$ref": to}, {"$ref": to}]);
-    // Thirty levels are refused for their length already, fourteen for what they unfold to.
+    // Thirty levels are refused for the length of the chain, fourteen for the number of paths.
     let error = refused(&levels(30, |to| json!({"anyOf": twice(to)})));
     assert!(error.reason.contains("chain"), "{error}");
     for (schema, reason) in [
@@ -238,10 +238,10 @@ fn bombs_are_refused() {
             "20000 paths",
         ),
         (levels(15, |to| json!({"$ref": to, "dependentSchemas": {"a": {"$ref": to}}})), "paths"),
-        // As many on a value further down.
+        // As many paths on a value further down.
         (levels(30, |to| json!({"properties": {"a": {"anyOf": twice(to)}}})), "20000 paths"),
         (levels(30, |to| json!({"items": {"$ref": to}, "contains": {"$ref": to}})), "paths"),
-        // Twice as many for every level of the instance.
+        // Work that doubles for every level of the instance.
         (json!({"properties": {"next": {"anyOf": [{"$ref": "#"}, {"$ref": "#"}]}}}), "doubles"),
         (json!({"items": {"$ref": "#"}, "contains": {"$ref": "#"}}), "doubles"),
         (
@@ -259,13 +259,13 @@ fn bombs_are_refused() {
                                                  {"items": {"$dynamicRef": "#n"}}]}),
             "doubles",
         ),
-        // More choices than can be weighed.
+        // More choices than the analysis can weigh.
         (
             json!({"prefixItems": vec![
                 json!({"$dynamicAnchor": "n", "items": {"$dynamicRef": "#n"}}); 65]}),
             "64 subschemas",
         ),
-        // A recursion as deep as the schema is long, on one value.
+        // A recursion on one value that is as deep as the schema is long.
         (levels(500, |to| json!({"$ref": to})), "chain"),
     ] {
         let error = refused(&schema);
@@ -273,7 +273,7 @@ fn bombs_are_refused() {
     }
 }
 
-/// Each of these ran for many seconds, or filled gigabytes, before the meter.
+/// Without the meter, each of these runs for many seconds or fills gigabytes.
 #[test]
 fn costly_instances_end_quickly() {
     let text = "0110100110010110".repeat(64 * 1024);
@@ -303,7 +303,7 @@ fn costly_instances_end_quickly() {
         assert!(found.len() <= MAX_PROBLEMS);
         assert!(found.iter().all(|problem| problem.message.len() < 4000));
     }
-    // Not costly at all, though large.
+    // Large, but not costly.
     let content = json!({"path": "/a", "content": text});
     let schema = json!({"properties": {
         "path": {"pattern": "^(/[a-z._-]{1,255}){1,64}$"}, "content": {"type": "string"}}});
@@ -313,7 +313,7 @@ fn costly_instances_end_quickly() {
     assert_eq!(problems(any_json(), nested(json!(vec![1; 250_000]), 62)), vec![]);
 }
 
-/// Threads of the usual async runtimes have stacks of 2 MiB.
+/// Worker threads of common async runtimes have stacks of 2 MiB.
 #[test]
 fn deep_instances_do_not_overflow_the_stack() {
     let run = || {
@@ -338,7 +338,7 @@ fn deep_instances_do_not_overflow_the_stack() {
 
 #[test]
 fn draft_07_is_its_own_dialect() {
-    // Beside `$ref` nothing counts.
+    // Siblings of `$ref` are ignored.
     let beside = json!({"$schema": DRAFT7, "properties": {
         "a": {"$ref": "#/definitions/s", "maxLength": 1}},
         "definitions": {"s": {"type": "string"}}});

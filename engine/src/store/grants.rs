@@ -1,17 +1,17 @@
-//! The part of the store port that keeps what upstreams' issuers have granted: tokens, so that
-//! nobody has to sign in again after a start. What is in one is the business of who put it there.
+//! The part of the store port that holds the OAuth credentials of upstreams, so that a restart
+//! requires no new sign-in. The component that writes a credential defines its content.
 
 use async_trait::async_trait;
 
 use super::StoreError;
 
-/// Where grants are kept: one text for each upstream. It goes when the upstream goes.
+/// Stores one credential text for each upstream. Removing the upstream removes its credential.
 #[async_trait]
 pub trait GrantStore: Send + Sync {
-    /// What is kept for an upstream.
+    /// Returns the credential of an upstream.
     async fn grant(&self, project: &str, upstream: &str) -> Result<Option<String>, StoreError>;
 
-    /// Keeps this in place of what was there; nothing from now on, where nothing is given.
+    /// Replaces the credential of an upstream; `None` removes it.
     async fn keep_grant(
         &self,
         project: &str,
@@ -19,6 +19,6 @@ pub trait GrantStore: Send + Sync {
         grant: Option<String>,
     ) -> Result<(), StoreError>;
 
-    /// The projects and names of upstreams for which something is kept.
+    /// Returns the projects and names of upstreams with a credential.
     async fn grants(&self) -> Result<Vec<(String, String)>, StoreError>;
 }

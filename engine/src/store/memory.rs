@@ -1,6 +1,6 @@
-//! A store in memory: for embedding without durability, for tests and for the simulation.
+//! An in-memory store: for embedding without durability, for tests and for the simulation.
 //!
-//! Simple on purpose: one lock over plain maps. It keeps everything it is given until purged.
+//! It is deliberately simple: one lock over plain maps. It keeps everything until it is purged.
 
 mod directory;
 mod grants;
@@ -44,7 +44,7 @@ struct State {
     grants: grants::Grants,
 }
 
-/// Keeps everything in memory.
+/// Stores everything in memory.
 #[derive(Default)]
 pub struct MemoryStore {
     state: Mutex<State>,

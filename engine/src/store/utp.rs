@@ -1,5 +1,5 @@
-//! The part of the store port that UTP needs: cards, turns, inboxes, what is to be published, and
-//! what could not be taken. Each method is atomic.
+//! The part of the store port that UTP needs: cards, turns, inboxes, the outbox and dead letters.
+//! Each method is atomic.
 
 use async_trait::async_trait;
 use tokio::sync::watch;
@@ -8,44 +8,44 @@ use super::{Saved, StoreError};
 use crate::tool::Definition;
 use crate::utp::{Card, DeadLetter, InboxItem, Letter, Route, Turn, Waiting};
 
-/// What writing a card came to.
+/// Result of writing a card.
 #[derive(Debug, Clone, PartialEq)]
 pub enum CardPut {
     New,
-    /// It is there already, word for word.
+    /// An identical card is already stored.
     Same,
-    /// The id is taken by another card, or the call has another result.
+    /// Another card has this id, or the call has another result.
     Other(Box<Card>),
 }
 
-/// What putting something into an inbox came to.
+/// Result of putting an item into an inbox.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Delivered {
     New,
-    /// The call's outcome is there already, under this id.
+    /// The call's outcome is already in the inbox, under this id.
     Known(String),
 }
 
-/// A new state of a turn, with what belongs into the same commit.
+/// The changes that belong in the same commit as a new state of a turn.
 #[derive(Debug, Clone, Default)]
 pub struct TurnChange {
     /// The calls of a new step.
     pub waiting: Vec<Waiting>,
-    /// What the agent has taken out of its inbox by this.
+    /// Ids of the inbox items that the agent acknowledges with this change.
     pub taken: Vec<String>,
     pub inbox: Vec<InboxItem>,
     pub letters: Vec<Letter>,
 }
 
-/// A report that a tool service wrote into the store itself. Nobody has judged it yet.
+/// A report that a tool service wrote into the shared tables and that is not processed yet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WrittenReport {
-    /// Its place in the order they came.
+    /// Its position in the order of arrival.
     pub number: u64,
     pub project: String,
     pub inbox_id: String,
     pub agent_id: String,
-    /// The call it is about, as the row has it.
+    /// The call it is about, as the row states.
     pub correlation_id: Option<String>,
     pub depth: u32,
     pub traceparent: String,
@@ -54,29 +54,29 @@ pub struct WrittenReport {
     pub payload: String,
 }
 
-/// What became of a report that was written.
+/// The disposition of a report from the shared tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Judged {
-    /// It was taken, or said what was known.
+    /// The report was applied, or was a duplicate.
     Taken,
-    /// It came too late: it is written down, and changed nothing.
+    /// The report was too late: it was recorded and had no effect.
     Late,
-    /// It cannot be taken.
+    /// The report is invalid.
     Refused,
 }
 
-/// How long after a definition was replaced a call may still be stored that was made with it.
+/// Time after the replacement of a definition in which a call made with it may still be stored.
 pub const REPLACED_FOR_MS: u64 = 60_000;
 
-/// Where cards, turns and inboxes are kept.
+/// Stores cards, turns and inboxes.
 #[async_trait]
 pub trait UtpStore: Send + Sync {
-    /// The same tables as tool services see them; none where only this program has them.
+    /// Returns the tables that tool services access, or `None` if only this program has access.
     fn shared(&self) -> Option<&dyn SharedTables> {
         None
     }
 
-    /// An older definition of a project's tool.
+    /// Returns an older definition of a project's tool.
     async fn tool_version(
         &self,
         project: &str,
@@ -84,13 +84,13 @@ pub trait UtpStore: Send + Sync {
         version: &str,
     ) -> Result<Option<Definition>, StoreError>;
 
-    /// Writes a card. There is at most one `tool.result` for a call of a turn.
+    /// Writes a card. A call of a turn has at most one `tool.result`.
     async fn put_card(&self, card: Card) -> Result<CardPut, StoreError>;
 
-    /// One card of a project.
+    /// Returns one card of a project.
     async fn card(&self, project: &str, card_id: &str) -> Result<Option<Card>, StoreError>;
 
-    /// The `tool.result` that was written for a call of a turn.
+    /// Returns the `tool.result` of a call of a turn.
     async fn result_card(
         &self,
         project: &str,
@@ -98,16 +98,16 @@ pub trait UtpStore: Send + Sync {
         tool_call_id: &str,
     ) -> Result<Option<Card>, StoreError>;
 
-    /// One turn of a project.
+    /// Returns one turn of a project.
     async fn turn(&self, project: &str, turn_id: &str) -> Result<Option<Turn>, StoreError>;
 
-    /// Saves a turn whose stored version is exactly one below (a new one has version 1).
+    /// Saves a turn whose stored version is exactly one lower (a new turn has version 1).
     async fn save_turn(&self, turn: Turn, change: TurnChange) -> Result<Saved, StoreError>;
 
-    /// Turns whose lease ran out while they were running.
+    /// Returns running turns whose lease has expired.
     async fn expired_turns(&self, now_ms: u64, limit: usize) -> Result<Vec<Turn>, StoreError>;
 
-    /// The calls of a turn's step.
+    /// Returns the calls of a turn's step.
     async fn waiting(
         &self,
         project: &str,
@@ -115,7 +115,7 @@ pub trait UtpStore: Send + Sync {
         step_id: &str,
     ) -> Result<Vec<Waiting>, StoreError>;
 
-    /// One call of a turn; without the turn, the newest call that has this id in any.
+    /// Returns one call of a turn; without a turn, the newest call with this id in any turn.
     async fn waiting_call(
         &self,
         project: &str,
@@ -123,14 +123,15 @@ pub trait UtpStore: Send + Sync {
         tool_call_id: &str,
     ) -> Result<Option<Waiting>, StoreError>;
 
-    /// Calls of turns whose outcome has not been put into an inbox, oldest first, after this one.
+    /// Returns calls of turns whose outcome is in no inbox yet, oldest first, after this one.
     async fn undelivered(
         &self,
         after: u64,
         limit: usize,
     ) -> Result<Vec<(u64, Waiting)>, StoreError>;
 
-    /// Puts an outcome into an inbox, marks its call as in, and keeps the letter, all or nothing.
+    /// Puts an outcome into an inbox, marks its call as delivered, and adds the message to the
+    /// outbox, all in one commit.
     async fn deliver(
         &self,
         item: InboxItem,
@@ -138,7 +139,7 @@ pub trait UtpStore: Send + Sync {
         letter: Option<Letter>,
     ) -> Result<Delivered, StoreError>;
 
-    /// What waits for an agent, in the order it came.
+    /// Returns an agent's unread items, in the order of arrival.
     async fn inbox(
         &self,
         project: &str,
@@ -146,7 +147,7 @@ pub trait UtpStore: Send + Sync {
         limit: usize,
     ) -> Result<Vec<InboxItem>, StoreError>;
 
-    /// The agent has taken these. Answers with how many were still waiting.
+    /// Acknowledges items. Returns the number that were still unread.
     async fn take_from_inbox(
         &self,
         project: &str,
@@ -155,8 +156,8 @@ pub trait UtpStore: Send + Sync {
         now_ms: u64,
     ) -> Result<usize, StoreError>;
 
-    /// The oldest thing that waits for each agent since before this, with its number; oldest
-    /// first, after this number.
+    /// Returns each agent's oldest unread item with its number, if it arrived before this time;
+    /// oldest first, after this number.
     async fn waiting_agents(
         &self,
         before_ms: u64,
@@ -164,19 +165,19 @@ pub trait UtpStore: Send + Sync {
         limit: usize,
     ) -> Result<Vec<(u64, InboxItem)>, StoreError>;
 
-    /// Keeps letters that are to be published.
+    /// Adds messages to the outbox.
     async fn post(&self, letters: Vec<Letter>) -> Result<(), StoreError>;
 
-    /// Letters that are to be published, oldest first, after this one.
+    /// Returns messages to publish, oldest first, after this one.
     async fn outbox(&self, after: u64, limit: usize) -> Result<Vec<(u64, Letter)>, StoreError>;
 
-    /// These have been published, or nobody needs them any more.
+    /// Removes messages that were published or have expired.
     async fn posted(&self, ids: &[String]) -> Result<(), StoreError>;
 
-    /// Keeps a message that could not be taken, or what became of it.
+    /// Stores a dead letter, or the result of redriving it.
     async fn bury(&self, letter: DeadLetter) -> Result<(), StoreError>;
 
-    /// Dead letters of a project, newest first, older than this one.
+    /// Returns dead letters of a project, newest first, older than this one.
     async fn dead_letters(
         &self,
         project: &str,
@@ -184,21 +185,22 @@ pub trait UtpStore: Send + Sync {
         limit: usize,
     ) -> Result<Vec<DeadLetter>, StoreError>;
 
-    /// One of them.
+    /// Returns one dead letter.
     async fn dead_letter(&self, project: &str, id: &str) -> Result<Option<DeadLetter>, StoreError>;
 
-    /// Deletes up to `limit` of what is older than this and of no more use; also definitions that
-    /// no call can refer to any more.
+    /// Deletes up to `limit` records that are older than this and no longer needed, and definitions
+    /// that no call can refer to.
     async fn purge_utp(&self, before_ms: u64, limit: usize) -> Result<usize, StoreError>;
 }
 
-/// A store whose cards and inboxes tool services read and write themselves.
+/// Cards and inboxes that tool services read and write directly.
 #[async_trait]
 pub trait SharedTables: Send + Sync {
-    /// Changes when somebody may have written a report.
+    /// Returns a watch that changes when a tool service may have written a report.
     fn news(&self) -> watch::Receiver<u64>;
 
-    /// Puts a command's card, and that it was sent, where tool services look for it.
+    /// Writes a command's card, and the record that it was sent, to the tables that tool services
+    /// read.
     async fn show_command(
         &self,
         card: Card,
@@ -206,13 +208,13 @@ pub trait SharedTables: Send + Sync {
         traceparent: &str,
     ) -> Result<(), StoreError>;
 
-    /// Reports that were written and have not been judged, in order, after this.
+    /// Returns unprocessed reports after this one, in order.
     async fn written_reports(
         &self,
         after: u64,
         limit: usize,
     ) -> Result<Vec<WrittenReport>, StoreError>;
 
-    /// Writes down what became of one of them.
+    /// Records the disposition of a report.
     async fn judged(&self, number: u64, judged: Judged) -> Result<(), StoreError>;
 }

@@ -1,4 +1,4 @@
-//! Gives free places to calls that stand in line.
+//! Dispatches queued calls to free slots.
 
 use crate::engine::Engine;
 use crate::lifecycle::Event;
@@ -12,12 +12,12 @@ pub(crate) async fn run(engine: Engine) {
     }
 }
 
-/// Claims every call in line that has a place now. Answers with how many.
+/// Claims every queued call that has a slot now. Returns the number of claimed calls.
 pub async fn run_once(engine: &Engine) -> usize {
     let inner = &engine.inner;
     let mut count = 0;
     while let Some((id, slot)) = inner.gate.next(|line| inner.caps(line)) {
-        // Canceled or timed out while it stood in line: the place is free again at once.
+        // Canceled or timed out while queued: its slot is released at once.
         let Some(entry) = inner.live.get(&id) else { continue };
         count += 1;
         let (inner, node) = (inner.clone(), inner.node.clone());
@@ -29,7 +29,7 @@ pub async fn run_once(engine: &Engine) -> usize {
                 entry.free_place();
             }
         };
-        // Many claims at a time share a commit; the line's order is the order of the tasks.
+        // Concurrent claims share a commit; the tasks start in queue order.
         engine.inner.tasks.spawn(claim);
     }
     count

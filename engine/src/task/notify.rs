@@ -1,9 +1,9 @@
-//! Tells callers that their calls have ended: finds the deliveries that are due and tries them.
+//! The webhook dispatcher: finds due deliveries and attempts them.
 //!
-//! What is due stands in the store, written by the commit that ended the call, so a crash between
-//! the end and the delivery costs nothing but time. A try that was under way when the process died
-//! is made again: a receiver may hear of an end twice, and never not at all. A slow receiver has
-//! only so many lanes; what is due to others goes past it.
+//! The commit that ends a call also makes its delivery due in the store, so a crash between the two
+//! costs only time. An attempt that was in flight when the process died is repeated: a receiver may
+//! be notified twice, but never not at all. Each receiver has a limited number of concurrent
+//! attempts, so deliveries to others do not wait for a slow one.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,17 +16,18 @@ use crate::fault::Error;
 use crate::notify::{Notice, Notifier};
 use crate::store::{DeliveryFilter, Saved};
 
-/// How long to wait when there is nothing to wait for.
+/// Maximum sleep when no delivery is due.
 const IDLE_MS: u64 = 60_000;
-/// After the store could not be read or written.
+/// Delay after a failed read or write of the store.
 const STORE_AWAY: Duration = Duration::from_secs(1);
-/// How many are read at a time.
+/// Page size of the due deliveries.
 const PAGE: usize = 200;
-/// How long an overloaded receiver is left alone where it does not say, and at most.
+/// Pause for an overloaded receiver that requests no delay; `MAX_RECEIVER_PAUSE_MS` caps any
+/// request.
 const QUIET_MS: u64 = 5_000;
 const MAX_QUIET_MS: u64 = 60_000;
 
-/// What is due now, and when to look again.
+/// The attempts that are due now, and the time of the next check.
 struct Round {
     tries: Vec<BoxFuture<'static, ()>>,
     next_ms: Option<u64>,
@@ -44,7 +45,7 @@ pub(crate) async fn run(engine: Engine) {
                 round.next_ms.unwrap_or(u64::MAX).min(now_ms + IDLE_MS)
             }
             Err(error) => {
-                tracing::warn!(%error, "due callbacks could not be looked up");
+                tracing::warn!(%error, "cannot read due webhook deliveries");
                 now_ms + STORE_AWAY.as_millis() as u64
             }
         };
@@ -56,7 +57,7 @@ pub(crate) async fn run(engine: Engine) {
     }
 }
 
-/// Tries everything that is due, and waits for what comes of it. Answers with how many tries.
+/// Attempts every due delivery and waits for the results. Returns the number of attempts.
 pub async fn run_once(engine: &Engine) -> Result<usize, Error> {
     let round = look(engine).await?;
     let count = round.tries.len();
@@ -99,7 +100,7 @@ async fn look(engine: &Engine) -> Result<Round, Error> {
     }
 }
 
-/// One try, and keeping what came of it.
+/// Makes one attempt and stores the result.
 async fn tell(inner: Arc<Inner>, notifier: Arc<dyn Notifier>, delivery: Delivery, lane: Lane) {
     let (project, id) = (&delivery.project, &delivery.call_id);
     let read = async {
@@ -107,23 +108,23 @@ async fn tell(inner: Arc<Inner>, notifier: Arc<dyn Notifier>, delivery: Delivery
         Ok::<_, crate::store::StoreError>((stored, inner.store.call(project, id).await?))
     };
     let (stored, call) = match read.await {
-        // Tried meanwhile, or purged with its call.
+        // Otherwise the delivery was attempted meanwhile, or purged with its call.
         Ok((Some((stored, _)), Some(call))) if stored.version == delivery.version => {
             (stored, Arc::new(call))
         }
         Ok(_) => return,
         Err(error) => {
-            tracing::warn!(call = %id, %error, "a callback could not be prepared");
+            tracing::warn!(call = %id, %error, "cannot read a webhook delivery");
             return pause(&inner).await;
         }
     };
-    // The receiver may look at the call as soon as it is told.
+    // The receiver may read the call as soon as it is notified, so the end must be visible first.
     inner.until_shown(id, |call| call.status.is_terminal()).await;
     let began_ms = inner.clock.now_ms();
     let notice = Notice { delivery: stored, call };
     let answer = tokio::select! {
         answer = notifier.deliver(notice) => answer,
-        // Nothing is kept of it, so the next start tries again.
+        // No result is stored, so the next start repeats the attempt.
         () = inner.stopping.cancelled() => return,
     };
     let now_ms = inner.clock.now_ms();
@@ -135,13 +136,13 @@ async fn tell(inner: Arc<Inner>, notifier: Arc<dyn Notifier>, delivery: Delivery
     if answer.result == Ok(410)
         && let Err(error) = end_others(&inner, &delivery).await
     {
-        // Each of them will be answered the same.
-        tracing::warn!(%error, "callbacks that are not wanted any more could not be ended");
+        // Each of them will receive the same response when it is attempted.
+        tracing::warn!(%error, "cannot end other webhook deliveries to a URL that is gone");
     }
 }
 
-/// A receiver that wants no more is sent nothing more: what was asked for its URL until now, and is
-/// still to come, is ended. Who names the URL again later asks for it anew.
+/// Ends every outstanding delivery to a URL that responded with 410. A later call that names the
+/// URL again starts anew.
 async fn end_others(inner: &Inner, gone: &Delivery) -> Result<(), Error> {
     for status in [DeliveryStatus::Waiting, DeliveryStatus::Pending] {
         let (project, status) = (gone.project.clone(), Some(status));
@@ -151,7 +152,7 @@ async fn end_others(inner: &Inner, gone: &Delivery) -> Result<(), Error> {
             filter.before = page.last().map(|last| last.call_id.clone());
             let is_last = page.len() < PAGE;
             for other in page.into_iter().filter(|other| other.url == gone.url) {
-                // One that is on its way has its own answer.
+                // A delivery with an attempt in flight gets its own response.
                 if let Some(next) = other.unwanted()
                     && !inner.notices.is_under_way(&next.call_id)
                 {
@@ -166,25 +167,25 @@ async fn end_others(inner: &Inner, gone: &Delivery) -> Result<(), Error> {
     Ok(())
 }
 
-/// Keeps what came of a try, as soon as the store takes it.
+/// Stores the result of an attempt; retries until the store accepts it.
 async fn keep(inner: &Inner, delivery: &Delivery, answer: &Answer, times: (u64, u64)) {
     let (mut next, mut tried) = delivery.tried(answer, times, &inner.notices.settings.schedule);
     loop {
         match inner.store.save_delivery(next.clone(), Some(tried.clone())).await {
             Ok(Saved::Yes) => return report(&next, answer),
-            // Asked for again meanwhile: this try is written down, and there will be another.
+            // A redelivery was requested meanwhile: record this attempt, another one follows.
             Ok(Saved::Stale) => {
                 match inner.store.delivery(&delivery.project, &delivery.call_id).await {
                     Ok(Some((stored, _))) => (next, tried) = stored.noted(answer, times),
                     Ok(None) => return,
                     Err(error) => {
-                        tracing::warn!(call = %delivery.call_id, %error, "will be kept later");
+                        tracing::warn!(call = %delivery.call_id, %error, "attempt not stored yet");
                         pause(inner).await;
                     }
                 }
             }
             Err(error) => {
-                tracing::warn!(call = %delivery.call_id, %error, "will be kept later");
+                tracing::warn!(call = %delivery.call_id, %error, "attempt not stored yet");
                 pause(inner).await;
             }
         }
@@ -205,10 +206,10 @@ fn report(next: &Delivery, answer: &Answer) {
     match next.status {
         DeliveryStatus::Exhausted | DeliveryStatus::Gone => {
             let (status, tries) = (next.status.as_str(), next.tries);
-            tracing::warn!(call = %next.call_id, status, tries, why, "a callback was given up");
+            tracing::warn!(call = %next.call_id, status, tries, why, "webhook delivery abandoned");
         }
         DeliveryStatus::Pending => {
-            tracing::debug!(call = %next.call_id, tries = next.tries, why, "a callback failed");
+            tracing::debug!(call = %next.call_id, tries = next.tries, why, "webhook not delivered");
         }
         _ => {}
     }

@@ -1,4 +1,4 @@
-//! Deletes finished calls that are older than the retention, in small steps.
+//! Deletes ended calls that are older than the retention, in small steps.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use crate::engine::{Engine, unavailable};
 use crate::fault::Error;
 
 const EVERY: Duration = Duration::from_secs(60);
-/// Small, so that a step never holds up the commits of live calls.
+/// Small, so that a step never delays the commits of live calls.
 const STEP: usize = 200;
 
 pub(crate) async fn run(engine: Engine, retention_ms: u64) {
@@ -21,7 +21,7 @@ pub(crate) async fn run(engine: Engine, retention_ms: u64) {
     }
 }
 
-/// Purges everything that is old enough. Answers with how many calls.
+/// Purges everything that is old enough. Returns the number of deleted calls.
 pub async fn run_once(engine: &Engine, retention_ms: u64) -> Result<usize, Error> {
     let inner = &engine.inner;
     let before_ms = inner.clock.now_ms().saturating_sub(retention_ms);

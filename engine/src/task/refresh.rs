@@ -1,5 +1,5 @@
-//! Notices what another process changed in the directory (keys, rules, tools), and puts back in
-//! line what clients took and never acknowledged.
+//! Loads directory changes of other processes (keys, rules, tools), and requeues work items whose
+//! lease has expired.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ pub(crate) async fn run(engine: Engine) {
     }
 }
 
-/// Looks once.
+/// Runs one pass.
 pub async fn run_once(engine: &Engine) {
     engine.inner.desk.run_once();
     if let Err(error) = engine.inner.renew_catalog().await {

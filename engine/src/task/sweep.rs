@@ -1,10 +1,10 @@
-//! Acts where the clock alone must: deadlines, and retries whose time has come.
+//! Acts where the clock alone must: deadlines, and retries that are due.
 
 use crate::call::Hold;
 use crate::engine::Engine;
 use crate::lifecycle::Event;
 
-/// How long to wait when there is nothing to wait for.
+/// Maximum sleep when no call is due.
 const IDLE_MS: u64 = 60_000;
 const BATCH: usize = 1_000;
 
@@ -21,7 +21,7 @@ pub(crate) async fn run(engine: Engine) {
     }
 }
 
-/// Acts on every call whose time has come. Answers with how many.
+/// Acts on every call that is due. Returns the number of calls.
 pub async fn run_once(engine: &Engine) -> usize {
     let inner = &engine.inner;
     let mut count = 0;
@@ -40,9 +40,9 @@ pub async fn run_once(engine: &Engine) -> usize {
                 _ => inner.advance_surely(&call.project, &id, Event::Deadline).await,
             }
         });
-        // A thousand deadlines at one instant share a few commits.
+        // A thousand simultaneous deadlines share a few commits.
         futures::future::join_all(acts).await;
-        // What could not be stored is still due; the next start settles it.
+        // Calls that could not be stored are still due; the next start handles them.
         if inner.stopping.is_cancelled() {
             return count;
         }

@@ -1,5 +1,5 @@
-//! Looks after turns: outcomes that are in no inbox yet, leases that ran out, agents that were
-//! rung and did not come.
+//! Maintains turns: delivers outcomes that are in no inbox yet, expires leases, and repeats wakeups
+//! for agents with unread items.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -14,9 +14,9 @@ use crate::utp::{DEFAULT_CHANNEL, InboxItem, Letter};
 
 const EVERY: Duration = Duration::from_secs(5);
 const PAGE: usize = 200;
-/// Agents that are looked at each time: for them all that waits is gone through.
+/// Agents checked per pass; finding them scans every unread item in the store.
 const AGENTS: usize = 2_000;
-/// What waits longer than this in an inbox is rung for again, so often.
+/// Age of an unread item after which the agent is woken again, every `WAKEUP_INTERVAL_MS`.
 const WAITS_MS: u64 = 5_000;
 const RING_AGAIN_MS: u64 = 30_000;
 
@@ -24,7 +24,7 @@ pub(crate) async fn run(engine: Engine) {
     let rung = Rung::default();
     loop {
         if let Err(error) = run_once(&engine, &rung).await {
-            tracing::warn!(%error, "turns could not be looked after");
+            tracing::warn!(%error, "turn maintenance failed");
         }
         tokio::select! {
             () = tokio::time::sleep(EVERY) => {}
@@ -33,14 +33,14 @@ pub(crate) async fn run(engine: Engine) {
     }
 }
 
-/// When which agent was rung for last, and behind which of what waits to look next.
+/// The time of each agent's last wakeup, and the cursor for the next pass.
 #[derive(Default)]
 pub struct Rung {
     last: Mutex<HashMap<(String, String), u64>>,
     after: AtomicU64,
 }
 
-/// Looks once.
+/// Runs one pass.
 pub async fn run_once(engine: &Engine, rung: &Rung) -> Result<(), Error> {
     deliver(engine).await?;
     expire(engine).await?;
@@ -70,7 +70,7 @@ async fn expire(engine: &Engine) -> Result<(), Error> {
     let inner = &engine.inner;
     let now_ms = inner.clock.now_ms();
     for turn in inner.store.utp().expired_turns(now_ms, PAGE).await.map_err(unavailable)? {
-        tracing::info!(turn = turn.turn_id, agent = turn.agent_id, "the lease ran out");
+        tracing::info!(turn = turn.turn_id, agent = turn.agent_id, "turn lease expired");
         inner.expire(turn).await?;
     }
     Ok(())
@@ -86,13 +86,13 @@ async fn ring(engine: &Engine, rung: &Rung) -> Result<(), Error> {
     let (before_ms, after) = (now_ms.saturating_sub(WAITS_MS), rung.after.load(Ordering::Relaxed));
     let page = inner.store.utp().waiting_agents(before_ms, after, AGENTS).await;
     let page = page.map_err(unavailable)?;
-    // Where there are more, they come next time; behind the last comes the first.
+    // A full page continues in the next pass; after the last page the scan starts over.
     let last = page.last().filter(|_| page.len() == AGENTS).map_or(0, |(number, _)| *number);
     rung.after.store(last, Ordering::Relaxed);
     ring_for(inner, rung, page.into_iter().map(|(_, item)| item).collect(), now_ms).await
 }
 
-/// Rings for those that were not rung for lately.
+/// Sends wakeups to agents that were not woken recently.
 async fn ring_for(
     inner: &Inner,
     rung: &Rung,

@@ -1,4 +1,4 @@
-//! Executing what an answer calls, and telling the model what came of it.
+//! Executes the calls of a reply and builds the messages that answer them.
 
 use std::sync::Arc;
 
@@ -16,23 +16,23 @@ use crate::fault::{Code, Error};
 use crate::json::Json;
 use crate::model::{Reply, Usage, Wanted};
 
-/// What becomes of one call.
+/// The disposition of one call.
 enum Fate {
-    /// It is made: its place in the batch.
+    /// Execute it; holds its index in the batch.
     Made(usize),
-    /// The asker makes it.
+    /// The caller executes it.
     Own,
-    /// It is not made; the model is told this.
+    /// Do not execute it; answer the model with this content.
     Told { content: String, repeated: bool },
 }
 
-/// The calls of one answer, sorted by what becomes of them.
+/// The calls of one reply with their dispositions.
 pub(super) struct Plan<'a> {
     reply: &'a Reply,
     fates: Vec<Fate>,
     fingerprints: Vec<String>,
     entries: Vec<Json>,
-    /// Where each of them stands in the answer.
+    /// Index of each batch entry within the reply.
     places: Vec<usize>,
 }
 
@@ -60,8 +60,8 @@ impl<'a> Plan<'a> {
             let fate = if offer.own.contains(&call.name) {
                 Fate::Own
             } else if let Some(came_to) = before.made.get(&place) {
-                // Its key leads to the call that was made; where its tool is gone, its outcome
-                // is told all the same.
+                // Its idempotency key leads to the call that was made; if its tool is gone, its
+                // outcome is reported all the same.
                 offer.tool(&call.name).map_or_else(|| told(came_to.clone()), &mut made)
             } else if progress.canceled {
                 told(rules::canceled())
@@ -75,7 +75,8 @@ impl<'a> Plan<'a> {
                     false => told(rules::too_many(limits, left)),
                 }
             } else {
-                // Looking for names like it is work, which an answer may not ask for without end.
+                // Searching for similar names is costly, so a reply may trigger only a bounded
+                // number of searches.
                 let compared = if place < limits.calls_per_step as usize { usize::MAX } else { 0 };
                 told(rules::unknown(&call.name, offer.names().take(compared)))
             };
@@ -84,14 +85,14 @@ impl<'a> Plan<'a> {
         Self { reply, fates, fingerprints, entries, places }
     }
 
-    /// The calls that the asker makes itself.
+    /// Returns the calls that the caller executes itself.
     pub(super) fn own(&self) -> Vec<Wanted> {
         let calls = self.reply.calls.iter().zip(&self.fates);
         let own = calls.filter(|(_, fate)| matches!(fate, Fate::Own));
         own.map(|(call, _)| call.clone()).collect()
     }
 
-    /// Makes the calls, and answers with the messages for the model.
+    /// Executes the calls and returns the messages for the model.
     pub(super) async fn carried_out(
         self,
         engine: &Engine,
@@ -144,14 +145,14 @@ impl<'a> Plan<'a> {
     }
 }
 
-/// What a call of this answer is known by, however often it is made.
+/// Returns the idempotency key of a call, which is the same however often the step is repeated.
 pub(super) fn key(terms: &Terms, progress: &Progress, place: usize) -> Option<String> {
     terms.key.as_ref().map(|key| format!("{key}/{}/{place}", progress.steps))
 }
 
-/// A call as the batch reads it, under the tool's own name.
+/// Builds the batch entry of a call, under the tool's own name.
 fn entry(call: &Wanted, tool: &str) -> Json {
-    // Some models write nothing where there are no arguments.
+    // Some models send nothing if there are no arguments.
     let arguments = if call.arguments.trim().is_empty() { "{}" } else { &call.arguments };
     let function = json!({ "name": tool, "arguments": arguments });
     Json::of_value(&json!({ "id": call.id, "type": "function", "function": function }))
@@ -166,7 +167,7 @@ fn batch(terms: &Terms, progress: &Progress, entries: Vec<Json>, most_ms: u64) -
         max_parallel: acting.max_parallel,
         budget_tokens: Some(acting.result_tokens.unwrap_or(RESULT_TOKENS)),
         wait_ms: Some(wait_ms.min(left_ms)),
-        // Where the time is up with the wait, nothing more is begun.
+        // If the time limit ends with the wait, no further call starts.
         later: wait_ms < left_ms,
         timeout_ms: acting.timeout_ms,
         retry: acting.max_retries,
@@ -176,7 +177,7 @@ fn batch(terms: &Terms, progress: &Progress, entries: Vec<Json>, most_ms: u64) -
     }
 }
 
-/// Counts a call that was made.
+/// Records a call that was made.
 fn take_in(
     progress: &mut Progress,
     call: &Wanted,
@@ -187,7 +188,7 @@ fn take_in(
     progress.calls += 1;
     progress.failed_calls += u32::from(settled.ok() == Some(false));
     let told = match &settled.state {
-        // Its ticket is another one each time, and says nothing new.
+        // The ticket differs each time and carries no new information.
         State::Open(open) => {
             progress.awaited.push(Awaited {
                 tool_call_id: open.id.clone(),
@@ -201,7 +202,7 @@ fn take_in(
     rules::note(progress, fingerprint, told);
 }
 
-/// A call that ended late, as one of a batch.
+/// Converts a call that ended late to a batch entry result.
 fn ended_late(awaited: &Awaited, call: Arc<Call>) -> Settled {
     Settled {
         form: Form::OpenAi,
@@ -214,8 +215,8 @@ fn ended_late(awaited: &Awaited, call: Arc<Call>) -> Settled {
 }
 
 impl Engine {
-    /// Those of these calls that have ended, with what the model is told of each, together in at
-    /// most so many tokens; and what summaries of them cost.
+    /// Returns the calls among these that have ended, each with its content for the model, together
+    /// in at most `budget` tokens; and the token usage of their summaries.
     pub(super) async fn late_contents(
         &self,
         caller: &Caller,

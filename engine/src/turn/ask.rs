@@ -1,7 +1,7 @@
-//! One request to the model: held to its time and its size, and repeated where that may help.
+//! Sends one request to the model, with limits on time and size, and with retries.
 //!
-//! Only a whole answer is given on. What came of one that was cut is void, and nothing of it is
-//! ever executed.
+//! Only a complete reply is returned. Deltas of an interrupted reply are void, and none of its
+//! calls is ever executed.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -14,35 +14,34 @@ use crate::engine::measure;
 use crate::fault::{Code, Fault};
 use crate::model::{Model, Piece, Prompt, Reply, Silence, Stopped};
 
-/// The calls that one answer may have. Each of them is answered, executed or not, so this bounds
-/// what a single answer can make of a conversation.
+/// Maximum number of calls in one reply. Each of them is answered, executed or not, so this bounds
+/// the growth of the conversation per reply.
 const MAX_CALLS: usize = 1_000;
 
-/// A request with what it needs to be made again.
+/// A request with everything that a retry needs.
 pub(super) struct Request<'a> {
     pub(super) model: &'a dyn Model,
     pub(super) prompt: &'a Prompt,
     pub(super) asking: &'a Asking,
     pub(super) clock: &'a dyn Clock,
     pub(super) step: u32,
-    /// All of it, waits included, is over by then.
+    /// Deadline of the whole request, including waits between retries.
     pub(super) until_ms: u64,
-    /// Whether saying nothing is an answer.
+    /// True if an empty reply is acceptable.
     pub(super) may_be_empty: bool,
     pub(super) watch: Watch<'a>,
 }
 
-/// Why there is no answer.
+/// The reason why there is no reply.
 pub(super) struct NoAnswer {
     pub(super) silence: Silence,
-    /// The time was over before there was one, or before it could be asked for again. Not so where
-    /// the model itself says when to come, and that is too late: asking before would be against
-    /// its word.
+    /// True if the deadline passed before a reply, or before the next retry. False if the endpoint
+    /// itself requested a delay beyond the deadline: an earlier retry would violate it.
     pub(super) out_of_time: bool,
 }
 
 impl Request<'_> {
-    /// Asks until there is an answer, a fault that does not pass, or no time or try left.
+    /// Sends the request until there is a reply, a permanent error, or no time or retry left.
     pub(super) async fn answer(&self) -> Result<Reply, NoAnswer> {
         let mut retry = 0;
         loop {
@@ -65,7 +64,7 @@ impl Request<'_> {
                 return Err(NoAnswer { silence: after(silence, retry), out_of_time });
             }
             measure::asked("again");
-            tracing::info!(step = self.step, retry, wait_ms, why = %silence, "asking again");
+            tracing::info!(step = self.step, retry, wait_ms, why = %silence, "retrying request");
             let why = &silence.fault;
             (self.watch)(Happening::AskingAgain { step: self.step, retry, wait_ms, why });
             self.clock.sleep_until(self.clock.now_ms() + wait_ms).await;
@@ -73,7 +72,8 @@ impl Request<'_> {
     }
 
     fn wait_ms(&self, retry: u32, retry_after: Option<Duration>) -> u64 {
-        // The time is the seed of the chance: a herd that came together does not come again so.
+        // The deadline seeds the jitter, so that requests that failed together do not retry
+        // together.
         let seed = format!("{}/{}", self.prompt.messages.len(), self.until_ms);
         let own_ms = self.asking.backoff.wait_ms(retry, &seed);
         let asked_ms = retry_after.map_or(0, |wait| wait.as_millis() as u64);
@@ -152,7 +152,7 @@ fn too_slow(within_ms: u64) -> Silence {
     silence(format!("the model gave no whole answer within {within_ms} ms"), true)
 }
 
-/// The same fault, with how often it was met, under the one code for it.
+/// Adds the number of attempts to the error and sets the common fault code.
 fn after(mut silence: Silence, tries: u32) -> Silence {
     if tries > 1 {
         silence.fault.message = format!("{} (asked {tries} times)", silence.fault.message);

@@ -1,4 +1,4 @@
-//! An answer that may have been acted on before: by a process that died, or until its run was
+//! Looks up earlier executions of a reply's calls: by a process that crashed, or before the run was
 //! canceled.
 
 use std::collections::HashMap;
@@ -10,10 +10,10 @@ use crate::engine::{Engine, unavailable};
 use crate::fault::Error;
 use crate::store::{Created, IdempotencyKey};
 
-/// What is known of an answer's calls.
+/// Earlier results of a reply's calls.
 #[derive(Default)]
 pub(super) struct Before {
-    /// What those that were made came to, by their places in the answer.
+    /// Content of each call that was made before, by its index in the reply.
     pub(super) made: HashMap<usize, String>,
 }
 
@@ -29,7 +29,7 @@ impl Before {
         let calls = progress.reply.iter().flat_map(|reply| &reply.calls);
         for (place, call) in calls.enumerate() {
             let Some(key) = key(terms, progress, place) else { break };
-            // Only whether it was used is asked, so it is no matter what for.
+            // The lookup only checks whether the key was used, so the fingerprint does not matter.
             let (agent, fingerprint) = (caller.agent.clone(), String::new());
             let key = IdempotencyKey { agent, key, fingerprint };
             let used = engine.inner.store.used(&caller.project, &key).await.map_err(unavailable)?;

@@ -1,4 +1,4 @@
-//! Driving the loop: turn after turn over one conversation.
+//! The driver of the agent loop: runs step after step over one conversation.
 
 use serde_json::Value;
 
@@ -13,14 +13,15 @@ use crate::engine::{Engine, measure};
 use crate::fault::{Code, Error};
 use crate::model::{Model, Prompt, Wanted};
 
-/// How long the last request has after the time is over.
+/// Extra time for the last request after the time limit.
 const GRACE_MS: u64 = 60_000;
 
-/// How often who sleeps looks without having been woken.
+/// Polling interval while the loop waits for late results, in case a wake-up is missed.
 const LOOK_AGAIN_MS: u64 = 2_000;
 
-/// One conversation with a model. [`Engine::run`] is the whole of it; who keeps a conversation
-/// between its parts calls [`Loop::ask`] and [`Loop::act`] in turns.
+/// An agent loop over one conversation. [`Engine::run_agent_loop`] runs it as a whole; a program
+/// that stores the conversation in between alternates [`AgentLoop::request_reply`] and
+/// [`AgentLoop::execute_reply`].
 pub struct Loop<'a> {
     engine: &'a Engine,
     caller: &'a Caller,
@@ -28,18 +29,19 @@ pub struct Loop<'a> {
     terms: &'a Terms,
     watch: Watch<'a>,
     offer: Offer,
-    /// The answer that is acted on next was there before.
+    /// True if the pending reply existed before this loop requested one, so that its calls may
+    /// already have been made.
     again: bool,
-    /// Saying nothing is an answer, whatever is waited for.
+    /// True if an empty reply is acceptable even if no late results are pending.
     pub(crate) may_be_silent: bool,
 }
 
 impl Engine {
-    /// One turn: the model is asked, and every call of its answer is executed. The calls' results
-    /// are then in the conversation, unless what it called are the asker's own tools.
+    /// Runs one step: sends a request to the model and executes every call of its reply. The
+    /// results are then in the conversation, except those of caller tools.
     ///
-    /// A model that gives no answer, after its retries, is an error with the code
-    /// `UPSTREAM_UNAVAILABLE`; the conversation is as it was, and the turn can be repeated.
+    /// If the model gives no reply after its retries, this returns an error with the code
+    /// `UPSTREAM_UNAVAILABLE`; the conversation is unchanged, and the step can be repeated.
     pub async fn run_turn(
         &self,
         caller: &Caller,
@@ -50,9 +52,9 @@ impl Engine {
         Loop::new(self, caller, model, terms, &unwatched)?.turn(talk).await
     }
 
-    /// Turns until the model has answered, also at a limit, or calls a tool of the asker's own.
-    /// Sleeps while there is nothing to do but to wait for late results. Answers with
-    /// [`Next::Answered`] or [`Next::HandedBack`].
+    /// Runs steps until the model gives its final answer, also at a limit, or calls a caller tool.
+    /// Waits while there is nothing to do before late results arrive. Returns
+    /// [`StepOutcome::Answered`] or [`StepOutcome::CallerToolCalls`].
     ///
     /// ```
     /// use async_trait::async_trait;
@@ -60,7 +62,7 @@ impl Engine {
     /// use toolcrib::turn::{Next, Talk, Terms};
     /// use toolcrib::{Caller, Engine, FnTool};
     ///
-    /// /// Calls a tool, and then says what came of it. A real one asks an endpoint.
+    /// /// Calls a tool and then reports its result. A real model sends requests to an endpoint.
     /// struct Adder;
     ///
     /// #[async_trait]
@@ -105,7 +107,7 @@ impl Engine {
 }
 
 impl<'a> Loop<'a> {
-    /// A loop of which `watch` is told what happens. Refused where the terms make no sense.
+    /// Creates a loop that reports its events to `watch`. Refuses invalid options.
     pub fn new(
         engine: &'a Engine,
         caller: &'a Caller,
@@ -118,7 +120,8 @@ impl<'a> Loop<'a> {
         Ok(Self { engine, caller, model, terms, watch, offer, again: false, may_be_silent: false })
     }
 
-    /// The same where the terms were checked before: tools that are gone are left out.
+    /// Creates a loop with options that were validated before: tools that no longer exist are
+    /// skipped.
     pub(crate) fn lenient(
         engine: &'a Engine,
         caller: &'a Caller,
@@ -131,7 +134,7 @@ impl<'a> Loop<'a> {
         Ok(Self { engine, caller, model, terms, watch, offer, again: false, may_be_silent: false })
     }
 
-    /// Turns until there is an answer, or calls for the asker.
+    /// Runs steps until there is a final answer or a call of a caller tool.
     pub async fn all(&mut self, talk: &mut Talk) -> Result<Next, Error> {
         loop {
             match self.turn(talk).await? {
@@ -142,14 +145,14 @@ impl<'a> Loop<'a> {
         }
     }
 
-    /// One turn.
+    /// Runs one step.
     pub async fn turn(&mut self, talk: &mut Talk) -> Result<Next, Error> {
         self.ask(talk).await?;
         self.act(talk).await
     }
 
-    /// Asks the model, unless it has answered and nobody acted on that yet. Late results that have
-    /// come go with the question. The answer is then in [`super::Progress::reply`].
+    /// Sends a request to the model, unless a reply is already pending. Late results that have
+    /// arrived are part of the request. The reply is then in [`super::RunProgress::pending_reply`].
     pub async fn ask(&mut self, talk: &mut Talk) -> Result<(), Error> {
         if talk.progress.reply.is_some() {
             self.again = true;
@@ -186,7 +189,7 @@ impl<'a> Loop<'a> {
         progress.spent_ms += clock.now_ms().saturating_sub(began_ms);
         let reply = match answer {
             Ok(reply) => reply,
-            // The time is over in the middle of a request: that is a limit, and no failure.
+            // The time limit passed during a request: that is a limit, not a failure.
             Err(none) if none.out_of_time && !last => {
                 progress.closing = Some(super::Closing::Time);
                 talk.messages.push(rules::closing_message(super::Closing::Time, limits));
@@ -205,8 +208,8 @@ impl<'a> Loop<'a> {
         Ok(())
     }
 
-    /// Executes what the answer calls. A step that is done again with the same key makes no call
-    /// a second time.
+    /// Executes the calls of the pending reply. A step repeated with the same idempotency prefix
+    /// executes no call twice.
     pub async fn act(&mut self, talk: &mut Talk) -> Result<Next, Error> {
         let Some(reply) = talk.progress.reply.clone() else { return Ok(Next::GoesOn) };
         if let Some(closing) = talk.progress.closing {
@@ -232,7 +235,7 @@ impl<'a> Loop<'a> {
         };
         let plan = Plan::of(&reply, &self.offer, self.terms, (&talk.progress, &before), most);
         let own = plan.own();
-        // A copy, so that a failure half-way leaves the conversation as it was.
+        // Work on a copy, so that a failure midway leaves the conversation unchanged.
         let mut progress = talk.progress.clone();
         let watch = self.watch;
         let results =
@@ -245,8 +248,8 @@ impl<'a> Loop<'a> {
         Ok(if own.is_empty() { Next::GoesOn } else { Next::HandedBack(own) })
     }
 
-    /// The same without executing anything: each call is answered with what `told` says, and
-    /// counted where it says that it was made.
+    /// Answers the calls of the pending reply without executing anything. `told` returns the
+    /// content of each answer and whether the call counts as made.
     pub(crate) fn act_with(
         &self,
         talk: &mut Talk,
@@ -269,7 +272,7 @@ impl<'a> Loop<'a> {
         Next::GoesOn
     }
 
-    /// Waits until a late result has come, and puts it into the conversation.
+    /// Waits until a late result arrives, and adds it to the conversation.
     pub async fn sleep(&mut self, talk: &mut Talk) -> Result<(), Error> {
         let inner = &self.engine.inner;
         let topic =
@@ -291,7 +294,7 @@ impl<'a> Loop<'a> {
         }
     }
 
-    /// Puts late results that have come into the conversation. Answers with how many.
+    /// Adds late results that have arrived to the conversation and returns their number.
     pub async fn take_late(&self, talk: &mut Talk) -> Result<usize, Error> {
         let budget = self.terms.acting.result_tokens.unwrap_or(RESULT_TOKENS);
         let awaited = &talk.progress.awaited;
@@ -307,7 +310,7 @@ impl<'a> Loop<'a> {
         Ok(came)
     }
 
-    /// The model's last word, whatever it made of the last request.
+    /// Returns the final answer at a limit, whatever the reply to the last request contains.
     fn close(
         &self,
         talk: &mut Talk,
@@ -325,7 +328,7 @@ impl<'a> Loop<'a> {
     fn prompt(&self, talk: &Talk, last: bool) -> Prompt {
         let mut settings = self.terms.settings.clone();
         let forced = settings.get("tool_choice").is_some_and(|choice| choice != "none");
-        // A choice that is forced for ever would keep the model from ever answering.
+        // A permanently forced tool choice would keep the model from ever giving a final answer.
         if last || (forced && talk.progress.steps > talk.progress.since.steps) {
             settings.remove("tool_choice");
         }
@@ -338,7 +341,7 @@ impl<'a> Loop<'a> {
         Prompt { model, messages, tools, settings }
     }
 
-    /// Tools come and go while a conversation lasts.
+    /// Refreshes the tool selection, because tools can change during a conversation.
     fn renew_offer(&mut self) {
         if self.offer.version != self.engine.directory_version() {
             self.offer = Offer::of(self.engine, self.caller, self.terms);
@@ -354,7 +357,7 @@ fn require(caller: &Caller) -> Result<(), Error> {
     Err(Error::refused(Code::PermissionDenied, message))
 }
 
-/// The size of a request, as text.
+/// Returns the size of a request's tools and messages as JSON text.
 fn size(prompt: &Prompt) -> usize {
     let tools = serde_json::to_string(&prompt.tools).map_or(0, |text| text.len());
     tools + serde_json::to_string(&prompt.messages).map_or(0, |text| text.len())

@@ -1,4 +1,4 @@
-//! Which tools a model is told of, and what its names for them mean.
+//! Selects the tools that a model sees, and resolves the names that it uses for them.
 
 use std::collections::{HashMap, HashSet};
 
@@ -14,24 +14,24 @@ use crate::policy;
 
 /// The tools of one conversation.
 pub(super) struct Offer {
-    /// In the chat form.
+    /// Tool descriptions, in the chat format.
     pub(super) tools: Vec<Value>,
-    /// The crib's, by the names that the model knows.
+    /// Toolcrib's tools, by their model-facing names.
     pub(super) crib: HashMap<String, String>,
-    /// Those that the asker runs itself.
+    /// Names of the caller tools.
     pub(super) own: HashSet<String>,
-    /// Of the directory they were read from.
+    /// Version of the directory that the tools were read from.
     pub(super) version: u64,
 }
 
 impl Offer {
-    /// Refused where the terms name a tool that is not there.
+    /// Selects the tools; refuses options that name a tool that does not exist.
     pub(super) fn checked(engine: &Engine, caller: &Caller, terms: &Terms) -> Result<Self, Error> {
         check_tools(engine, caller, terms.tools.as_deref().unwrap_or_default())?;
         Ok(Self::of(engine, caller, terms))
     }
 
-    /// Those of the terms that are there.
+    /// Selects the tools of the options that exist.
     pub(super) fn of(engine: &Engine, caller: &Caller, terms: &Terms) -> Self {
         let version = engine.directory_version();
         let own: HashSet<String> =
@@ -46,7 +46,7 @@ impl Offer {
         }
         let has_reader = tools.iter().any(|entry| entry.definition.name == RESULT_READ);
         if !tools.is_empty() && !has_reader {
-            // What a digest left out is read with it.
+            // The model needs it to read the omitted parts of a digest.
             tools.extend(engine.tool(caller, RESULT_READ));
         }
         let told = names::for_models(tools.iter().map(|entry| entry.definition.name.as_str()));
@@ -61,24 +61,24 @@ impl Offer {
         offer
     }
 
-    /// The crib's tool that the model means.
+    /// Returns the Toolcrib tool that the model means.
     pub(super) fn tool(&self, name: &str) -> Option<&str> {
         let by_own_name = || self.crib.values().find(|real| *real == name);
         self.crib.get(name).or_else(by_own_name).map(String::as_str)
     }
 
-    /// Every name the model was told.
+    /// Returns every name that the model received.
     pub(super) fn names(&self) -> impl Iterator<Item = &str> {
         self.crib.keys().chain(&self.own).map(String::as_str)
     }
 }
 
-/// The name of a tool in the chat form.
+/// Returns the name of a tool in the chat format.
 fn own_name(tool: &Value) -> Option<&str> {
     tool.get("function")?.get("name")?.as_str()
 }
 
-/// Whether these can be the tools of a run. A pattern may fit nothing yet; a name must be one.
+/// Checks the tools of a run. A pattern may match nothing yet; a plain name must exist.
 pub fn check_tools(engine: &Engine, caller: &Caller, patterns: &[String]) -> Result<(), Error> {
     for (n, pattern) in patterns.iter().enumerate() {
         let problem = match policy::check_pattern(pattern) {

@@ -1,4 +1,4 @@
-//! What the loop decides: when it is enough, which calls are made, what the model is told. Pure.
+//! Decisions of the agent loop: limits, repeated calls, and the messages to the model. Pure.
 
 use std::collections::{HashMap, HashSet};
 
@@ -12,10 +12,10 @@ use crate::json::Json;
 use crate::model::{Reply, Stopped, Usage, Wanted};
 use crate::names;
 
-/// How many steps of nothing but repeated calls are enough.
+/// Maximum number of consecutive steps with nothing but repeated calls.
 const STUBBORN: u32 = 2;
 
-/// The limit that is reached, if any.
+/// Returns the limit that is reached, if any.
 pub(super) fn due(limits: &Limits, progress: &Progress) -> Option<Closing> {
     let (now, since) = (progress.spent(), progress.since);
     let reached = [
@@ -29,18 +29,18 @@ pub(super) fn due(limits: &Limits, progress: &Progress) -> Option<Closing> {
     reached.into_iter().find(|(reached, _)| *reached).map(|(_, closing)| closing)
 }
 
-/// How long it may still work.
+/// Returns the remaining active time.
 pub(super) fn left_ms(limits: &Limits, progress: &Progress) -> u64 {
     let spent_ms = progress.spent_ms.saturating_sub(progress.since.spent_ms);
     limits.time_ms.saturating_sub(spent_ms)
 }
 
-/// How many calls may still be made.
+/// Returns the number of calls that may still be made.
 pub(super) fn left_calls(limits: &Limits, progress: &Progress) -> u32 {
     limits.calls.saturating_sub(progress.calls.saturating_sub(progress.since.calls))
 }
 
-/// What the model is told when it is asked for the last time.
+/// Returns the message that announces the last request to the model.
 pub(super) fn closing_message(closing: Closing, limits: &Limits) -> Value {
     let why = match closing {
         Closing::Steps => format!("The limit of {} steps is reached.", limits.steps),
@@ -57,12 +57,12 @@ pub(super) fn closing_message(closing: Closing, limits: &Limits) -> Value {
     json!({ "role": "user", "content": text })
 }
 
-/// The limit that a message of `closing_message` is about.
+/// Returns the limit that a stop message is about.
 pub fn closing_of(message: &Value, limits: &Limits) -> Option<Closing> {
     Closing::ALL.into_iter().find(|closing| closing_message(*closing, limits) == *message)
 }
 
-/// What is answered where the model says nothing even then.
+/// Returns the final answer if the model's last reply is empty.
 pub(super) fn stand_in(closing: Closing, progress: &Progress) -> String {
     let why = match closing {
         Closing::Steps => "the limit of steps was reached",
@@ -79,8 +79,8 @@ pub(super) fn stand_in(closing: Closing, progress: &Progress) -> String {
     )
 }
 
-/// Gives every call an id that the conversation can use: the model's own where it is one, another
-/// where it is missing, taken, or of a form that model APIs refuse.
+/// Gives every call an id that the conversation can use: the model's own, or another one if that is
+/// missing, already used, or in a format that model APIs reject.
 pub(super) fn with_usable_ids(mut reply: Reply, step: u32, awaited: &[Awaited]) -> Reply {
     let plain = |b: u8| b.is_ascii_alphanumeric() || b == b'_' || b == b'-';
     let mut used: HashSet<String> = awaited.iter().map(|call| call.call_id.clone()).collect();
@@ -98,9 +98,9 @@ pub(super) fn with_usable_ids(mut reply: Reply, step: u32, awaited: &[Awaited]) 
     reply
 }
 
-/// An answer of the model, as a message of the conversation.
+/// Formats a reply of the model as a message of the conversation.
 pub(super) fn assistant_message(reply: &Reply, with_calls: bool) -> Value {
-    // Said also when there is none, because some servers insist on it.
+    // Set to `null` if there is no text, because some servers require the field.
     let content = if reply.text.is_empty() { Value::Null } else { reply.text.as_str().into() };
     if !with_calls || reply.calls.is_empty() {
         return json!({ "role": "assistant", "content": content });
@@ -114,19 +114,19 @@ fn call_value(call: &Wanted) -> Value {
     json!({ "id": call.id, "type": "function", "function": function })
 }
 
-/// An answer to a call.
+/// Formats the answer to a call.
 pub(super) fn tool_message(call_id: &str, content: &str) -> Value {
     json!({ "role": "tool", "tool_call_id": call_id, "content": content })
 }
 
-/// A result that came late. The call itself was answered before, with its ticket.
+/// Formats a late result. The call itself was answered before, with its ticket.
 pub(super) fn late_message(call: &Awaited, content: &str) -> Value {
     let Awaited { name, call_id, .. } = call;
     let text = format!("The result of {name}, which you called as {call_id}, has come:\n{content}");
     json!({ "role": "user", "content": text })
 }
 
-/// A message that `late_message` made, for a call that has another id now.
+/// Replaces the call id in a late-result message, for a call that has another id now.
 pub fn readdressed(message: &Value, ids: &HashMap<String, String>) -> Value {
     let text = message["content"].as_str().and_then(|text| {
         let (head, content) = text.split_once(", has come:\n")?;
@@ -141,7 +141,7 @@ pub fn readdressed(message: &Value, ids: &HashMap<String, String>) -> Value {
     message
 }
 
-/// What makes two calls the same: the tool, and the arguments in whatever order they are written.
+/// Returns the fingerprint of a call: the tool and the arguments, independent of their spelling.
 pub fn same_call(call: &Wanted) -> String {
     let args = match Json::parse(&call.arguments) {
         Ok(args) => args.canonical(),
@@ -154,13 +154,13 @@ pub fn same_call(call: &Wanted) -> String {
     crate::tool::hex(&hash.finalize()[..8])
 }
 
-/// A hash of what the model was told of a call.
+/// Returns a hash of the content that the model received for a call.
 pub(super) fn told_hash(content: &str) -> u64 {
     let hash = Sha256::digest(content.as_bytes());
     hash.iter().take(8).fold(0, |number, byte| (number << 8) | u64::from(*byte))
 }
 
-/// Notes what a call came to. The same as before counts on; something new begins to count.
+/// Counts a result of a call: an identical result increments the counter, a new one restarts it.
 pub(super) fn note(progress: &mut Progress, fingerprint: String, told: u64) {
     let seen = progress.seen.entry(fingerprint).or_default();
     *seen = if seen.told == told && seen.times > 0 {
@@ -170,13 +170,13 @@ pub(super) fn note(progress: &mut Progress, fingerprint: String, told: u64) {
     };
 }
 
-/// Whether this call was made often enough already.
+/// Returns whether this call has reached the limit of identical repetitions.
 pub(super) fn is_repeated(progress: &Progress, limits: &Limits, fingerprint: &str) -> bool {
     let seen = progress.seen.get(fingerprint);
     limits.repeats > 0 && seen.is_some_and(|seen| seen.times >= limits.repeats)
 }
 
-/// What the model is told instead of a call that it made often enough.
+/// Returns the content for a call that was repeated too often.
 pub(super) fn repeated(call: &Wanted, limits: &Limits) -> String {
     let message = format!(
         "not done: {} was called with exactly these arguments {} times, with the same result each \
@@ -186,7 +186,7 @@ pub(super) fn repeated(call: &Wanted, limits: &Limits) -> String {
     fault_content(&Fault::new(Code::Conflict, message).not_happened())
 }
 
-/// What the model is told of calls that are too many.
+/// Returns the content for a call beyond the limits.
 pub(super) fn too_many(limits: &Limits, left: u32) -> String {
     let message = if left < limits.calls_per_step {
         format!("not done: the limit of {} tool calls is reached", limits.calls)
@@ -200,7 +200,7 @@ pub(super) fn too_many(limits: &Limits, left: u32) -> String {
     fault_content(&Fault::new(Code::RateLimited, message).not_happened())
 }
 
-/// What the model is told of a tool it was not offered.
+/// Returns the content for a call of a tool that the model did not receive.
 pub(super) fn unknown<'n>(name: &str, offered: impl Iterator<Item = &'n str>) -> String {
     let shown: String = name.chars().take(100).collect();
     let near = names::nearest(name, offered);
@@ -212,7 +212,7 @@ pub(super) fn unknown<'n>(name: &str, offered: impl Iterator<Item = &'n str>) ->
     fault_content(&fault.with_detail(json!({ "nearest": near })))
 }
 
-/// What the model is told of a call whose arguments were cut off with its answer.
+/// Returns the content for a call whose arguments were truncated together with the reply.
 pub(super) fn cut_off(reply: &Reply, call: &Wanted) -> Option<String> {
     let whole = serde_json::from_str::<serde::de::IgnoredAny>(&call.arguments).is_ok();
     if whole || reply.stopped != Stopped::Length {
@@ -223,13 +223,13 @@ pub(super) fn cut_off(reply: &Reply, call: &Wanted) -> Option<String> {
     Some(fault_content(&Fault::new(Code::ValidationError, message).not_happened()))
 }
 
-/// What the model is told of a call that its run was canceled before.
+/// Returns the content for a call that was not made before the run was canceled.
 pub(super) fn canceled() -> String {
     let message = "not done: the run was canceled before this call was made";
     fault_content(&Fault::new(Code::Canceled, message).not_happened())
 }
 
-/// Tokens where the endpoint does not say: about four bytes each.
+/// Returns the reported usage, or an estimate of four bytes per token if the endpoint reports none.
 pub(super) fn usage_or_guess(reply: &Reply, prompt_bytes: usize) -> Usage {
     if reply.usage != Usage::default() {
         return reply.usage;
@@ -241,7 +241,7 @@ pub(super) fn usage_or_guess(reply: &Reply, prompt_bytes: usize) -> Usage {
     }
 }
 
-/// Whether these can be the messages of a conversation.
+/// Checks the messages of a conversation.
 pub fn check_messages(messages: &[Value]) -> Result<(), Fault> {
     let refused = |pointer: String, message: &str| {
         let message = format!("{}: {message}", pointer.trim_start_matches('/'));

@@ -1,8 +1,8 @@
-//! Cards: immutable records that UTP's messages point at. Pure.
+//! Cards: immutable records that UTP messages point at. Pure.
 //!
 //! The `tool.call` card of every call, and the `tool.result` card of every call that no tool
-//! service executed, follow from the call: nothing is stored twice, and any call can be read as
-//! cards. What a tool service or an agent writes is checked here and stored.
+//! service executed, derive from the call: nothing is stored twice, and every call can be read as
+//! cards. Cards from tool services and agents are validated here and stored.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -14,12 +14,12 @@ use crate::fault::{Code, Fault};
 use crate::id::CallId;
 use crate::tool::Executor;
 
-/// The type of the card that asks.
+/// Type of the card that requests a call.
 pub const TOOL_CALL: &str = "tool.call";
-/// The type of the card that answers.
+/// Type of the card that holds its result.
 pub const TOOL_RESULT: &str = "tool.result";
 
-/// Every type of card there is.
+/// Every card type.
 const TYPES: [&str; 12] = [
     "task.instruction",
     "agent.thought",
@@ -35,7 +35,7 @@ const TYPES: [&str; 12] = [
     "meta.parent_pointer",
 ];
 
-/// Contents, each with its keys: those it must have, and those it may have.
+/// The content types, each with its required and optional keys.
 const CONTENTS: [(&str, &[&str], &[&str]); 6] = [
     ("ToolCallContent", &["tool_name", "arguments", "status"], &["target_subject"]),
     ("ToolResultContent", &["status", "after_execution"], &["result", "error"]),
@@ -52,7 +52,7 @@ pub struct Card {
     pub project: String,
     /// `tool.call`, `tool.result`, …
     pub kind: String,
-    /// With its discriminator `__type__`.
+    /// Includes the discriminator `__type__`.
     pub content: Map<String, Value>,
     pub created_ms: u64,
     pub author_id: String,
@@ -66,28 +66,28 @@ pub struct Card {
 }
 
 impl Card {
-    /// A text of the metadata.
+    /// Returns a text field of the metadata.
     pub fn said(&self, name: &str) -> Option<&str> {
         self.metadata.get(name).and_then(Value::as_str).filter(|text| !text.is_empty())
     }
 
-    /// A text of the content.
+    /// Returns a text field of the content.
     pub fn content_text(&self, name: &str) -> Option<&str> {
         self.content.get(name).and_then(Value::as_str)
     }
 
-    /// The turn it belongs to.
+    /// Returns the turn it belongs to.
     pub fn turn_id(&self) -> Option<&str> {
         self.said("agent_turn_id")
     }
 
-    /// Whether two cards say the same, whenever they were written.
+    /// Returns true if two cards are equal except for their creation time.
     pub fn says_the_same(&self, other: &Self) -> bool {
         let same = Self { created_ms: other.created_ms, ..self.clone() };
         same == *other
     }
 
-    /// Reads a card as somebody wrote it.
+    /// Parses a card from outside; rejects ids that are reserved for the derived cards of calls.
     pub fn read(
         given: &Value,
         project: &str,
@@ -101,7 +101,7 @@ impl Card {
         Ok(card)
     }
 
-    /// The same, where the id may be one of a call's own.
+    /// Parses a card whose id may be that of a call's derived card.
     pub fn parse(
         given: &Value,
         project: &str,
@@ -259,7 +259,7 @@ impl Card {
         Ok(())
     }
 
-    /// What the storage of the protocol has twice.
+    /// Sets the tool call id in both places where the protocol stores it.
     fn completed(mut self) -> Self {
         if self.kind == TOOL_RESULT || self.kind == TOOL_CALL {
             let named = self.said("tool_call_id").map(str::to_owned);
@@ -271,13 +271,13 @@ impl Card {
         self
     }
 
-    /// The result and the error of a `tool.result`, as an outcome.
+    /// Returns the result and the error of a `tool.result`.
     pub fn outcome(&self) -> (Value, Fault) {
         let result = self.content.get("result").cloned().unwrap_or(Value::Null);
         (result, fault_of(self.content.get("error")))
     }
 
-    /// What becomes of the turn: the result's own word, or the card's.
+    /// Returns the effect on the turn: the result's own control field, else the card's field.
     pub fn after_execution(&self) -> AfterExecution {
         let control = self.content.get("result").and_then(|result| result.get("__cg_control"));
         let own = control.and_then(|control| control.get("after_execution"));
@@ -287,7 +287,7 @@ impl Card {
     }
 }
 
-/// An error of the protocol as one of ours. A code we do not know stays in the detail.
+/// Converts a UTP error to a fault. The detail keeps a code that Toolcrib does not have.
 pub fn fault_of(error: Option<&Value>) -> Fault {
     let text = |name: &str| error.and_then(|e| e.get(name)).and_then(Value::as_str);
     let message: String =
@@ -309,7 +309,7 @@ fn refused(message: impl Into<String>) -> Fault {
     Fault::new(Code::BadRequest, message).not_happened()
 }
 
-/// Which card of which call an id names, when it is one of a call.
+/// Parses the id of a derived card into the call's id and the card type.
 pub fn made_from(card_id: &str) -> Option<(CallId, &'static str)> {
     let (body, kind) = match card_id.strip_prefix("card_")? {
         rest if rest.ends_with("_call") => (rest.strip_suffix("_call")?, TOOL_CALL),
@@ -318,14 +318,14 @@ pub fn made_from(card_id: &str) -> Option<(CallId, &'static str)> {
     format!("{}{body}", CallId::PREFIX).parse().ok().map(|id| (id, kind))
 }
 
-/// The id of a call's card of this type.
+/// Returns the id of a call's derived card of this type.
 pub fn id_of(call: &CallId, kind: &str) -> String {
     let body = call.as_str().trim_start_matches(CallId::PREFIX);
     let end = if kind == TOOL_CALL { "call" } else { "result" };
     format!("card_{body}_{end}")
 }
 
-/// The `tool.call` card of a call.
+/// Returns the `tool.call` card of a call.
 pub fn of_call(call: &Call, binding: Option<&Binding>) -> Card {
     let route = Route::of(call);
     let arguments = match call.target.args.value() {
@@ -358,7 +358,7 @@ pub fn of_call(call: &Call, binding: Option<&Binding>) -> Card {
     }
 }
 
-/// The `tool.result` card of a call that has ended.
+/// Returns the `tool.result` card of an ended call.
 pub fn of_outcome(call: &Call, binding: Option<&Binding>) -> Option<Card> {
     let status = ToolStatus::of(call)?;
     let outcome = call.outcome.as_ref()?;
@@ -400,7 +400,7 @@ pub fn of_outcome(call: &Call, binding: Option<&Binding>) -> Option<Card> {
     })
 }
 
-/// A fault as the protocol writes it.
+/// Returns a fault in UTP's form.
 pub fn error_of(fault: &Fault, source: &str) -> Value {
     json!({
         "code": fault.code.utp(),
@@ -412,7 +412,7 @@ pub fn error_of(fault: &Fault, source: &str) -> Value {
     })
 }
 
-/// What `result` says beside an error.
+/// Returns the `result` that accompanies an error.
 pub fn mirrored(error: &Value) -> Value {
     json!({
         "error_code": error["code"],
@@ -422,7 +422,7 @@ pub fn mirrored(error: &Value) -> Value {
     })
 }
 
-/// Where a call comes from: both of its cards say the same.
+/// Returns the lineage of a call; both of its cards carry it.
 pub fn lineage(call: &Call, route: &Route) -> Map<String, Value> {
     into_map(json!({
         "agent_turn_id": route.turn_id,
@@ -433,7 +433,7 @@ pub fn lineage(call: &Call, route: &Route) -> Map<String, Value> {
     }))
 }
 
-/// A JSON object as a map.
+/// Converts a JSON object to a map.
 pub fn into_map(value: Value) -> Map<String, Value> {
     match value {
         Value::Object(map) => map,

@@ -1,22 +1,22 @@
-//! What a turn tells whoever listens: `evt.agent.<agent_id>.state`, `.step` and `.task`. Pure.
+//! The events that a turn publishes: `evt.agent.<agent_id>.state`, `.step` and `.task`. Pure.
 
 use serde_json::{Map, Value, json};
 
 use super::{Letter, Turn, TurnStatus, trace};
 
-/// How long news are worth publishing: the stream of events keeps them for a week.
+/// Lifetime of an unpublished event; the event stream itself keeps events for a week.
 const NEWS_MS: u64 = 86_400_000;
 
-/// What there is to tell of a turn's new state.
+/// The content of the events about a turn's new state.
 #[derive(Debug, Clone, Default)]
 pub struct News {
-    /// The calls that are out, by the model's ids.
+    /// The calls in flight, by the model's ids.
     pub waiting: Vec<String>,
     pub step: Option<Step>,
     pub task: Option<Task>,
 }
 
-/// How far a step is.
+/// Progress of a step.
 #[derive(Debug, Clone)]
 pub struct Step {
     /// `executing` or `completed`.
@@ -24,10 +24,10 @@ pub struct Step {
     pub new_card_ids: Vec<String>,
 }
 
-/// How a turn ended: told once.
+/// The end of a turn; published once.
 #[derive(Debug, Clone)]
 pub struct Task {
-    /// One of the five.
+    /// One of the values of [`super::ToolStatus`].
     pub status: String,
     pub tool_result_card_id: Option<String>,
     pub error_code: Option<&'static str>,
@@ -35,7 +35,7 @@ pub struct Task {
 }
 
 impl News {
-    /// The letters that tell it.
+    /// Builds the messages to publish.
     pub fn letters(self, turn: &Turn) -> Vec<Letter> {
         let mut letters = vec![letter(turn, "state", state(turn, &self.waiting))];
         if let (Some(step), Some(step_id)) = (self.step, &turn.step_id) {
@@ -114,11 +114,11 @@ fn letter(turn: &Turn, kind: &str, payload: Value) -> Letter {
     }
 }
 
-/// Unix milliseconds as ISO 8601 in UTC.
+/// Formats Unix milliseconds as ISO 8601 in UTC.
 pub fn iso(unix_ms: u64) -> String {
     let (seconds, ms) = (unix_ms / 1_000, unix_ms % 1_000);
     let (days, second) = (seconds / 86_400, seconds % 86_400);
-    // Years that begin in March have their leap day at the end, and so have eras of 400 of them.
+    // Years that start in March have their leap day at the end, and so have eras of 400 such years.
     let shifted = days + 719_468;
     let (era, day) = (shifted / 146_097, shifted % 146_097);
     let year = (day - day / 1_460 + day / 36_524 - day / 146_096) / 365;

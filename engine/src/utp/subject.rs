@@ -11,11 +11,11 @@ pub struct Subject<'a> {
     pub category: &'a str,
     pub component: &'a str,
     pub target: &'a str,
-    /// Everything behind it, dots and all.
+    /// All remaining tokens, with their dots.
     pub suffix: &'a str,
 }
 
-/// Reads a subject; none when it is not one of ours.
+/// Parses a subject; `None` if it is not one of UTP's.
 pub fn parse(text: &str) -> Option<Subject<'_>> {
     let mut tokens = text.splitn(8, '.');
     let mut next = || tokens.next().filter(|token| !token.is_empty());
@@ -33,7 +33,7 @@ pub fn parse(text: &str) -> Option<Subject<'_>> {
     })
 }
 
-/// Whether a command under this subject can have been sent for a tool of this project.
+/// Returns true if this can be the subject of a command for a tool of this project.
 pub fn is_command_of(text: &str, project: &str) -> bool {
     let plain = text.split('.').all(is_token);
     parse(text).is_some_and(|parts| {
@@ -41,8 +41,8 @@ pub fn is_command_of(text: &str, project: &str) -> bool {
     })
 }
 
-/// Checks where a tool's commands are to go, and writes it out in full: `cmd.tool.x.y` is short
-/// for `cg.<version>.{project_id}.{channel_id}.cmd.tool.x.y`.
+/// Validates the target of a tool's commands and returns it in full: `cmd.tool.x.y` is short for
+/// `cg.<version>.{project_id}.{channel_id}.cmd.tool.x.y`.
 pub fn check_target(text: &str, version: &str, project: &str) -> Result<String, String> {
     let full = match text.starts_with("cmd.") {
         true => format!("cg.{version}.{{project_id}}.{{channel_id}}.{text}"),
@@ -82,8 +82,8 @@ pub fn check_target(text: &str, version: &str, project: &str) -> Result<String, 
     Ok(full)
 }
 
-/// Fills a template in, under this version whichever it was written for. Everything that is filled
-/// in must be able to stand in a subject.
+/// Fills in a template under this protocol version, even if it was written for another one. Fails
+/// if a value is not a valid token of a subject.
 pub fn fill(
     template: &str,
     version: &str,
@@ -150,7 +150,7 @@ mod tests {
         let filled_in = "cg.{version}.{project_id}.{channel_id}.cmd.tool.search.run";
         assert_eq!(check_target(filled_in, "v1r3", "p").as_deref(), Ok(full));
         assert_eq!(fill(&short, "v1r3", "p", "c", "a").unwrap(), "cg.v1r3.p.c.cmd.tool.search.run");
-        // A server that speaks another version by now has its streams there.
+        // A server with a newer version has its streams under that version.
         assert_eq!(fill(full, "v1r4", "p", "c", "a").unwrap(), "cg.v1r4.p.c.cmd.tool.search.run");
         for bad in [
             "zzz.cmd.tool.",

@@ -1,4 +1,4 @@
-//! The trace a call belongs to, as UTP carries it: `traceparent` texts. Pure.
+//! The trace of a call as UTP carries it: `traceparent` texts. Pure.
 
 use sha2::{Digest, Sha256};
 
@@ -6,8 +6,8 @@ use crate::call::Call;
 use crate::tool::hex;
 use crate::trace::{Ids, TraceParent};
 
-/// The trace id and span id of a `traceparent`; none when it is not one. Lenient, as UTP is: upper
-/// case is read, version and flags are not looked at.
+/// Returns the trace id and span id of a `traceparent`, or `None` if it is not valid. Lenient, as
+/// UTP is: accepts upper case and ignores the values of version and flags.
 pub fn parse(text: &str) -> Option<(String, String)> {
     let text = text.to_ascii_lowercase();
     let parts: Vec<&str> = text.split('-').collect();
@@ -20,8 +20,8 @@ pub fn parse(text: &str) -> Option<(String, String)> {
     (well && some && is_hex(flags, 2)).then(|| ((*trace_id).to_owned(), (*span_id).to_owned()))
 }
 
-/// The same trace as everybody else reads it: W3C knows no capitals and no span of zeros, and
-/// whoever is stricter than UTP would begin another trace there.
+/// Normalizes a `traceparent` to W3C's form, which permits no capitals and no zero span id. A
+/// stricter reader would otherwise start another trace.
 pub fn normal(text: &str) -> Option<String> {
     let text = text.trim().to_ascii_lowercase();
     parse(&text)?;
@@ -31,36 +31,37 @@ pub fn normal(text: &str) -> Option<String> {
     })
 }
 
-/// Whether a text can be a `tracestate`: a header of at most 512 printable characters.
+/// Returns true if a text is a valid `tracestate`: at most 512 printable characters.
 pub fn is_state(text: &str) -> bool {
     text.len() <= 512 && text.bytes().all(|byte| matches!(byte, b' '..=b'~'))
 }
 
-/// A trace that follows from a name: the same name, the same trace.
+/// Derives a trace from a seed: the same seed gives the same trace.
 pub fn from_seed(seed: &str) -> String {
     let hash = Sha256::digest(seed.as_bytes());
     format!("00-{}-{}-01", hex(&hash[..16]), hex(&hash[16..24]))
 }
 
-/// A span below this one, named by a seed.
+/// Derives a child span from a parent and a seed.
 pub fn child(parent: &str, seed: &str) -> String {
     let Some((trace_id, _)) = parse(parent) else { return from_seed(seed) };
     let hash = Sha256::digest(seed.as_bytes());
     format!("00-{trace_id}-{}-01", hex(&hash[..8]))
 }
 
-/// The trace of a call: the one it was asked in, or one of its own.
+/// Returns the `traceparent` of a call: that of its request, or a derived one.
 pub fn of_call(call: &Call) -> String {
     parent_of(call).to_string()
 }
 
-/// The id of a call's trace.
+/// Returns the id of a call's trace.
 pub fn trace_id_of(call: &Call) -> String {
     parent_of(call).trace_id_text()
 }
 
 fn parent_of(call: &Call) -> TraceParent {
-    // As strict as what makes the call's spans, or the two would be in different traces.
+    // Parses as strictly as the code that derives the spans; otherwise the two would be in
+    // different traces.
     let asked = call.asked.traceparent.as_deref().and_then(|text| text.parse().ok());
     asked.unwrap_or_else(|| Ids::of(call).call(true))
 }

@@ -1,4 +1,5 @@
-//! Reads that begin before their ticket is stored, and callers that hang up in mid-commit.
+//! Tests of speculative reads (started before their ticket is stored) and of callers that
+//! disconnect during the commit.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -32,7 +33,7 @@ async fn kinds(engine: &Engine, id: &toolcrib::CallId) -> Vec<Kind> {
     events.into_iter().map(|event| event.record.kind).collect()
 }
 
-/// Counts how often it ran.
+/// A tool that counts how often it runs.
 fn counting(name: &str, effect: Effect, ran: &Arc<AtomicU32>) -> FnTool {
     let ran = ran.clone();
     FnTool::new(name, "Counts", move |_: Nothing| {
@@ -78,7 +79,7 @@ async fn a_read_whose_ticket_cannot_be_stored_is_stopped() {
         let stopped = stopped.clone();
         FnTool::with_context("t.read", "Waits", move |_: Nothing, context: ToolContext| {
             let stopped = stopped.clone();
-            // Told from another task: this one is dropped.
+            // Notifies from another task, because this one is dropped.
             tokio::spawn(async move {
                 context.canceled.cancelled().await;
                 stopped.notify_one();
@@ -202,7 +203,7 @@ async fn a_key_that_was_used_is_answered_while_nothing_new_is_taken() {
     assert_eq!(again.call.id, first.call.id);
 }
 
-/// Polls a future until the store has committed what it asks for, and drops it then.
+/// Polls a future until the store has committed its request, then drops it.
 async fn hang_up<F: Future>(store: &FlakyStore, asking: F) {
     let held = store.answering.write().await;
     let mut asking = Box::pin(asking);

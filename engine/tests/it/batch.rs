@@ -1,4 +1,4 @@
-//! Batches as an embedding program uses them: what runs beside what, and what becomes of each.
+//! Tests of batches as an embedding program uses them: concurrency, and the outcome of each entry.
 
 mod answers;
 mod later;
@@ -27,7 +27,7 @@ fn caller() -> Caller {
     Caller::local("default")
 }
 
-/// A tool that notes that it begins and ends.
+/// A tool that notes when it starts and ends.
 fn noting(name: &'static str, effect: Effect, notes: &Arc<Mutex<Vec<String>>>) -> FnTool {
     let notes = notes.clone();
     FnTool::new(name, "Notes", move |args: Numbered| {
@@ -108,7 +108,7 @@ async fn many_reads_are_shared_by_the_threads() {
 }
 
 async fn all_meet(count: usize) {
-    // Each waits for all the others: one after the other would never end.
+    // Each call waits for all the others, so a serial execution would never end.
     let together = Arc::new(Barrier::new(count));
     let meet = FnTool::new("t.meet", "Waits for the others", move |args: Numbered| {
         let together = together.clone();
@@ -278,8 +278,7 @@ async fn what_does_not_end_in_time_comes_back_as_a_ticket() {
     assert_eq!(oks, [None, Some(true), None]);
     let message = answer.messages[0].value();
     assert_eq!(message["tool_call_id"], answer.results[0].call().unwrap().id.as_str());
-    // One after the other, only the first was begun; the others are not, and never will be, where
-    // that is wanted.
+    // In serial mode only the first call has started; with `later: false` the others never start.
     notes.lock().clear();
     let before = stored(&engine).await;
     let asked = Batch { wait_ms: Some(0), later: false, ..batch(Mode::Serial, entries) };
@@ -345,7 +344,7 @@ async fn the_same_batch_with_the_same_key_is_the_same_calls() {
     assert!(again.is_replayed());
     assert_eq!(ids(&first), ids(&again));
     assert_eq!(first.messages, again.messages);
-    // Another entry under the key is refused by itself, and one that is new is a new call.
+    // Another entry under the same key is refused alone; an additional entry is a new call.
     let mut other = entries;
     other[1] = envelope("t.picky", 4);
     other.push(envelope("t.picky", 6));
@@ -354,7 +353,7 @@ async fn the_same_batch_with_the_same_key_is_the_same_calls() {
     assert_eq!(mixed.results[3].data().map(Json::value), Some(json!(6)));
     assert_eq!((mixed.results[0].replayed, mixed.results[3].replayed), (true, false));
     assert_eq!(stored(&engine).await, 4);
-    // An entry's own key goes before the batch's.
+    // An entry's key takes precedence over the batch's.
     let mut own = envelope("t.picky", 8);
     own["idempotency_key"] = json!("mine");
     let one = run(&engine, batch(Mode::Serial, [own.clone()])).await;

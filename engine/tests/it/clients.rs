@@ -1,5 +1,5 @@
-//! Clients and what they are given: within limits that hold over a restart and change with a
-//! registration, and only what is theirs.
+//! Tests of clients and their work items: limits that survive a restart and change with a
+//! registration, and delivery only to the client that owns an item.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,7 +24,7 @@ fn here() -> Caller {
     Caller::local("default")
 }
 
-/// A tool of which so many calls may be out at once.
+/// A tool with a limit on concurrent calls.
 fn limited(max_parallel: Option<u32>) -> Definition {
     let policy = PolicyPatch { max_parallel, ..PolicyPatch::default() };
     Definition { policy, ..client_tool("x.one", Effect::Idempotent) }
@@ -68,7 +68,7 @@ async fn report(
     engine.report(&here(), id, report).await.map_err(|error| error.code())
 }
 
-/// Whatever was asked of the desk is done: its requests are given by tasks of their own.
+/// Waits until the client queue is idle: separate tasks assign its items.
 async fn settle() {
     for _ in 0..100 {
         tokio::task::yield_now().await;
@@ -117,7 +117,7 @@ async fn another_limit_holds_for_what_stands_in_line() {
         assert_eq!(given(&mut session).await.call_id, *id);
     }
     assert_eq!(engine.waiting_calls(), 3);
-    // Lowered again: what is out stays out, and nobody else gets in before it is over.
+    // Lowered again: calls in flight continue, and no further call starts until they have ended.
     register(&engine, "c1", vec![limited(Some(1))]).await;
     for id in &ids[..2] {
         report(&engine, id, None, Ok(Json::empty_object())).await.unwrap();
@@ -209,7 +209,7 @@ async fn only_a_client_that_offers_the_tool_can_take_a_call() {
     let known: Vec<String> =
         engine.clients(&here()).unwrap().into_iter().map(|view| view.client_id).collect();
     assert_eq!(known, ["c1", "c2"]);
-    // What a client was given is its own, also when it offers the tool no more.
+    // An item stays with the client that received it, even if the client stops providing the tool.
     let mut session = connect(&engine, "c1");
     assert_eq!(given(&mut session).await.call_id, id);
     register(&engine, "c1", vec![]).await;
@@ -246,7 +246,7 @@ async fn progress_from_before_a_restart_counts() {
 async fn what_ends_before_it_is_parked_is_given_to_nobody() {
     let engine = Engine::builder().idle().await.unwrap();
     register(&engine, "c1", vec![client_tool("x.one", Effect::Read)]).await;
-    // Its request is on the way to the desk when it ends.
+    // Its work item is on the way to the client queue when the call ends.
     let id = invoke(&engine, "x.one", None).await;
     engine.cancel(&here(), &id, None).await.unwrap();
     settle().await;

@@ -1,5 +1,5 @@
-//! The context of a run, as an embedding program uses it: built from the store, followed, and with
-//! calls that the program ran itself.
+//! Tests of a run's context as an embedding program uses it: built from the store, followed, and
+//! with calls that the program executed itself.
 
 use std::sync::Arc;
 
@@ -29,7 +29,7 @@ fn quick() -> FnTool {
     FnTool::new("t.quick", "Answers at once", |_: Nothing| async { Ok::<_, Fault>(1) })
 }
 
-/// A background tool that ends when it is told to.
+/// A background tool that ends on request.
 fn slow(release: Arc<tokio::sync::Notify>) -> FnTool {
     FnTool::new("t.slow", "Takes its time", move |_: Nothing| {
         let release = release.clone();
@@ -228,7 +228,7 @@ async fn who_may_record_and_who_may_answer() {
     let engine = Engine::builder().tool(quick()).tool(slow(Arc::default())).start().await.unwrap();
     let ada = agent(&engine, "ada", Some("secret.*")).await;
     let bob = agent(&engine, "bob", None).await;
-    // No rule allows these; whether there is such a tool makes no difference.
+    // No rule allows these tools; their existence makes no difference.
     let names = ["my.own", "t.slow"].map(|name| own(name, name));
     let made = engine.record_calls(&ada, RUN, names.to_vec()).await.unwrap();
     assert!(made.iter().all(|call| call.target.executor == Executor::Caller));
@@ -238,7 +238,8 @@ async fn who_may_record_and_who_may_answer() {
     let provider = Caller { role: Role::Provider, ..ada.clone() };
     let refused = engine.record_calls(&provider, RUN, vec![own("my.own", "x")]).await;
     assert_eq!(refused.err().unwrap().code(), Code::PermissionDenied);
-    // By its id bob finds no call of his; by its ticket he finds ada's, which is not his to answer.
+    // By the caller's id bob finds no call of his; by the ticket he finds ada's, which he may not
+    // answer.
     let answer = result("my.own", Ok(json("1")));
     let by_id = engine.record_results(&bob, RUN, vec![answer.clone()]).await.err().unwrap();
     assert_eq!(by_id.code(), Code::NotFound);
@@ -251,7 +252,7 @@ async fn who_may_record_and_who_may_answer() {
     assert_eq!(reported.err().unwrap().code(), Code::PermissionDenied, "it is not the provider's");
     let ended = engine.record_results(&ada, RUN, vec![answer]).await.unwrap();
     assert_eq!(ended[0].status, Status::Succeeded);
-    // What the crib executes itself is not the caller's to answer.
+    // A caller cannot answer a call that Toolcrib executes.
     let theirs = engine.invoke(&ada, Invocation { run_id: RUN.into(), ..asked("t.quick", "q") });
     theirs.await.unwrap();
     let refused = engine.record_results(&ada, RUN, vec![result("q", Ok(json("1")))]).await;

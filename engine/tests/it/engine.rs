@@ -1,4 +1,4 @@
-//! The engine as an embedding program uses it: in memory, with typed functions.
+//! Tests of the engine as an embedding program uses it: in memory, with typed functions.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -238,7 +238,7 @@ async fn who_stops_does_not_wait_for_a_store_that_cannot_write() {
         async move { sweep::run_once(&engine).await }
     });
     engine.shut_down(std::time::Duration::ZERO).await;
-    // What is overdue and cannot be stored is left to the next start.
+    // A call that is overdue and cannot be stored is left to the next start.
     let swept = tokio::time::timeout(std::time::Duration::from_secs(60), sweeping).await;
     assert_eq!(swept.unwrap().unwrap(), 1);
 }
@@ -313,8 +313,8 @@ async fn one_project_does_not_see_another() {
     assert!(page.calls.is_empty());
 }
 
-/// A state is stored a moment before it is shown. Who hears of an end in between, and then looks,
-/// must not find the call as it was before.
+/// A state is stored a moment before it is visible. A reader that learns of the end in between and
+/// then reads the call must not see the previous state.
 #[tokio::test]
 async fn what_is_told_of_a_call_is_also_shown_of_it() {
     let store = FlakyStore::new(Chance::of(1));

@@ -1,4 +1,4 @@
-//! The examples do what they say.
+//! Runs the examples and checks their output.
 
 #[path = "../../examples/batch.rs"]
 #[allow(dead_code, reason = "the example's main is not called here")]

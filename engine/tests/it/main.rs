@@ -1,4 +1,5 @@
-//! The engine from outside: its guarantees under a seeded simulation, and the rules of the house.
+//! Tests of the engine's public interface: its guarantees under a seeded simulation, and the
+//! project's coding rules.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 

@@ -1,4 +1,4 @@
-//! Callbacks, with a clock that is turned by hand and a receiver that answers as told.
+//! Tests of webhooks, with a manual clock and a scripted receiver.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -25,12 +25,12 @@ const NOW: u64 = 1_790_000_000_000;
 #[derive(Deserialize, JsonSchema)]
 struct Nothing {}
 
-/// Writes down what it is told, and answers with what is next in line, or else 200.
+/// A receiver that records messages and responds with the next scripted response, or else 200.
 #[derive(Default)]
 struct Receiver {
     told: Mutex<Vec<Notice>>,
     answers: Mutex<Vec<Answer>>,
-    /// Receivers of this name do not answer before they are let go.
+    /// Releases the responses for URLs that contain `slow`.
     slow: Notify,
     waiting: AtomicUsize,
 }
@@ -156,7 +156,7 @@ async fn a_receiver_that_is_gone_is_left_alone_until_somebody_asks_again() {
     assert_eq!(world.run().await, 1);
     let (delivery, tries) = world.delivery(&id).await;
     assert_eq!((delivery.status, tries.len()), (DeliveryStatus::Delivered, 2));
-    // Also when it was delivered.
+    // Redelivery also works after a successful delivery.
     world.engine.repeat_delivery(&world.caller, &id).await.unwrap();
     assert_eq!(world.run().await, 1);
     assert_eq!(world.receiver.told().len(), 3);
@@ -169,7 +169,7 @@ async fn a_url_that_is_gone_is_sent_nothing_more_of_what_was_asked_before() {
     let first = world.ended(gone).await;
     world.run().await;
     let [second, elsewhere] = [world.ended(gone).await, world.ended(other).await];
-    // It goes on while the receiver says that it wants no more.
+    // This call is still running when the receiver responds with 410.
     let mut asked = Invocation::new("t.long", "{}").unwrap();
     asked.callback_url = Some(gone.to_owned());
     let open = world.engine.invoke(&world.caller, asked).await.unwrap().call.id.clone();
@@ -183,7 +183,7 @@ async fn a_url_that_is_gone_is_sent_nothing_more_of_what_was_asked_before() {
     assert_eq!(world.run().await, 0);
     let (delivery, tries) = world.delivery(&open).await;
     assert!(delivery.last_error.unwrap().contains("410") && tries.is_empty());
-    // Who asks again, for one of them or with a new call, is listened to.
+    // A redelivery request, or a new call with the URL, is attempted again.
     world.engine.repeat_delivery(&world.caller, &open).await.unwrap();
     let later = world.ended(gone).await;
     assert_eq!(world.run().await, 2);
@@ -197,7 +197,7 @@ async fn a_crash_between_the_end_and_the_delivery_costs_only_time() {
     let (store, clock) = (Arc::new(MemoryStore::default()), ManualClock::at(NOW));
     let before = World::on(store.clone(), clock.clone(), Receiver::answering(&[])).await;
     let id = before.ended("https://a.example/x").await;
-    // Nobody looked for what is due before it was gone.
+    // The engine was dropped before it checked for due deliveries.
     drop(before);
     let after = World::on(store, clock, Receiver::answering(&[])).await;
     assert_eq!(after.run().await, 1);
@@ -344,7 +344,7 @@ async fn a_purged_call_takes_its_delivery_along() {
     assert!(world.engine.deliveries(&world.caller, query).await.unwrap().deliveries.is_empty());
 }
 
-/// Who follows a run matches what arrives later by the ids in the events.
+/// A subscriber of a run matches later results by the ids in the events.
 #[tokio::test]
 async fn the_events_of_a_task_name_it() {
     let world = World::with(Receiver::answering(&[])).await;
@@ -369,7 +369,7 @@ async fn who_is_told_of_an_end_finds_it_so() {
     let mut asked = Invocation::new("t.long", "{}").unwrap();
     asked.callback_url = Some("https://a.example/x".to_owned());
     let id = world.engine.invoke(&world.caller, asked).await.unwrap().call.id.clone();
-    // The end is stored and not yet shown.
+    // The end is stored and not yet visible.
     let held = store.answering.write().await;
     let canceling = world.engine.cancel(&world.caller, &id, None);
     let telling = async {

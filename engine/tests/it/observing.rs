@@ -1,5 +1,5 @@
-//! What an observer hears: every attempt that is over, also one that its process did not survive,
-//! and every end, after it was stored.
+//! Tests of the observer: it receives every ended attempt, even one that its process did not
+//! survive, and every ended call, after the commit.
 
 use std::sync::Arc;
 

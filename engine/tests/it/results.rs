@@ -1,4 +1,5 @@
-//! Results as an embedding program reads them: in parts, with the tool, and what did not fit.
+//! Tests of results as an embedding program reads them: slices, the result tool, and rejected
+//! output.
 
 use serde_json::{Value, json};
 use toolcrib::engine::RESULT_READ;
@@ -18,7 +19,7 @@ fn lister() -> FnTool {
     })
 }
 
-/// A tool whose results do not fit what it promises.
+/// A tool whose results do not match its output schema.
 struct Liar;
 
 #[async_trait::async_trait]

@@ -1,4 +1,4 @@
-//! Runs that are kept: they go on after a restart, sleep, are woken, canceled and taken up again.
+//! Tests of stored runs: restart, sleep, wakeup, cancel and resume.
 
 mod hazards;
 mod news;
@@ -36,8 +36,7 @@ fn me() -> Caller {
     Caller::local("default")
 }
 
-/// An engine over a store that outlives it, with a tool that counts how often it runs and, from
-/// the second time on, only when it is let.
+/// An engine over a store that outlives it, with a tool that counts its executions.
 struct Site {
     store: Arc<MemoryStore>,
     made: Arc<AtomicUsize>,
@@ -78,7 +77,7 @@ async fn messages(engine: &Engine, run_id: &str) -> Vec<Value> {
     journal.into_iter().flat_map(|noted| noted.entry.messages).collect()
 }
 
-/// Answers only when it is let, once for each message that is sent.
+/// A model that waits before each reply until the test sends a message.
 struct Gated {
     script: Script,
     waiting: Mutex<Vec<oneshot::Receiver<()>>>,
@@ -91,7 +90,7 @@ impl Model for Gated {
         let turn = self.waiting.lock().pop();
         self.asked.notify_one();
         if let Some(turn) = turn {
-            // Dropped by the test: never.
+            // If the test dropped the sender, the reply never comes.
             if turn.await.is_err() {
                 std::future::pending::<()>().await;
             }
@@ -319,7 +318,7 @@ async fn nonsense_is_refused_by_its_name_and_nothing_is_stored() {
     assert!(engine.loop_runs(&me(), query).await.unwrap().runs.is_empty());
 }
 
-/// Breaks down.
+/// A model that panics.
 struct Broken;
 
 #[async_trait]

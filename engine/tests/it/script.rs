@@ -1,4 +1,4 @@
-//! A model that says what it is told to say.
+//! A scripted model.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use toolcrib::{Code, Fault};
 
 pub type Line = Box<dyn FnOnce(&Prompt) -> Result<Reply, Silence> + Send>;
 
-/// Says its lines one after the other, and remembers what it was asked.
+/// Replies with its lines in order, and records its prompts.
 #[derive(Default)]
 pub struct Script {
     lines: Mutex<VecDeque<Line>>,
@@ -66,7 +66,7 @@ impl Model for Script {
     }
 }
 
-/// The only model there is.
+/// A registry with a single model.
 pub struct Only(pub Arc<dyn Model>);
 
 impl Models for Only {

@@ -1,10 +1,9 @@
-//! The seeded simulation: nodes that are killed, a store that fails, clients that answer twice,
-//! late or never, cancels, and a clock that jumps. Afterwards the faults stop and everything must
-//! come to an end, once.
+//! The seeded simulation: killed nodes, a failing store, clients that answer twice, late or never,
+//! cancels, and a clock that jumps. Then the faults stop, and every call must end exactly once.
 //!
-//! A killed node is not stopped: its attempts go on as zombies and report to a store that has
-//! moved on, which is the worst a node can do. The seed of a failing run is in the message; set
-//! SEED to run it alone.
+//! A killed node is not stopped: its attempts continue as zombies and report to a store that has
+//! moved on, which is the worst that a node can do. The message of a failing run contains its seed;
+//! set SEED to run it alone.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -39,11 +38,11 @@ struct World {
     executions: Executions,
     accepted: Vec<(CallId, String)>,
     session: Option<Session>,
-    /// What the client was given and may still answer, also long after it should.
+    /// Items that the client received and may still answer, even long after the deadline.
     given: Vec<Request>,
 }
 
-/// A tool that takes a while, fails at times, and counts how often it ran for which call.
+/// A tool that takes a while, fails at times, and counts its executions per call.
 fn tool(name: &str, effect: Effect, world: (Chance, ManualClock, Executions)) -> FnTool {
     let body = move |_: Value, context: toolcrib::ToolContext| {
         let (chance, clock, executions) = world.clone();
@@ -64,7 +63,7 @@ fn tool(name: &str, effect: Effect, world: (Chance, ManualClock, Executions)) ->
 
 async fn node(world: (&Chance, &ManualClock, &Executions), store: &Arc<FlakyStore>) -> Engine {
     let (chance, clock, executions) = world;
-    // Jitter is drawn from a call's id, which is never the same twice.
+    // Jitter derives from a call's id, which differs in every run.
     let backoff = Backoff { jitter: 0.0, ..Backoff::default() };
     let global = ExecutionPolicy { backoff, ..ExecutionPolicy::default() };
     let policies = Policies { global, ..Policies::default() };
@@ -98,7 +97,7 @@ impl World {
         Self { seed, chance, clock, store, engine, caller, executions, accepted, session, given }
     }
 
-    /// Lets everything that can run, run; timers of the runtime included.
+    /// Lets every ready task run, including the runtime's timers.
     async fn settle(&self) {
         tokio::time::sleep(Duration::from_secs(5)).await;
     }
@@ -172,7 +171,7 @@ impl World {
         }
     }
 
-    /// Another node takes over; the old one's attempts go on as zombies.
+    /// Another node takes over; the old one's attempts continue as zombies.
     async fn kill(&mut self) {
         self.session = None;
         self.store.fail(0);
@@ -180,7 +179,7 @@ impl World {
         self.engine.recover().await.unwrap();
     }
 
-    /// No more faults: every accepted call must end, by its deadline at the latest.
+    /// Stops the faults: every accepted call must end, by its deadline at the latest.
     async fn finish(&mut self) {
         self.store.fail(0);
         for _ in 0..60 {
@@ -249,7 +248,7 @@ async fn run(seed: u64) -> (usize, String) {
 #[tokio::test(start_paused = true)]
 async fn everything_accepted_ends_once_whatever_breaks() {
     std::panic::set_hook(Box::new(|info| {
-        // The simulated tools panic on purpose; only what the test says is worth printing.
+        // The simulated tools panic on purpose; print only the messages of the test.
         if !info.to_string().contains("the tool broke") {
             eprintln!("{info}");
         }

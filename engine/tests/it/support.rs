@@ -1,4 +1,4 @@
-//! What the tests share: a store that fails when told to, numbers from a seed, and a tool.
+//! Shared test support: a store that fails on request, seeded random numbers, and a tool.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -36,7 +36,7 @@ pub fn client_tool(name: &str, effect: Effect) -> Definition {
     }
 }
 
-/// Numbers that depend on nothing but the seed.
+/// Random numbers that depend only on the seed.
 #[derive(Clone)]
 pub struct Chance(Arc<Mutex<u64>>);
 
@@ -45,7 +45,7 @@ impl Chance {
         Self(Arc::new(Mutex::new(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)))
     }
 
-    /// From 0 up to, not including, `below`.
+    /// Returns a number from 0 up to, but not including, `below`.
     pub fn below(&self, below: u64) -> u64 {
         let mut state = self.0.lock();
         *state ^= *state << 13;
@@ -54,7 +54,7 @@ impl Chance {
         (*state >> 11) % below
     }
 
-    /// True so many times in a hundred.
+    /// Returns true in this many of a hundred cases.
     pub fn percent(&self, percent: u64) -> bool {
         self.below(100) < percent
     }
@@ -64,13 +64,13 @@ impl Chance {
     }
 }
 
-/// A memory store whose writes fail now and then, as a full disk or a lock makes them fail:
-/// nothing of a failed write is done.
+/// A memory store whose writes fail now and then, like those to a full or locked disk: a failed
+/// write changes nothing.
 pub struct FlakyStore {
     inner: MemoryStore,
     chance: Chance,
     failing_percent: AtomicU64,
-    /// While somebody writes here, what was committed is not yet answered.
+    /// While a test holds the write lock, committed writes do not return.
     pub answering: tokio::sync::RwLock<()>,
 }
 

@@ -1,4 +1,4 @@
-//! The rules of the house that a test can check: sizes, headers, who may know whom.
+//! The coding rules that a test can check: sizes, headers, dependencies between parts.
 
 use std::path::{Path, PathBuf};
 
@@ -54,7 +54,7 @@ fn files_are_short_narrow_and_say_what_they_are_for() {
         }
         for (n, line) in text.lines().enumerate() {
             let width = line.chars().count();
-            // A text that must be one line (a message, a table's row) may be longer.
+            // A string that must be one line (a message, a table's row) may be longer.
             if width > MAX_WIDTH && !line.contains('"') {
                 broken.push(format!("{name}:{}: {width} columns", n + 1));
             }
@@ -107,7 +107,7 @@ fn nothing_is_ignored_or_left_open() {
     report(&broken);
 }
 
-/// What a part must not name: (files, words, why).
+/// Words that a part must not contain: (files, words, reason).
 const ABSENT: [(&str, &[&str], &str); 7] = [
     (
         "engine/src/",

@@ -1,4 +1,4 @@
-//! The loop over a scripted model: what is executed, what the model is told, and when it ends.
+//! Tests of the agent loop over a scripted model: executed calls, prompts, and stop conditions.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -244,7 +244,7 @@ async fn faults_of_the_model_that_pass_are_asked_again_and_others_are_not() {
     let error = next.unwrap_err();
     assert_eq!(error.code(), Code::UpstreamUnavailable);
     assert!(error.to_string().contains("asked 3 times"), "{error}");
-    // Nothing is lost: the same conversation goes on.
+    // Nothing is lost: the same conversation continues.
     let script = Script::default().says("back");
     let caller = Caller::local("default");
     let next = bench.engine.run(&caller, &script, &terms(), &mut talk).await;
@@ -255,7 +255,7 @@ async fn faults_of_the_model_that_pass_are_asked_again_and_others_are_not() {
     assert!(run(&bench, &script, &terms()).await.0.is_err());
 }
 
-/// Answers in a way that has to be cut off.
+/// A model whose reply must be cut off.
 struct Endless(bool);
 
 #[async_trait]
@@ -360,7 +360,7 @@ async fn a_late_result_wakes_who_waits_only_for_it() {
     let watch = |happening: Happening<'_>| match happening {
         Happening::Asking { step, .. } => seen.lock().push(format!("ask {step}")),
         Happening::Replied { step: 2, .. } => {
-            // Only now does it end.
+            // The call ends only now.
             go.lock().take().unwrap().send(()).unwrap();
         }
         Happening::Late { call, .. } => seen.lock().push(format!("late {}", call.call_id)),

@@ -1,4 +1,4 @@
-//! Agents that are rung for, and what is published of their turns.
+//! Tests of agent wakeups and of the events that turns publish.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use toolcrib::task::watchdog::{self, Rung};
 use toolcrib::utp::Member;
 use toolcrib::{Caller, Engine, Fault, FnTool, Json};
 
-/// The subjects of what is in the outbox, which is emptied.
+/// Returns the subjects of the messages in the outbox, and empties it.
 async fn published(engine: &Engine) -> Vec<String> {
     let letters = engine.outbox(0, 100).await.unwrap();
     let ids: Vec<String> = letters.iter().map(|(_, letter)| letter.id.clone()).collect();
@@ -17,7 +17,7 @@ async fn published(engine: &Engine) -> Vec<String> {
     letters.into_iter().map(|(_, letter)| letter.subject).collect()
 }
 
-/// The arguments of a tool that needs none: models call tools with objects.
+/// Empty arguments: models call tools with objects.
 #[derive(serde::Deserialize, schemars::JsonSchema)]
 struct Nothing {}
 

@@ -1,6 +1,5 @@
-//! A crib for the public MCP conformance suite: the real engine, store, source and MCP door, with
-//! an MCP server of the project's own behind it, whose tools, resources and prompts do what the
-//! suite wants to see.
+//! A server for the public MCP conformance suite: the real engine, store, source and MCP transport,
+//! with an upstream MCP server whose tools, resources and prompts do what the suite expects.
 //!
 //! ```console
 //! $ cargo run -p toolcrib-server --example conformance -- 127.0.0.1:3000
@@ -8,9 +7,9 @@
 //!       --url http://127.0.0.1:3000/mcp/suite --requirements 2026-07-28
 //! ```
 //!
-//! The MCP server is this program again, as a process that the crib starts and keeps, on its
-//! standard input and output: what the suite asks goes through a ticket in the store to it and
-//! back. Only what MCP cannot say of an upstream's tools is a source of the crib's own.
+//! The upstream is this program again, as a child process on standard input and output: a request
+//! of the suite becomes a stored call, goes to the upstream and returns. Only behavior that MCP
+//! cannot express for an upstream's tools comes from a local source.
 
 mod source;
 mod tools;
@@ -29,7 +28,7 @@ use toolcrib_server::upstreams::{Keeper, outbound};
 use toolcrib_server::{serve, upstreams};
 use toolcrib_store::SqliteStore;
 
-/// What makes this program the MCP server.
+/// The argument that makes this program run as the upstream MCP server.
 const UPSTREAM: &str = "upstream";
 
 #[tokio::main]

@@ -1,4 +1,4 @@
-//! The source of the crib: the MCP server behind it, and the tools of its own.
+//! The source of the conformance server: the upstream MCP server, and the local tools.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use toolcrib_server::sources::mcp::Upstreams;
 
 use super::tools::{self, SUITE};
 
-/// The upstream, and what is beside its tools.
+/// Dispatches attempts to the upstream or to the local tools.
 pub struct Tools {
     behind: Arc<Upstreams>,
     own: Vec<String>,
@@ -23,7 +23,7 @@ pub struct Tools {
 }
 
 impl Tools {
-    /// With this behind it.
+    /// Creates the source with this upstream.
     pub fn new(behind: Arc<Upstreams>) -> Self {
         let own = tools::own().into_iter().map(|tool| tool.name).collect();
         Self { behind, own, running: Mutex::default() }
@@ -68,7 +68,7 @@ impl Tools {
     }
 }
 
-/// What was asked is known now.
+/// Returns the result of a tool once its requests are answered.
 async fn answered(name: &str, attempt: &Attempt) -> Value {
     if name == "test_tool_with_task" {
         // Long enough to become a task.
@@ -78,7 +78,7 @@ async fn answered(name: &str, attempt: &Attempt) -> Value {
     text(&format!("Answered: {}", Value::Object(answers.unwrap_or_default())))
 }
 
-/// What the tool has to ask before it can go on.
+/// Returns the input requests of a tool that are not all answered yet.
 fn asks(tool: &str, args: &Value, attempt: &Attempt) -> Option<Questions> {
     let asked = tools::questions(tool, args)?;
     let dialogue = attempt.dialogue.as_deref();

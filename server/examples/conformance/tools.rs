@@ -1,4 +1,4 @@
-//! The definitions of the fixture tools, and the words they use.
+//! Definitions of the fixture tools, and the values they use.
 
 use std::sync::Arc;
 
@@ -6,20 +6,20 @@ use rmcp::model::{Tool, ToolAnnotations};
 use serde_json::{Map, Value, json};
 use toolcrib::{Definition, Effect, Executor, Json, Risk};
 
-/// What the upstream is called, and all that the suite sees.
+/// Name of the upstream; the suite sees only its tools.
 pub const SUITE: &str = "suite";
 
-/// A picture of one red point.
+/// An image of one red pixel.
 pub const IMAGE: &str = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8DwHwAFBQIAX8jx0gAAAABJRU5ErkJggg==";
 
-/// A sound of no length.
+/// A sound of zero length.
 pub const SOUND: &str = "UklGRiQAAABXQVZFZm10IBAAAAABAAEAQB8AAEAfAAABAAgAZGF0YQAAAAA=";
 
 fn object_of(properties: Value, required: &[&str]) -> Value {
     json!({ "type": "object", "properties": properties, "required": required })
 }
 
-/// The tools of the upstream.
+/// Returns the tools of the upstream.
 pub fn offered() -> Vec<Tool> {
     let nothing = || object_of(json!({}), &[]);
     let text = |name: &str| object_of(json!({ name: { "type": "string" } }), &[name]);
@@ -55,14 +55,14 @@ pub fn offered() -> Vec<Tool> {
     tools.into_iter().map(|(name, schema)| described(name, schema)).collect()
 }
 
-/// A tool as an MCP server describes it.
+/// Returns a tool as an MCP server describes it.
 pub fn described(name: &str, schema: Value) -> Tool {
     let words = format!("{name}: for the conformance suite");
     Tool::new(name.to_owned(), words, Arc::new(object(schema)))
         .with_annotations(ToolAnnotations::new().idempotent(true))
 }
 
-/// A tool of the crib's own, under the upstream's name.
+/// Returns a tool of the local source, under the upstream's name.
 fn tool(name: &str, schema: Value) -> Definition {
     Definition {
         project: None,
@@ -96,8 +96,9 @@ fn saying(mut definition: Definition, metadata: Value) -> Definition {
     definition
 }
 
-/// The tools of the crib's own: what MCP has no way to say of an upstream's tools. They are always
-/// tasks, need something of the client, fail as the crib itself does, or log.
+/// Returns the tools of the local source, with behavior that MCP cannot express for an upstream's
+/// tools: they are always tasks, require a capability of the MCP client, fail as Toolcrib itself
+/// does, or log.
 pub fn own() -> Vec<Definition> {
     let mut tools: Vec<Definition> =
         ["test_tool_with_logging", "test_logging_tool", "test_tool_with_task"].map(plain).into();
@@ -136,7 +137,7 @@ fn keywords() -> Value {
     })
 }
 
-/// Arguments that the client repeats in headers.
+/// Schema of arguments that the MCP client repeats in headers.
 fn mirrored() -> Value {
     json!({ "type": "object", "properties": {
         "region": { "type": "string", "x-mcp-header": "Region" },
@@ -146,7 +147,7 @@ fn mirrored() -> Value {
     } })
 }
 
-/// A question for the user.
+/// Returns an elicitation for the user.
 pub fn form(message: &str, properties: Value, required: &[&str]) -> Value {
     json!({ "method": "elicitation/create", "params": {
         "mode": "form",
@@ -155,19 +156,19 @@ pub fn form(message: &str, properties: Value, required: &[&str]) -> Value {
     } })
 }
 
-/// A question for the user's model.
+/// Returns a sampling request for the user's model.
 pub fn prompt(text: &str) -> Value {
     let message = json!({ "role": "user", "content": { "type": "text", "text": text } });
     json!({ "method": "sampling/createMessage",
         "params": { "messages": [message], "maxTokens": 100 } })
 }
 
-/// A question about the client's directories.
+/// Returns a request for the roots of the MCP client.
 pub fn roots() -> Value {
     json!({ "method": "roots/list", "params": {} })
 }
 
-/// What a tool asks first; none for those that ask nothing.
+/// Returns the requests that a tool makes first, or `None` if it makes none.
 pub fn questions(tool: &str, args: &Value) -> Option<Map<String, Value>> {
     let name = || json!({ "name": { "type": "string" } });
     let ok = || json!({ "ok": { "type": "boolean" } });
@@ -252,7 +253,7 @@ fn choices() -> Value {
     })
 }
 
-/// The members of a JSON object.
+/// Returns the members of a JSON object.
 pub fn object(value: Value) -> Map<String, Value> {
     match value {
         Value::Object(object) => object,

@@ -1,4 +1,4 @@
-//! The MCP server behind the crib: tools, resources and prompts as the suite looks for them.
+//! The upstream MCP server: tools, resources and prompts that the suite expects.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -34,7 +34,7 @@ struct Upstream {
     changes: broadcast::Sender<Changed>,
 }
 
-/// Serves on standard input and output, until they are closed.
+/// Serves on standard input and output until they are closed.
 pub async fn serve() -> anyhow::Result<()> {
     let (more_tools, more_prompts) = Default::default();
     let upstream = Upstream { more_tools, more_prompts, changes: broadcast::channel(16).0 };
@@ -66,12 +66,12 @@ fn result(content: &[Value], is_error: bool) -> Result<CallToolResponse, ErrorDa
     Ok(result.into())
 }
 
-/// Asks, and says where it was.
+/// Requests input, with the state to resume from.
 fn asking(questions: Value, state: &str) -> Result<InputRequiredResult, ErrorData> {
     Ok(InputRequiredResult::new(Some(typed(questions)?), Some(state.to_owned())))
 }
 
-/// What a tool has to ask before it can go on.
+/// Returns the input requests that a tool makes before it can continue, with its state.
 fn asks(asked: &CallToolRequestParams, args: &Value) -> Result<Option<Value>, ErrorData> {
     let Some(first) = tools::questions(&asked.name, args) else { return Ok(None) };
     let state = asked.request_state.as_deref();
@@ -167,7 +167,7 @@ impl Upstream {
     }
 }
 
-/// What was asked is known now.
+/// Returns the result of a tool once its requests are answered.
 fn answered(
     state: Option<&str>,
     answers: Option<InputResponses>,

@@ -1,9 +1,10 @@
-//! OAuth: access tokens (JWTs) of an issuer that the operator trusts, beside the crib's own keys.
+//! OAuth: accepts access tokens (JWTs) of an issuer that the operator trusts, in addition to
+//! Toolcrib's API keys.
 //!
-//! A token opens something only if the issuer signed it, it is for this server (`aud`), and it is
-//! not over. What its bearer may do is in its claims: the project, the name of the agent, the role;
-//! the project's rules decide the rest, as they do for a key. The issuer's keys are read at the
-//! start, again every few minutes, and when a token names one that is not known.
+//! A token is valid only if the issuer signed it, it names this server as its audience (`aud`), and
+//! it has not expired. Its claims determine the project, the agent and the role; the access rules
+//! of the project apply as they do for a key. The issuer's keys are fetched at startup, then every
+//! few minutes, and when a token names an unknown key.
 
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -19,16 +20,17 @@ use toolcrib::{Caller, Role};
 
 use crate::config::OauthSettings;
 
-/// How often the issuer's keys are read again without being asked for.
+/// Interval at which the issuer's keys are fetched.
 const RENEW: Duration = Duration::from_secs(300);
 
-/// How often at most.
+/// Minimum interval between two fetches.
 const PAUSE: Duration = Duration::from_secs(10);
 
-/// How large a set of keys may be.
+/// Maximum size of a key set in bytes.
 const MAX_BYTES: usize = 1 << 20;
 
-/// Signatures that only the issuer can make. None with a shared secret is among them.
+/// Asymmetric signature algorithms. Those with a shared secret are excluded, so that only the
+/// issuer can sign.
 const ALGORITHMS: [Algorithm; 9] = [
     Algorithm::RS256,
     Algorithm::RS384,
@@ -41,7 +43,7 @@ const ALGORITHMS: [Algorithm; 9] = [
     Algorithm::EdDSA,
 ];
 
-/// Who recognises the issuer's tokens.
+/// Authenticates tokens of the issuer.
 pub struct Oauth {
     settings: OauthSettings,
     keys: RwLock<JwkSet>,
@@ -49,8 +51,8 @@ pub struct Oauth {
 }
 
 impl Oauth {
-    /// Reads the issuer's keys and goes on doing so. An issuer that cannot be reached now is tried
-    /// again; until then its tokens are refused.
+    /// Fetches the issuer's keys and refreshes them in the background. If the issuer is
+    /// unreachable, the fetch is retried and its tokens are refused until it succeeds.
     pub async fn start(settings: OauthSettings) -> anyhow::Result<Arc<Self>> {
         let keys = JwkSet { keys: Vec::new() };
         let oauth = Arc::new(Self { settings, keys: RwLock::new(keys), wanted: Notify::new() });
@@ -61,7 +63,7 @@ impl Oauth {
             .context("no HTTP client for the issuer's keys")?;
         match oauth.read(&client).await {
             Ok(keys) => *oauth.keys.write() = keys,
-            // A file is there or it is not; a server may come back.
+            // A missing file is a configuration error; a server may come back.
             Err(error) if oauth.settings.jwks_file.is_some() => return Err(error),
             Err(error) => tracing::warn!(%error, "the issuer's keys cannot be read yet"),
         }
@@ -90,7 +92,7 @@ impl Oauth {
         serde_json::from_str(&text).context("the issuer's keys are not a JWK set")
     }
 
-    /// The key that a token names; the only one where it names none.
+    /// Returns the key that a token names, or the only key if the token names none.
     fn key(&self, kid: Option<&str>) -> Option<Jwk> {
         let keys = self.keys.read();
         match kid {
@@ -120,7 +122,7 @@ impl Oauth {
 
 impl Recognise for Oauth {
     fn recognise(&self, token: &str) -> Option<Caller> {
-        // A key of our own has no dots in it.
+        // An API key of Toolcrib contains no dots.
         if token.split('.').count() != 3 {
             return None;
         }
@@ -149,7 +151,7 @@ impl Recognise for Oauth {
     }
 }
 
-/// For as long as somebody recognises tokens with it.
+/// Refreshes the keys for as long as the authenticator is in use.
 async fn renew(oauth: Weak<Oauth>, client: reqwest::Client) {
     loop {
         tokio::time::sleep(PAUSE).await;
@@ -157,7 +159,7 @@ async fn renew(oauth: Weak<Oauth>, client: reqwest::Client) {
         let _ = tokio::time::timeout(RENEW - PAUSE, oauth.wanted.notified()).await;
         match oauth.read(&client).await {
             Ok(keys) => *oauth.keys.write() = keys,
-            Err(error) => tracing::warn!(%error, "the issuer's keys cannot be read; old ones hold"),
+            Err(error) => tracing::warn!(%error, "cannot read the issuer's keys; using old ones"),
         }
     }
 }

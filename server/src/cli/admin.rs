@@ -1,7 +1,8 @@
-//! `keys`, `allow`, `deny`, `rules`, `audit`: who may come in, and what they may call.
+//! `keys`, `allow`, `deny`, `rules`, `audit`: manage access and permissions.
 //!
-//! Without a server named they work on the data directory, beside a running server or before its
-//! first start; whoever can write there is the operator. With `--server` they need an admin's key.
+//! Without `--server` the commands work on the data directory, beside a running server or before
+//! its first start; write access to it makes the user the operator. With `--server` they need an
+//! admin key.
 
 mod crib;
 
@@ -33,36 +34,36 @@ pub struct KeysArgs {
 
 #[derive(Debug, Subcommand)]
 enum KeysVerb {
-    /// Make a key; its secret is printed once
+    /// Create a key; its secret is printed once
     Create {
-        /// The name the key is made for
+        /// The agent the key is for
         #[arg(long, value_name = "NAME")]
         agent: String,
-        /// What the key is for
+        /// The role of the key
         #[arg(long, value_enum, default_value_t = RoleName::Agent)]
         role: RoleName,
-        /// A pattern of tools that the agent may call; may be given several times
+        /// Pattern of tools that the agent may call; can be repeated
         #[arg(long, value_name = "PATTERN")]
         allow: Vec<String>,
     },
     /// List keys, without their secrets
     #[command(alias = "list")]
     Ls,
-    /// Make a key useless, at once
+    /// Revoke a key immediately
     Revoke {
         /// The key's id, key_…
         id: String,
     },
 }
 
-/// A role as it is typed.
+/// A role as a command-line value.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 enum RoleName {
     /// Calls tools
     Agent,
-    /// Offers tools and reports results
+    /// Provides tools and reports results
     Provider,
-    /// Operates the crib
+    /// Administers the server
     Admin,
 }
 
@@ -111,12 +112,12 @@ enum RulesVerb {
     /// List the project's rules
     #[command(alias = "list")]
     Ls,
-    /// Take a rule back
+    /// Remove a rule
     Rm {
-        /// The agent the rule is on
+        /// The agent of the rule
         #[arg(long, value_name = "NAME")]
         agent: String,
-        /// The rule's pattern
+        /// The pattern of the rule
         pattern: String,
     },
 }
@@ -127,7 +128,7 @@ Examples:
   toolcrib audit
   toolcrib audit --limit 1000 --json | jq -r '.audit[] | select(.action == \"call.denied\")'")]
 pub struct AuditArgs {
-    /// At most so many, newest first
+    /// Maximum number of entries, newest first
     #[arg(long, value_name = "N", default_value_t = 100,
         value_parser = clap::value_parser!(u32).range(1..=1000))]
     limit: u32,
@@ -190,7 +191,7 @@ fn created(context: &Context, made: &Value) -> Result<(), Failure> {
 
 pub async fn set(context: &Context, args: VerdictArgs, verdict: Verdict) -> Result<(), Failure> {
     for pattern in &args.patterns {
-        // All or none: a typing mistake in the third leaves the first two alone.
+        // All or nothing: a typing error in the third pattern must not leave the first two applied.
         toolcrib::policy::check_pattern(pattern).map_err(Failure::usage)?;
     }
     let crib = Crib::to_change(context, &args.place).await?;

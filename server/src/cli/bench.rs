@@ -1,8 +1,8 @@
-//! `toolcrib bench`: measures this program against the floor, on this machine, in one run.
+//! `toolcrib bench`: measures Toolcrib against a baseline, on this machine, in one run.
 //!
-//! Product and floor run as child processes of this same binary, each with a store of its own.
-//! Their rounds alternate and medians are taken, so that what else happens on the machine hits
-//! both. Every figure is printed beside its limit.
+//! Toolcrib and the baseline server run as child processes of this same binary, each with its own
+//! store. Their rounds alternate and the report uses medians, so that other load on the machine
+//! affects both. Every figure is printed with its limit.
 
 mod bare;
 mod child;
@@ -22,7 +22,7 @@ use super::failure::{Failure, exit};
 use child::Scratch;
 use measure::{Bench, Plan};
 
-/// How many finished calls a store has that was used for a while.
+/// Number of finished calls in a store that has been in use for a while.
 const STORED: u64 = 1_000_000;
 
 #[derive(Debug, Args)]
@@ -36,35 +36,36 @@ Examples:
   toolcrib bench --only nats --only mcp
   toolcrib bench --full --dir /var/lib/toolcrib-bench")]
 pub struct BenchArgs {
-    /// How long each round of calls takes [default: 3]
+    /// Length of each round of calls in seconds [default: 3]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=600))]
     seconds: Option<u64>,
-    /// One short round of each: a first impression in ten seconds
+    /// One short round of each measurement: a first impression in ten seconds
     #[arg(long)]
     quick: bool,
     /// Also measure with a million stored calls (filling the store takes some minutes)
     #[arg(long, conflicts_with = "quick")]
     full: bool,
-    /// The same with so many stored calls
+    /// Also measure with this many stored calls
     #[arg(long, value_name = "N")]
     stored: Option<u64>,
-    /// Only this part (may be given several times)
+    /// Only this part (can be repeated)
     #[arg(long, value_enum, value_name = "PART")]
     only: Vec<Part>,
-    /// Where the measured stores are put [default: the system's temporary directory]
+    /// Directory for the measured stores [default: the system's temporary directory]
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
-    /// Also write the report there, as JSON
+    /// Also write the report to this file, as JSON
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
 }
 
-/// What can be measured by itself. (Comments and not documentation: the help stays short.)
+/// The parts that can be measured separately. The variants have plain comments, because doc
+/// comments would lengthen the help.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Part {
-    // Start, memory, calls one by one, at once and in batches
+    // Startup, memory, single calls, concurrent calls and batches
     Calls,
-    // Tracing against none
+    // Tracing compared with no tracing
     Tracing,
     // Digests of long results
     Digest,
@@ -72,7 +73,7 @@ pub enum Part {
     Runs,
     // Tools over NATS
     Nats,
-    // MCP both ways
+    // MCP in both directions
     Mcp,
 }
 
@@ -82,7 +83,7 @@ pub struct FloorArgs {
     listen: String,
     #[arg(long)]
     dir: PathBuf,
-    /// The broker over which the tool is called
+    /// URL of the NATS server over which the tool is called
     #[arg(long, env = "TOOLCRIB_BENCH_NATS")]
     nats: Option<String>,
 }
@@ -99,12 +100,12 @@ pub struct FillArgs {
 pub struct HostArgs {
     #[arg(long)]
     nats: String,
-    /// Serve the floor's commands
+    /// Serve the commands of the baseline
     #[arg(long)]
     bare: bool,
 }
 
-/// The tool service of the benchmark, until it is killed.
+/// Runs the tool service of the benchmark until it is killed.
 pub async fn host(args: HostArgs) -> Result<(), Failure> {
     match args.bare {
         true => Ok(bare::service(&args.nats).await?),
@@ -118,12 +119,12 @@ pub struct UpstreamArgs {
     listen: String,
 }
 
-/// The MCP server behind the measured crib, until it is killed.
+/// Runs the upstream MCP server of the benchmark until it is killed.
 pub async fn upstream(args: UpstreamArgs) -> Result<(), Failure> {
     Ok(upstream::serve(&args.listen).await?)
 }
 
-/// The comparison server, until it is killed.
+/// Runs the baseline server until it is killed.
 pub async fn floor(args: FloorArgs) -> Result<(), Failure> {
     let listener = tokio::net::TcpListener::bind(&args.listen).await?;
     let tool = match &args.nats {

@@ -1,7 +1,7 @@
 //! `toolcrib call`: calls a tool and waits for its outcome.
 //!
-//! The ticket is durable, so a server that goes away while we wait is no reason to give up: it is
-//! asked again until the time is over, and whoever stops waiting is told how to come back.
+//! The ticket is durable, so a server outage during the wait is no reason to give up: the command
+//! polls until its time is over, and prints how to resume waiting when it stops early.
 
 use std::time::{Duration, Instant};
 
@@ -15,9 +15,9 @@ use super::input::arguments;
 use super::output::{self, Tone, number, plain, text};
 use super::{Context, calls};
 
-/// How long is waited when nobody says.
+/// Time to wait for the outcome, unless `--wait` sets it.
 const DEFAULT_WAIT: Duration = Duration::from_secs(60);
-/// How long one request waits; shorter than what proxies cut off.
+/// Time that one request waits; shorter than the timeouts of common proxies.
 const EACH_WAIT: Duration = Duration::from_secs(20);
 const PAUSE: Duration = Duration::from_millis(300);
 
@@ -32,39 +32,40 @@ Examples:
   toolcrib call report.make --args @report.json --no-wait
   echo '{\"n\": 5}' | toolcrib call some.tool --args -")]
 pub struct CallArgs {
-    /// The tool
+    /// The tool to call
     name: String,
-    /// Its arguments
+    /// Arguments of the tool
     #[arg(value_name = "NAME=VALUE")]
     pairs: Vec<String>,
     /// All arguments as JSON, from a file (@file) or from standard input (-)
     #[arg(long, value_name = "JSON|@FILE|-", allow_hyphen_values = true)]
     args: Option<String>,
-    /// How long to wait for the outcome [default: 60s]
+    /// Time to wait for the outcome [default: 60s]
     #[arg(long, value_name = "TIME", num_args = 0..=1)]
     wait: Option<Option<String>>,
     /// Print the ticket and do not wait
     #[arg(long, conflicts_with = "wait")]
     no_wait: bool,
-    /// How long the call itself has, from being accepted to its outcome
+    /// Timeout of the call, from its acceptance to its outcome
     #[arg(long, value_name = "TIME", value_parser = crate::time::duration)]
     timeout: Option<Duration>,
-    /// How many attempts may follow the first
+    /// Maximum number of attempts after the first
     #[arg(long, value_name = "N")]
     retry: Option<u32>,
     /// The run this call belongs to
     #[arg(long, value_name = "ID", default_value = "run_cli")]
     run: String,
-    /// The same key with the same request gives the same call
+    /// Idempotency key: the same key with the same request returns the same call
     #[arg(long, value_name = "KEY")]
     idempotency_key: Option<String>,
-    /// Only this client may execute it
+    /// Only this client may execute the call
     #[arg(long, value_name = "ID")]
     client: Option<String>,
 }
 
 impl CallArgs {
-    /// How long to wait; and a pair that stood behind a bare `--wait` goes back to its own.
+    /// Returns the time to wait. Moves an argument pair that followed a bare `--wait` back to the
+    /// pairs.
     fn settle_wait(&mut self) -> Result<Duration, Failure> {
         if self.no_wait {
             return Ok(Duration::ZERO);
@@ -82,7 +83,8 @@ impl CallArgs {
         }
     }
 
-    /// `expression=5` is a number; where text is wanted, that must be said.
+    /// Adds a hint when a value was parsed as JSON where text is required: `expression=5` is a
+    /// number.
     fn explained(&self, failure: Failure) -> Failure {
         let detail = failure.detail.as_ref();
         let problems = detail.and_then(|detail| detail["problems"].as_array());
@@ -144,9 +146,9 @@ pub async fn run(context: &Context, mut args: CallArgs) -> Result<(), Failure> {
     conclude(context, &call?, wait)
 }
 
-/// Hands the call over, and has its ticket at once: with it the call is found again, whatever
-/// happens to the server or to us. Where it is not known whether it arrived it is sent again; it
-/// has a key, so it is one call.
+/// Submits the call and returns its ticket immediately: with the ticket the call can be found
+/// again, whatever happens to the server or to this process. If it is unknown whether the request
+/// arrived, it is sent again; its idempotency key makes both requests one call.
 async fn hand_over(
     client: &Client,
     path: &[&str],
@@ -180,7 +182,7 @@ fn ticket(context: &Context, call: &Value) -> Result<(), Failure> {
     context.output.line(&id)
 }
 
-/// Asks until the call has ended or the time is over, also across a restart of the server.
+/// Polls until the call has ended or the time is over, including across a restart of the server.
 pub async fn await_outcome(
     client: &Client,
     spinner: &ProgressBar,
@@ -222,7 +224,7 @@ pub async fn await_outcome(
             Err(failure) if failure.exit == exit::UNREACHABLE => away = Some(failure),
             Err(failure) => return Err(failure),
         }
-        // A server that does not wait, or is away, is not to be asked in a tight loop.
+        // Pauses between requests when the server does not wait or is unreachable.
         if begun.elapsed() < PAUSE && !is_terminal(&call) {
             tokio::time::sleep(PAUSE).await;
         }
@@ -238,7 +240,7 @@ pub fn is_terminal(call: &Value) -> bool {
     matches!(text(call, "status"), "SUCCEEDED" | "FAILED" | "TIMEOUT" | "CANCELED")
 }
 
-/// Prints how it ended: the line for people, the result for everybody, and the exit code.
+/// Prints the outcome: a summary line for people, the result, and the exit code.
 pub fn conclude(context: &Context, call: &Value, waited: Duration) -> Result<(), Failure> {
     let output = context.output;
     if output.json {
@@ -264,7 +266,7 @@ pub fn conclude(context: &Context, call: &Value, waited: Duration) -> Result<(),
     Err(failure)
 }
 
-/// `✓ weather.query  SUCCEEDED in 212 ms   tc_…   attempt 1`
+/// Formats the summary line: `✓ weather.query  SUCCEEDED in 212 ms   tc_…   attempt 1`
 pub fn headline(context: &Context, call: &Value) -> String {
     let status = text(call, "status");
     let (mark, tone) = match status {

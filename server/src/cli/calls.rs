@@ -1,4 +1,4 @@
-//! `toolcrib calls`: what was called, and what became of it.
+//! `toolcrib calls`: lists calls and works on single ones.
 
 mod answer;
 
@@ -40,7 +40,7 @@ enum Verb {
     Get {
         /// The ticket, tc_…
         id: String,
-        /// Wait for its outcome, up to a minute or this long
+        /// Wait for the outcome, up to this long (1m if no time is given)
         #[arg(long, value_name = "TIME", num_args = 0..=1, default_missing_value = "60s",
             value_parser = crate::time::duration)]
         wait: Option<Duration>,
@@ -49,15 +49,15 @@ enum Verb {
     Cancel {
         /// The ticket, tc_…
         id: String,
-        /// Why; kept with the call
+        /// Reason, stored with the call
         #[arg(long)]
         reason: Option<String>,
     },
-    /// Answer what a call's tool wants to know before it goes on
+    /// Answer a question that a tool asked before it continues
     Answer(answer::AnswerArgs),
-    /// Read the result of a call, or a part of it
+    /// Read the result of a call, or part of it
     Result(ResultArgs),
-    /// Show what happened to a call; follows one that has not ended
+    /// Show the events of a call; follows a call that has not ended
     Events {
         /// The ticket, tc_…
         id: String,
@@ -68,19 +68,19 @@ enum Verb {
 struct ResultArgs {
     /// The ticket, tc_…
     id: String,
-    /// Which part, as a JSON pointer: /rows/10
+    /// Part of the result, as a JSON pointer: /rows/10
     #[arg(long, value_name = "POINTER")]
     pointer: Option<String>,
-    /// The first item, entry, line or match
+    /// Index of the first item, entry, line or match
     #[arg(long, value_name = "N")]
     offset: Option<u64>,
-    /// How many of them, up to 1000 [default: 100]
+    /// Maximum number of items, up to 1000 [default: 100]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1000))]
     limit: Option<u64>,
-    /// Only what fits this regular expression
+    /// Only items that match this regular expression
     #[arg(long, value_name = "REGEX")]
     grep: Option<String>,
-    /// What did not fit its output schema, as the tool gave it (for operators)
+    /// The tool's original result, if it did not match the output schema (for operators)
     #[arg(long)]
     raw: bool,
 }
@@ -90,19 +90,19 @@ struct Filters {
     /// PENDING, RUNNING, SUCCEEDED, FAILED, TIMEOUT or CANCELED
     #[arg(long)]
     status: Option<String>,
-    /// Only of this tool
+    /// Only calls of this tool
     #[arg(long, value_name = "NAME")]
     tool: Option<String>,
-    /// Only of this run
+    /// Only calls of this run
     #[arg(long, value_name = "ID")]
     run: Option<String>,
-    /// Only made in the last so long: 10m, 1h, 2d
+    /// Only calls created within this time: 10m, 1h, 2d
     #[arg(long, value_name = "TIME", value_parser = crate::time::duration)]
     since: Option<Duration>,
-    /// At most so many, up to 200 [default: 50]
+    /// Maximum number of calls, up to 200 [default: 50]
     #[arg(long, value_name = "N")]
     limit: Option<u32>,
-    /// Go on where a page ended
+    /// Continue after a page, with the cursor it printed
     #[arg(long)]
     cursor: Option<String>,
 }
@@ -163,7 +163,7 @@ fn row(call: &Value, now: u64) -> Vec<String> {
     ]
 }
 
-/// How long it took, or has taken up to now.
+/// Returns the duration of a call, up to now if it has not ended.
 pub fn took_ms(call: &Value) -> Option<u64> {
     if let Some(ms) = number(&call["outcome"]["metrics"], "latency_ms") {
         return Some(ms);
@@ -226,7 +226,7 @@ async fn result(context: &Context, args: ResultArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// A value in one line.
+/// Formats a value as one line.
 fn shown(value: &Value) -> String {
     match value {
         Value::String(text) => plain(text),
@@ -238,7 +238,7 @@ fn shown_lines(text: &str) -> String {
     text.lines().map(plain).collect::<Vec<_>>().join("\n")
 }
 
-/// How much that was, and how to see more.
+/// Describes the size of a slice and the option that shows more.
 fn rest(piece: &Value) -> String {
     let what = match text(piece, "type") {
         "array" => "items",

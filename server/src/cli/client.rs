@@ -1,4 +1,5 @@
-//! The HTTP client of the commands: one request, one JSON answer, every failure in plain words.
+//! HTTP client of the commands: sends one request, reads one JSON response and explains every
+//! failure in plain words.
 
 use std::time::Duration;
 
@@ -9,35 +10,35 @@ use serde_json::Value;
 use super::failure::{Failure, exit, refused};
 use super::output::plain;
 
-/// Where the commands look for a server when nobody says.
+/// The server that commands use unless `--server` names another.
 pub const DEFAULT_SERVER: &str = "http://127.0.0.1:8080";
 
-/// The header by which a crib names itself in every answer.
+/// The header that identifies a Toolcrib server in every response.
 const OURS: &str = "toolcrib-version";
 
 const CONNECT_LIMIT: Duration = Duration::from_secs(5);
-/// How long an answer may take beyond what it was asked to wait.
+/// Maximum time for a response, in addition to the wait that the request specifies.
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
-/// How long a stream may be silent; the server shows a sign of life more often than this.
+/// Maximum silence of a stream; the server sends heartbeats more often.
 const SILENCE_LIMIT: Duration = Duration::from_secs(90);
-/// More than any answer can be with the limits a server is likely to have.
+/// Larger than any response under the limits a server is likely to have.
 const MAX_ANSWER_BYTES: usize = 256 << 20;
 
-/// A server, and who we are there.
+/// A server with the credentials to use there.
 #[derive(Clone)]
 pub struct Client {
     http: reqwest::Client,
     base: Url,
 }
 
-/// One request, before it is sent.
+/// A request before it is sent.
 pub struct Ask<'a> {
     method: Method,
     path: Vec<&'a str>,
     query: Vec<(&'static str, String)>,
     body: Option<Value>,
     wait: Duration,
-    /// Whether a refusal for want of permission is the policy's word on a call.
+    /// True if a permission error means that a policy denied the call of a tool.
     calls_tool: bool,
 }
 
@@ -59,13 +60,13 @@ impl<'a> Ask<'a> {
         Self { body: Some(body), ..self }
     }
 
-    /// Adds a query parameter when there is a value.
+    /// Adds a query parameter if there is a value.
     pub fn query(mut self, name: &'static str, value: Option<impl ToString>) -> Self {
         self.query.extend(value.map(|value| (name, value.to_string())));
         self
     }
 
-    /// The server is asked to wait this long for an outcome before it answers.
+    /// Lets the server wait this long for an outcome before it responds.
     pub fn wait(self, wait: Duration) -> Self {
         Self { wait, ..self }.query("wait_ms", Some(wait.as_millis()))
     }
@@ -93,17 +94,17 @@ impl Client {
         Ok(Self { http: http(&base, headers)?, base })
     }
 
-    /// What speaks HTTP, with the key and the project in every request.
+    /// Returns the HTTP client that sends the key and the project with every request.
     pub fn http(&self) -> reqwest::Client {
         self.http.clone()
     }
 
-    /// The server as it was named.
+    /// Returns the server as it was given.
     pub fn server(&self) -> &str {
         self.base.as_str().trim_end_matches('/')
     }
 
-    /// Sends, and reads the answer as JSON.
+    /// Sends a request and reads the response as JSON.
     pub async fn ask(&self, ask: Ask<'_>) -> Result<Value, Failure> {
         let calls_tool = ask.calls_tool;
         let limit = ask.wait + ANSWER_LIMIT;
@@ -121,8 +122,8 @@ impl Client {
         }
     }
 
-    /// Whether a crib is there and says that all is well. Anybody may have its port: until it is
-    /// known to be one, it is not shown the key.
+    /// Returns true if a healthy Toolcrib server responds. Any program may own the port, so this
+    /// request does not carry the key.
     pub async fn is_alive(&self) -> bool {
         let (Ok(stranger), Ok(url)) = (http(&self.base, HeaderMap::new()), self.url(&["healthz"]))
         else {
@@ -134,7 +135,7 @@ impl Client {
         }
     }
 
-    /// Opens a stream of events after the one with this id.
+    /// Opens a stream of the events after the one with this id.
     pub async fn stream(
         &self,
         path: &[&str],
@@ -147,7 +148,7 @@ impl Client {
         self.opened(request).await
     }
 
-    /// Opens the stream of events that this request is answered with.
+    /// Sends a request that responds with a stream of events.
     pub async fn stream_of(&self, path: &[&str], body: Value) -> Result<Response, Failure> {
         self.opened(self.request(Method::POST, path)?.json(&body)).await
     }
@@ -182,11 +183,11 @@ impl Client {
         request.send().await.map_err(|error| self.unreachable(&error))
     }
 
-    /// The address of a path whose parts may be anything that somebody typed.
+    /// Returns the URL of a path. The parts may contain any characters.
     fn url(&self, path: &[&str]) -> Result<Url, Failure> {
         let mut url = self.base.clone();
         for part in path {
-            // These would not name a thing but move to another path.
+            // These would not name a resource but move to another path.
             if matches!(*part, "" | "." | "..") {
                 return Err(Failure::usage(format!("\"{part}\" is not a name")));
             }
@@ -240,17 +241,17 @@ impl Client {
     }
 }
 
-/// What speaks HTTP with a server, with these headers in every request.
+/// Builds an HTTP client that sends these headers with every request.
 fn http(base: &Url, headers: HeaderMap) -> Result<reqwest::Client, Failure> {
     let mut builder = reqwest::Client::builder()
         .default_headers(headers)
         .connect_timeout(CONNECT_LIMIT)
         .read_timeout(SILENCE_LIMIT)
-        // The key is for this server and nobody it points at.
+        // The key is for this server, not for a server it redirects to.
         .redirect(reqwest::redirect::Policy::none())
         .user_agent(concat!("toolcrib/", env!("CARGO_PKG_VERSION")));
     if is_loopback(base) {
-        // A proxy would look for 127.0.0.1 on its own machine.
+        // A proxy would resolve 127.0.0.1 on its own machine.
         builder = builder.no_proxy();
     }
     builder.build().map_err(|error| {
@@ -258,7 +259,7 @@ fn http(base: &Url, headers: HeaderMap) -> Result<reqwest::Client, Failure> {
     })
 }
 
-/// `host:port` is taken as `http://host:port`.
+/// Parses a server URL. `host:port` means `http://host:port`.
 fn base_url(server: &str) -> Result<Url, Failure> {
     let full = if server.contains("://") { server.to_owned() } else { format!("http://{server}") };
     let refused = || {
@@ -284,7 +285,7 @@ fn content_type(response: &Response) -> String {
     value.and_then(|value| value.to_str().ok()).unwrap_or_default().to_owned()
 }
 
-/// The innermost cause: "connection refused" says more than "error sending request".
+/// Returns the innermost cause: "connection refused" is more helpful than "error sending request".
 fn chain(error: &dyn std::error::Error) -> String {
     let mut cause = error;
     while let Some(next) = cause.source() {
@@ -293,7 +294,7 @@ fn chain(error: &dyn std::error::Error) -> String {
     cause.to_string()
 }
 
-/// A refusal as problem+json.
+/// Converts a problem+json response to a failure.
 fn problem(status: StatusCode, body: &Value, calls_tool: bool) -> Failure {
     let error = &body["error"];
     let code = error["code"].as_str().unwrap_or("HTTP");
@@ -305,7 +306,8 @@ fn problem(status: StatusCode, body: &Value, calls_tool: bool) -> Failure {
     let exit = match status {
         StatusCode::FORBIDDEN if calls_tool && code == "PERMISSION_DENIED" => exit::DENIED,
         StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => exit::AUTH,
-        // What is wrong with a tool's arguments comes as a list; everything else was an option.
+        // Problems with a tool's arguments come as a list; any other validation error concerns an
+        // option.
         _ if code == "VALIDATION_ERROR" && error["detail"]["problems"].is_null() => exit::USAGE,
         _ => exit::FAILURE,
     };
@@ -314,7 +316,7 @@ fn problem(status: StatusCode, body: &Value, calls_tool: bool) -> Failure {
         failure.hint = Some("--help shows what can be said here".to_owned());
     }
     if failure.hint.is_none() {
-        // A code of a newer server, which explains it itself.
+        // An unknown code comes from a newer server, which includes its own hint.
         failure.hint = body["hint"].as_str().map(plain);
     }
     let problems = problems(&failure.message, &error["detail"]);
@@ -324,7 +326,7 @@ fn problem(status: StatusCode, body: &Value, calls_tool: bool) -> Failure {
     failure
 }
 
-/// What is wrong with the arguments, one line each, as far as the message does not say it.
+/// Lists the problems with the arguments, one per line, unless the message already contains them.
 fn problems(message: &str, detail: &Value) -> String {
     let mut text = String::new();
     for problem in detail["problems"].as_array().into_iter().flatten().take(20) {

@@ -1,4 +1,4 @@
-//! `toolcrib doctor`: looks at everything a server needs, changes nothing, and says what to do.
+//! `toolcrib doctor`: checks everything a server needs, changes nothing and gives advice.
 
 mod checks;
 pub(super) mod disk;
@@ -19,17 +19,17 @@ Examples:
   toolcrib doctor --network
   toolcrib --config /etc/toolcrib.toml doctor --json")]
 pub struct DoctorArgs {
-    /// Also try the database and the weather service that the built-in tools use
+    /// Also check the database and the weather service that the built-in tools use
     #[arg(long)]
     network: bool,
-    /// Look at this address instead of the configured one
+    /// Check this address instead of the configured one
     #[arg(long, value_name = "ADDRESS")]
     listen: Option<String>,
     #[command(flatten)]
     place: Place,
 }
 
-/// How it stands with one thing.
+/// State of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
     Good,
@@ -37,7 +37,7 @@ enum State {
     Bad,
 }
 
-/// One thing that was looked at.
+/// Result of one check.
 #[derive(Debug)]
 struct Finding {
     what: &'static str,
@@ -112,7 +112,7 @@ fn report(context: &Context, findings: &[Finding]) -> Result<(), Failure> {
     }
     match bad {
         0 => Ok(()),
-        // The findings are the error; with --json they are on standard output already.
+        // The results are the error; with --json they are already on standard output.
         _ if output.json => Err(Failure::said(exit::FAILURE)),
         1 => Err(Failure::new(exit::FAILURE, "UNHEALTHY", "one thing must be put right")),
         n => Err(Failure::new(exit::FAILURE, "UNHEALTHY", format!("{n} things must be put right"))),

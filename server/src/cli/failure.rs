@@ -1,6 +1,6 @@
-//! How a command fails: what it says, and with which exit code.
+//! Failures of commands: message, hint and exit code.
 //!
-//! Scripts decide by the exit code and people by the text, so both are part of the interface.
+//! Scripts rely on the exit code and people on the text, so both are part of the interface.
 
 use std::fmt;
 
@@ -9,7 +9,7 @@ use toolcrib::Code;
 
 use crate::config::ConfigError;
 
-/// The exit codes.
+/// Exit codes.
 pub mod exit {
     pub const OK: u8 = 0;
     pub const FAILURE: u8 = 1;
@@ -22,19 +22,19 @@ pub mod exit {
     pub const INTERRUPTED: u8 = 130;
 }
 
-/// A command that did not do what it was asked to.
+/// The failure of a command.
 #[derive(Debug)]
 pub struct Failure {
     pub exit: u8,
-    /// A word for programs.
+    /// Error code for programs.
     pub code: String,
     pub message: String,
     pub hint: Option<String>,
     pub detail: Option<Value>,
     pub retryable: bool,
-    /// What was asked may have arrived: it is not known what became of it.
+    /// The request may have reached the server, so its effect is unknown.
     pub sent: bool,
-    /// Everything was said already, or nobody is listening any more.
+    /// Nothing is printed: the failure is already reported, or the reader is gone.
     pub silent: bool,
 }
 
@@ -52,32 +52,32 @@ impl Failure {
         }
     }
 
-    /// The command line itself is wrong.
+    /// The command line is invalid.
     pub fn usage(message: impl Into<String>) -> Self {
         Self::new(exit::USAGE, "USAGE", message)
     }
 
-    /// Nobody answers there.
+    /// The server does not respond.
     pub fn unreachable(message: impl Into<String>) -> Self {
         Self { retryable: true, ..Self::new(exit::UNREACHABLE, "UNREACHABLE", message) }
     }
 
-    /// Ended from outside.
+    /// The user interrupted the command.
     pub fn interrupted() -> Self {
         Self { silent: true, ..Self::new(exit::INTERRUPTED, "INTERRUPTED", "interrupted") }
     }
 
-    /// Ends with this code; whatever there is to say was said.
+    /// Ends the command with this exit code; everything is already reported.
     pub fn said(exit: u8) -> Self {
         Self { silent: true, ..Self::new(exit, "FAILED", "") }
     }
 
-    /// The same with what to do about it.
+    /// Adds advice on fixing the problem.
     pub fn hint(self, hint: impl Into<String>) -> Self {
         Self { hint: Some(hint.into()), ..self }
     }
 
-    /// The line for programs.
+    /// Returns the failure as JSON for programs.
     pub fn json(&self) -> Value {
         json!({
             "error": {
@@ -98,7 +98,7 @@ impl fmt::Display for Failure {
     }
 }
 
-/// A reader that went away (`toolcrib calls | head`) is no fault of anybody.
+/// A closed pipe (`toolcrib calls | head`) is not a failure.
 impl From<std::io::Error> for Failure {
     fn from(error: std::io::Error) -> Self {
         if error.kind() == std::io::ErrorKind::BrokenPipe {
@@ -124,7 +124,7 @@ impl From<ConfigError> for Failure {
     }
 }
 
-/// The engine refused, when it was asked directly and not over HTTP.
+/// A refusal by the engine when a command uses it directly, not over HTTP.
 impl From<toolcrib::Error> for Failure {
     fn from(error: toolcrib::Error) -> Self {
         match error {
@@ -141,7 +141,8 @@ impl From<toolcrib::Error> for Failure {
     }
 }
 
-/// A refusal with a code of the table, whose help is the hint; unless there is a command to name.
+/// Builds the failure for an error code, with a hint from the error table or, for some codes, a
+/// command to run.
 pub fn refused(code: &str, message: String, exit: u8) -> Failure {
     let failure = Failure::new(exit, code, message);
     let Some(known) = Code::parse(code) else { return failure };

@@ -1,4 +1,4 @@
-//! What people type: arguments as `name=value`, JSON from a file.
+//! Parses typed input: arguments as `name=value`, and JSON from a file.
 
 use std::io::Read;
 
@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 
 use super::failure::Failure;
 
-/// The arguments of a call: `--args` first, then each `name=value` over it.
+/// Builds the arguments of a call: `--args` first, then each `name=value` over it.
 pub fn arguments(json: Option<&str>, pairs: &[String]) -> Result<Value, Failure> {
     let mut value = match json {
         Some(json) => document(json)?,
@@ -24,14 +24,15 @@ pub fn arguments(json: Option<&str>, pairs: &[String]) -> Result<Value, Failure>
             return Err(Failure::usage(format!("\"{pair}\" is not name=value"))
                 .hint("write query=\"weather in Beijing\", or --args '{\"query\": …}'"));
         };
-        // What is JSON is meant as it; everything else is text, so that nobody has to quote twice.
+        // A value that parses as JSON is JSON; everything else is text, so that text needs no
+        // second pair of quotes.
         let meant = serde_json::from_str(text).unwrap_or_else(|_| Value::from(text));
         object.insert(name.to_owned(), meant);
     }
     Ok(value)
 }
 
-/// JSON itself, `@file`, or `-` for standard input.
+/// Reads JSON from the argument itself, from `@file`, or with `-` from standard input.
 fn document(json: &str) -> Result<Value, Failure> {
     let (place, text) = match json.strip_prefix('@') {
         _ if json == "-" => {

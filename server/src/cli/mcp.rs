@@ -1,8 +1,8 @@
-//! `toolcrib mcp`: the crib as an MCP server on standard input and output, for clients that start
-//! their servers themselves. It passes messages on to a running server, or is one itself on a data
-//! directory. Standard output belongs to the protocol; everything else goes to standard error.
+//! `toolcrib mcp`: Toolcrib as an MCP server on standard input and output, for MCP clients that
+//! start their servers themselves. It relays messages to a running server, or runs an engine on a
+//! data directory. Standard output belongs to the protocol; everything else goes to standard error.
 //!
-//! With a verb, it is about the MCP servers behind the crib.
+//! With a subcommand it manages upstream MCP servers.
 
 mod upstreams;
 
@@ -59,10 +59,10 @@ MCP servers behind the crib:
 pub struct McpArgs {
     #[command(subcommand)]
     verb: Option<upstreams::Verb>,
-    /// How the tools are shown: each of them, or three that search, describe and call
+    /// Present each tool, or only three tools that search, describe and call
     #[arg(long, value_name = "HOW")]
     catalogue: Option<Shown>,
-    /// Only the tools of this MCP server behind the crib, under their own names
+    /// Only the tools of this upstream MCP server, under their own names
     #[arg(long, value_name = "NAME", conflicts_with = "catalogue")]
     source: Option<String>,
     #[command(flatten)]
@@ -75,11 +75,11 @@ enum Shown {
     Search,
 }
 
-/// How long the other side may take to hear that it is over.
+/// Maximum time to close the connection to the server.
 const LEAVING: Duration = Duration::from_secs(2);
 
-/// How long requests are waited for whose client has nothing more to say: it may be a script that
-/// has written all of them at once.
+/// Maximum time to wait for open requests after the MCP client has closed its input: it may be a
+/// script that wrote all its requests at once.
 const ANSWERING: Duration = Duration::from_secs(5);
 
 /// Serves until standard input is closed.
@@ -91,17 +91,18 @@ pub async fn run(context: &Context, args: McpArgs) -> Result<(), Failure> {
     if args.place.is_named() && !context.server_typed {
         return embedded(context, &args).await;
     }
-    // With nothing said: the server of this machine when there is one, else its data.
+    // Without an explicit choice: the server on this machine if one is running, otherwise the data
+    // directory.
     if named || context.client()?.is_alive().await {
         return bridge(context, &args).await;
     }
     embedded(context, &args).await
 }
 
-/// An engine of its own on the data directory.
+/// Serves from an engine in this process, on the data directory.
 async fn embedded(context: &Context, args: &McpArgs) -> Result<(), Failure> {
     let mut config = context.config(None, &args.place)?;
-    // Who names the usual place has said nothing.
+    // A configuration that names the default directory counts as unset.
     let unsaid = !args.place.is_named() && config.data_dir == Config::default().data_dir;
     if unsaid
         && config.store.url.is_none()
@@ -140,8 +141,8 @@ async fn embedded(context: &Context, args: &McpArgs) -> Result<(), Failure> {
     ended.map_err(|error| Failure::new(exit::FAILURE, "MCP", error.to_string()))
 }
 
-/// Where data is kept with nothing said, if it cannot be kept in this directory: desktop clients
-/// start programs anywhere, often in `/`.
+/// Returns a fallback data directory if this one is not writable and none was chosen: desktop
+/// applications start programs in any directory, often in `/`.
 fn elsewhere(directory: &Path, variable: impl Fn(&str) -> Option<OsString>) -> Option<PathBuf> {
     if private::make(&directory.join("toolcrib.lock")).is_ok() {
         return None;
@@ -151,7 +152,7 @@ fn elsewhere(directory: &Path, variable: impl Fn(&str) -> Option<OsString>) -> O
     Some(named("XDG_DATA_HOME").or_else(home)?.join("toolcrib"))
 }
 
-/// Passes messages between the pipes and a server, as they are.
+/// Relays messages between the pipes and a server, unchanged.
 async fn bridge(context: &Context, args: &McpArgs) -> Result<(), Failure> {
     let client = context.client()?;
     let query = match (args.catalogue, &args.source) {
@@ -161,15 +162,16 @@ async fn bridge(context: &Context, args: &McpArgs) -> Result<(), Failure> {
         (None, None) => String::new(),
     };
     let url = format!("{}/mcp{query}", client.server());
-    // The key and the project are what this client sends with everything.
+    // This client sends the key and the project with every request.
     let config = StreamableHttpClientTransportConfig::with_uri(url.as_str());
     let far = StreamableHttpClientTransport::with_client(client.http(), config);
     let near = AsyncRwTransport::new_server(tokio::io::stdin(), tokio::io::stdout());
     pass(near, far, &url).await
 }
 
-/// Until one side has nothing more to say. Messages leave in the order in which they came: what is
-/// no request has arrived before the next one leaves. Requests are answered side by side.
+/// Relays messages until one side closes. Messages are sent in the order in which they arrived: a
+/// message that is not a request is delivered before the next one is sent. Requests run
+/// concurrently.
 async fn pass(
     mut near: impl Transport<RoleServer>,
     mut far: impl Transport<RoleClient>,
@@ -177,7 +179,8 @@ async fn pass(
 ) -> Result<(), Failure> {
     let mut requests = FuturesUnordered::new();
     let mut first = Fuse::terminated();
-    // Requests that are to be answered; and until when, once the near side has said all it has.
+    // Ids of the requests that await a response, and the drain deadline once the near side has
+    // closed.
     let (mut open, mut until) = (HashSet::new(), None::<Instant>);
     while until.is_none() || !open.is_empty() || !first.is_terminated() {
         let answer = tokio::select! {
@@ -192,7 +195,8 @@ async fn pass(
                     let is_request = id.is_some();
                     let mut sending = Box::pin(async move { (id, sending.await.err()) });
                     match is_request {
-                        // It is on its way as soon as it was looked at once.
+                        // The first poll hands the request to the transport, which settles its
+                        // place in the order.
                         true => match futures::poll!(&mut sending) {
                             Poll::Pending => {
                                 requests.push(sending);
@@ -220,7 +224,7 @@ async fn pass(
             said = far.receive() => match said {
                 Some(message) => message,
                 None => {
-                    // Why, as far as a failed message knows it.
+                    // The cause, if a failed message reports one.
                     let failed = requests.next().now_or_never().flatten();
                     let why = failed.and_then(|(_, error)| Some(format!(": {}", error?)));
                     let message = format!("{url} does not answer{}", why.unwrap_or_default());
@@ -236,12 +240,12 @@ async fn pass(
             break;
         }
     }
-    // What is still being said by the other side is nobody's to hear.
+    // Responses that are still in flight have no reader.
     let _ = tokio::time::timeout(LEAVING, far.close()).await;
     Ok(())
 }
 
-/// What the near side is told about a message that did not get there.
+/// Builds the error for the near side about a message that was not delivered.
 fn refused(
     url: &str,
     id: Option<RequestId>,
@@ -251,7 +255,7 @@ fn refused(
     ServerJsonRpcMessage::error(error, id)
 }
 
-/// At this time; never where there is none.
+/// Sleeps until this time, or forever if there is none.
 async fn over(until: Option<Instant>) {
     match until {
         Some(until) => tokio::time::sleep_until(until).await,
@@ -259,13 +263,13 @@ async fn over(until: Option<Instant>) {
     }
 }
 
-/// Whether a request is answered only when it is over.
+/// Returns true if the request is a subscription, which is answered only when it ends.
 fn is_listening(message: &ClientJsonRpcMessage) -> bool {
     let ClientJsonRpcMessage::Request(request) = message else { return false };
     matches!(request.request, ClientRequest::SubscriptionsListenRequest(_))
 }
 
-/// The request that a message answers.
+/// Returns the id of the request that a message answers.
 fn answered(message: &ServerJsonRpcMessage) -> Option<&RequestId> {
     match message {
         ServerJsonRpcMessage::Response(answer) => Some(&answer.id),
@@ -304,7 +308,7 @@ mod tests {
         };
         let here = directory.path().join("toolcrib-data");
         assert_eq!(elsewhere(&here, own(&[("HOME", "/home/ada")])), None);
-        // Also for who may write everywhere, this cannot be a directory.
+        // A file in its place: even a user who may write everywhere cannot use it as a directory.
         let taken = directory.path().join("taken");
         std::fs::write(&taken, "a file").unwrap();
         for (known, place) in [
@@ -320,7 +324,7 @@ mod tests {
         }
     }
 
-    /// A client that has written all its messages at once.
+    /// An MCP client that has written all its messages at once.
     struct Near(mpsc::UnboundedReceiver<RxJsonRpcMessage<RoleServer>>);
 
     impl Transport<RoleServer> for Near {
@@ -342,7 +346,7 @@ mod tests {
         }
     }
 
-    /// A server that takes nothing until it is let.
+    /// A server that accepts nothing until the test opens it.
     struct Far {
         came: Arc<Mutex<Vec<String>>>,
         open: watch::Receiver<bool>,

@@ -1,7 +1,7 @@
-//! What commands print: data on standard output, everything else on standard error.
+//! Output of commands: data on standard output, everything else on standard error.
 //!
-//! Names, ids and messages come from other people's programs, so whatever is printed for a person
-//! has its control characters made visible: nobody else's text moves the cursor here.
+//! Names, ids and messages come from other programs, so output for people replaces control
+//! characters: foreign text must not move the cursor of this terminal.
 
 use std::io::{self, IsTerminal, Write};
 
@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use super::failure::Failure;
 
-/// How this run of the program prints.
+/// Output settings of this process.
 #[derive(Debug, Clone, Copy)]
 pub struct Output {
     pub json: bool,
@@ -19,7 +19,7 @@ pub struct Output {
     colour_messages: bool,
 }
 
-/// The colours that are used, by meaning.
+/// Text styles by meaning.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Tone {
     Good,
@@ -43,7 +43,7 @@ impl Tone {
 
 impl Output {
     pub fn new(json: bool, no_color: bool) -> Self {
-        // By the convention of no-color.org, set to anything but nothing.
+        // As no-color.org defines it: set to a non-empty value.
         let unwanted = no_color || std::env::var_os("NO_COLOR").is_some_and(|v| !v.is_empty());
         Self {
             json,
@@ -52,12 +52,13 @@ impl Output {
         }
     }
 
-    /// Whether a person is watching the messages.
+    /// Returns true if a person reads the messages: standard error is a terminal and `--json` is
+    /// off.
     pub fn is_watched(self) -> bool {
         !self.json && io::stderr().is_terminal()
     }
 
-    /// A line of data.
+    /// Prints a line of data.
     pub fn line(self, text: &str) -> Result<(), Failure> {
         let mut out = io::stdout().lock();
         writeln!(out, "{text}")?;
@@ -65,31 +66,31 @@ impl Output {
         Ok(())
     }
 
-    /// A value, indented for reading.
+    /// Prints a value as indented JSON.
     pub fn value(self, value: &Value) -> Result<(), Failure> {
         self.line(&indented(value))
     }
 
-    /// A value in one line, for programs that read line by line.
+    /// Prints a value as one line of JSON, for programs that read line by line.
     pub fn value_line(self, value: &Value) -> Result<(), Failure> {
         self.line(&harmless(&value.to_string()))
     }
 
-    /// A message; not in the way of programs.
+    /// Prints a message to standard error, except with `--json`.
     pub fn note(self, text: &str) {
         if !self.json {
-            // Nobody to tell it to is no reason to fail.
+            // A closed standard error is no reason to fail.
             let _ = writeln!(io::stderr(), "{text}");
         }
     }
 
-    /// The end of a command that failed.
+    /// Prints the failure of a command.
     pub fn failure(self, failure: &Failure) {
         if failure.silent {
             return;
         }
         let mut err = io::stderr().lock();
-        // With standard error gone there is only the exit code left to speak.
+        // If standard error is closed, only the exit code reports the failure.
         let _ = if self.json {
             writeln!(err, "{}", harmless(&failure.json().to_string()))
         } else {
@@ -106,7 +107,7 @@ impl Output {
         };
     }
 
-    /// A table of cells, which are made harmless here; says so when there are none.
+    /// Prints a table and sanitizes its cells. Prints the note `none` if there are no rows.
     pub fn table(self, heads: &[&str], rows: Vec<Vec<String>>, none: &str) -> Result<(), Failure> {
         if rows.is_empty() {
             self.note(none);
@@ -114,7 +115,7 @@ impl Output {
         }
         let mut table = Table::new();
         table.load_style(presets::NOTHING);
-        // Only a terminal has a width to keep to; a program gets each row in one line.
+        // Only a terminal limits the width; programs receive each row in one line.
         let arrangement = if io::stdout().is_terminal() {
             ContentArrangement::Dynamic
         } else {
@@ -137,17 +138,17 @@ impl Output {
         self.line(&lines.join("\n"))
     }
 
-    /// Text in a colour, for standard output.
+    /// Styles text for standard output.
     pub fn tone(self, text: &str, tone: Tone) -> String {
         painted(text, tone, self.colour)
     }
 
-    /// Text in a colour, for standard error.
+    /// Styles text for standard error.
     pub fn message_tone(self, text: &str, tone: Tone) -> String {
         painted(text, tone, self.colour_messages)
     }
 
-    /// Something turning while one waits; nothing when nobody watches.
+    /// Shows a spinner during a wait; hidden when the output is not interactive.
     pub fn spinner(self, message: &str) -> ProgressBar {
         if !self.is_watched() {
             return ProgressBar::hidden();
@@ -166,12 +167,12 @@ fn painted(text: &str, tone: Tone, wanted: bool) -> String {
     if wanted { format!("\u{1b}[{}m{text}\u{1b}[0m", tone.code()) } else { text.to_owned() }
 }
 
-/// Text in one line without control characters.
+/// Returns the text as one line without control characters.
 pub fn plain(text: &str) -> String {
     text.chars().map(visible).collect()
 }
 
-/// The same, but lines stay lines.
+/// Same as [`sanitize_line`], but keeps line breaks.
 pub fn paragraph(text: &str) -> String {
     text.chars().map(|c| if c == '\n' { c } else { visible(c) }).collect()
 }
@@ -179,20 +180,20 @@ pub fn paragraph(text: &str) -> String {
 fn visible(c: char) -> char {
     match c {
         '\n' | '\r' | '\t' => ' ',
-        // The direction marks can make one text look like another.
+        // Bidirectional marks can make one text look like another.
         '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' => '\u{fffd}',
         c if c.is_control() => '\u{fffd}',
         c => c,
     }
 }
 
-/// Indented JSON.
+/// Formats a value as indented JSON.
 pub fn indented(value: &Value) -> String {
     harmless(&serde_json::to_string_pretty(value).unwrap_or_else(|_| value.to_string()))
 }
 
-/// JSON leaves the control characters beyond ASCII as they are, and some terminals obey them.
-/// They can only stand within strings, so writing them as escapes changes nothing.
+/// Escapes control characters beyond ASCII, which JSON permits unescaped and some terminals obey.
+/// They only occur within strings, so the escape does not change the value.
 fn harmless(json: &str) -> String {
     let obeyed = |c: char| matches!(c, '\u{7f}'..='\u{9f}' | '\u{202a}'..='\u{202e}');
     if !json.contains(obeyed) {
@@ -209,17 +210,17 @@ fn harmless(json: &str) -> String {
     text
 }
 
-/// The text member of an object, or "".
+/// Returns the string member of an object, or "".
 pub fn text<'v>(value: &'v Value, member: &str) -> &'v str {
     value.get(member).and_then(Value::as_str).unwrap_or_default()
 }
 
-/// The number member of an object.
+/// Returns the number member of an object.
 pub fn number(value: &Value, member: &str) -> Option<u64> {
     value.get(member).and_then(Value::as_u64)
 }
 
-/// `12s`, `3m`, `5h`, `2d`.
+/// Formats an age: `12s`, `3m`, `5h`, `2d`.
 pub fn age(ms: u64) -> String {
     match ms / 1_000 {
         seconds @ 0..60 => format!("{seconds}s"),
@@ -229,7 +230,7 @@ pub fn age(ms: u64) -> String {
     }
 }
 
-/// `212 ms`, `3.4 s`, `12 min`.
+/// Formats a duration: `212 ms`, `3.4 s`, `12 min`.
 pub fn duration(ms: u64) -> String {
     match ms {
         0..1_000 => format!("{ms} ms"),
@@ -238,7 +239,7 @@ pub fn duration(ms: u64) -> String {
     }
 }
 
-/// `21.3 MiB`.
+/// Formats a size: `21.3 MiB`.
 pub fn bytes(count: u64) -> String {
     const UNITS: [&str; 5] = ["bytes", "KiB", "MiB", "GiB", "TiB"];
     let (mut size, mut unit) = (count as f64, 0);
@@ -249,17 +250,18 @@ pub fn bytes(count: u64) -> String {
     if unit == 0 { format!("{count} bytes") } else { format!("{size:.1} {}", UNITS[unit]) }
 }
 
-/// Unix milliseconds now.
+/// Returns the current time in Unix milliseconds.
 pub fn now_ms() -> u64 {
     u64::try_from(jiff::Timestamp::now().as_millisecond()).unwrap_or_default()
 }
 
-/// `2026-05-01 12:03:04` where this machine is; "" for a time that cannot be.
+/// Formats a time in the local time zone: `2026-05-01 12:03:04`. Returns "" for a time out of
+/// range.
 pub fn moment(ms: u64) -> String {
     local(ms).map(|at| at.strftime("%Y-%m-%d %H:%M:%S").to_string()).unwrap_or_default()
 }
 
-/// `12:03:04.123` where this machine is.
+/// Formats a time of day in the local time zone: `12:03:04.123`.
 pub fn clock(ms: u64) -> String {
     local(ms).map(|at| at.strftime("%H:%M:%S%.3f").to_string()).unwrap_or_default()
 }

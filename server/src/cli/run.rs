@@ -1,8 +1,8 @@
-//! `toolcrib run`: a question goes to a model, and the loop is shown while it happens.
+//! `toolcrib run`: sends a question to a model and shows the agent loop while it runs.
 //!
-//! The run is kept by the server, so a stream that breaks is opened again after the last event that
-//! was seen, and whoever stops watching is told how to come back. Where no server runs and none was
-//! named, this process is one for as long as the run takes, on the data directory.
+//! The server stores the run, so the command reopens a broken stream after the last event it
+//! received, and prints how to follow the run when the user stops watching. If no server is running
+//! and none was given, the command starts one on the data directory for the duration of the run.
 
 mod replay;
 mod view;
@@ -25,9 +25,9 @@ use crate::assemble::{self, Served};
 use crate::sse::Parser;
 
 const PAUSE: Duration = Duration::from_millis(500);
-/// How long a server that is away is tried to be reached again.
+/// Maximum time to reconnect to an unreachable server.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// How long an engine of this process has to finish what runs.
+/// Time that an embedded engine has to finish running work.
 const DRAIN: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Args)]
@@ -45,37 +45,37 @@ Examples:
   toolcrib run --replay run_…                          again, against recorded results
   toolcrib run --model demo 'What is 6 * 7?' --json | jq -r 'select(.answer) | .answer'")]
 pub struct RunArgs {
-    /// What to ask; - reads it from standard input
+    /// The question; - reads it from standard input
     question: Option<String>,
-    /// The model; unless said, the server's first, and of a replay, the recorded one
+    /// The model [default: the server's first; for --replay, the recorded one]
     #[arg(long, value_name = "NAME", conflicts_with_all = ["more", "resume", "follow"])]
     model: Option<String>,
     /// Only these tools: names and patterns
     #[arg(long, value_name = "PATTERN", value_delimiter = ',', conflicts_with = "which")]
     tools: Option<Vec<String>>,
-    /// What the model is told before the question
+    /// System prompt for the model
     #[arg(long, value_name = "TEXT", conflicts_with = "which")]
     system: Option<String>,
-    /// At most so many answers of the model
+    /// Maximum number of answers from the model
     #[arg(long, value_name = "N", conflicts_with = "which")]
     steps: Option<u32>,
-    /// Say more to this run
+    /// Continue the conversation of this run
     #[arg(long = "continue", value_name = "RUN", group = "which")]
     more: Option<String>,
-    /// Take up a run that failed or was canceled
+    /// Resume a run that failed or was canceled
     #[arg(long, value_name = "RUN", group = "which")]
     resume: Option<String>,
-    /// Watch a run that goes on, from its beginning
+    /// Follow a run from its start
     #[arg(long, value_name = "RUN", group = "which")]
     follow: Option<String>,
-    /// Play a recorded run again, against the recorded results, and say where it differs
+    /// Replay a recorded run against its recorded results and show the differences
     #[arg(long, value_name = "RUN", group = "which")]
     replay: Option<String>,
     #[command(flatten)]
     place: Place,
 }
 
-/// Where the run is: a server, or this process.
+/// The server of the run: a running one, or one embedded in this process.
 struct Site {
     client: Client,
     own: Option<(Served, CancellationToken)>,
@@ -106,7 +106,7 @@ pub async fn run(context: &Context, args: RunArgs) -> Result<(), Failure> {
     outcome
 }
 
-/// What is asked; none where nothing is to be said.
+/// Reads the question. Returns `None` for options that take no question.
 fn question(args: &RunArgs) -> Result<Option<String>, Failure> {
     let silent = args.resume.is_some() || args.follow.is_some() || args.replay.is_some();
     let given = match args.question.as_deref() {
@@ -156,7 +156,7 @@ async fn act(
     }
     let mut view = View::new(context.output);
     let watched = if let Some(run) = &args.follow {
-        // A name that only groups calls has events too, and they never end.
+        // A run id that only groups calls has events too, but its stream never ends.
         client.ask(Ask::get(&["v1", "runs", run])).await?;
         Watched::of(run)
     } else if let Some(run) = &args.resume {
@@ -197,7 +197,7 @@ fn body(args: &RunArgs, question: Option<String>) -> Value {
     Value::Object(body)
 }
 
-/// A stream of events, read message by message.
+/// Reads a stream of events, batch by batch.
 struct Messages {
     stream: Response,
     parser: Parser,
@@ -208,7 +208,8 @@ impl Messages {
         Self { stream, parser: Parser::default() }
     }
 
-    /// More messages; none at the end of the stream. An error is a connection that broke.
+    /// Returns the next messages, or `None` at the end of the stream. An error is a broken
+    /// connection.
     async fn next(&mut self) -> Result<Option<Vec<crate::sse::Message>>, Failure> {
         let lost = |_| Failure::unreachable("the connection to the server broke");
         let Some(bytes) = self.stream.chunk().await.map_err(lost)? else { return Ok(None) };
@@ -220,18 +221,18 @@ impl Messages {
     }
 }
 
-/// A run that is watched.
+/// Watches a run.
 struct Watched {
     run: String,
-    /// The last kept event that was seen.
+    /// Id of the last stored event that was received.
     last: Option<String>,
-    /// What happened before is not shown: the first event that is, has this time, or a later one.
+    /// Earlier events are not shown. Cleared at the first event at or after this time.
     since_ms: Option<u64>,
     stream: Option<Response>,
 }
 
 impl Watched {
-    /// One that is watched from its beginning.
+    /// Watches the run from its start.
     fn of(run: &str) -> Self {
         Self { run: run.to_owned(), last: None, since_ms: None, stream: None }
     }
@@ -280,15 +281,16 @@ impl Watched {
                 return end;
             }
             view.broken();
-            // Where the server's clock was set back meanwhile, too much is better than nothing.
+            // The server's clock may have been set back meanwhile: too many events are better than
+            // none.
             if over && self.since_ms.take().is_some() {
                 self.last = None;
             }
         }
     }
 
-    /// Whether an event belongs to what is watched. What it begins with is in the run's story
-    /// before the stream is opened, so it is found there however long the story is.
+    /// Returns true if an event is to be shown. The first such event is stored before the stream is
+    /// opened, so it is found however long the run's journal is.
     fn is_new(&mut self, event: &Value) -> bool {
         let Some(since_ms) = self.since_ms else { return true };
         let is_new = number(event, "at_ms").is_some_and(|at_ms| at_ms >= since_ms);

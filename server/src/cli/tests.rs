@@ -1,4 +1,4 @@
-//! The command line as it is typed.
+//! Tests of the command line as it is typed.
 
 #![allow(clippy::unwrap_used)]
 

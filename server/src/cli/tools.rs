@@ -1,4 +1,4 @@
-//! `toolcrib tools`: what may be called.
+//! `toolcrib tools`: lists, shows and imports tools.
 
 use std::path::PathBuf;
 
@@ -22,16 +22,16 @@ Examples:
 pub struct ToolsArgs {
     #[command(subcommand)]
     command: Option<ToolsCommand>,
-    /// The tool to show with its schema; `ls`, or nothing, lists them all
+    /// The tool to show with its schema; `ls` or no name lists all tools
     name: Option<String>,
-    /// All of them as a model API wants them described: openai, openai_responses, anthropic, mcp
+    /// List all tools in the format of a model API: openai, openai_responses, anthropic, mcp
     #[arg(long, value_name = "FORMAT", conflicts_with = "name")]
     format: Option<String>,
 }
 
 #[derive(Debug, Subcommand)]
 enum ToolsCommand {
-    /// Make a tool of every operation of an OpenAPI 3.0 or 3.1 document
+    /// Create a tool for every operation of an OpenAPI 3.0 or 3.1 document
     #[command(after_help = "\
 Examples:
   toolcrib tools import petstore.yaml --prefix pets --dry-run
@@ -43,13 +43,13 @@ Examples:
 struct ImportArgs {
     /// The document, YAML or JSON
     file: PathBuf,
-    /// Stands before every tool's name, with a dot
+    /// Prefix of every tool name, followed by a dot
     #[arg(long, value_name = "NAME")]
     prefix: Option<String>,
-    /// Where the API is, when not where the document says
+    /// Base URL of the API, if not the one in the document
     #[arg(long, value_name = "URL")]
     api_url: Option<String>,
-    /// Only say what would be imported
+    /// Only show what would be imported
     #[arg(long)]
     dry_run: bool,
 }
@@ -116,7 +116,7 @@ fn text_of(value: &Value, name: &str) -> String {
     text(value, name).to_owned()
 }
 
-/// A key is of one project; without one it is the one that is always there.
+/// Returns the project of the key, or `default` if there is more than one project or none.
 async fn own_project(client: &Client) -> Result<String, Failure> {
     let projects = client.ask(Ask::get(&["projects"])).await?;
     let ids: Vec<&str> =
@@ -174,7 +174,7 @@ fn show(context: &Context, tool: &Value) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Enough to recognise a tool by, in one line.
+/// Returns a one-line summary of a description: its first sentence, at most 80 characters.
 fn first_sentence(description: &str) -> String {
     let line = plain(description);
     let end = line.find(". ").map_or(line.len(), |at| at + 1);

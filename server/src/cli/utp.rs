@@ -1,5 +1,4 @@
-//! `toolcrib utp`: the crib's own tools for other systems that speak UTP, and what of UTP could not
-//! be taken.
+//! `toolcrib utp`: serves Toolcrib's tools to other systems that use UTP, and manages dead letters.
 
 mod letters;
 mod shelf;
@@ -23,9 +22,9 @@ use crate::utp::{Answer, Host, Job, Link};
 use letters::ListArgs;
 use shelf::Shelf;
 
-/// How long a call is kept here after it ended.
+/// Retention of an ended call in this process.
 const KEPT_MS: u64 = 60_000;
-/// How long the last spans are waited for.
+/// Maximum time to send the last spans.
 const FLUSH: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Args)]
@@ -41,23 +40,23 @@ pub(super) struct UtpArgs {
 
 #[derive(Debug, Subcommand)]
 enum UtpCommand {
-    /// Serve the built-in tools, and a project's tools that are HTTP APIs, to whoever publishes
-    /// commands for a target
+    /// Serve the built-in tools, and the HTTP API tools of a project, for commands to a target
     ///
-    /// The tools that are HTTP APIs are those of the data directory, in the project that the
-    /// command names; with --project, those of that project, whichever the command names.
+    /// The HTTP API tools are those of the data directory, in the project that the command names;
+    /// with --project, those of that project, whichever the command names.
     #[command(after_help = "\
 Examples:
   toolcrib utp serve --target crib --nats nats://127.0.0.1:4222
   toolcrib --project shop utp serve --target crib --data-dir /var/lib/toolcrib")]
     Serve(HostArgs),
-    /// List the messages that could not be taken, newest first
+    /// List the dead letters (messages that could not be processed), newest first
     #[command(after_help = "\
 Examples:
   toolcrib utp dead-letters
   toolcrib --json utp dead-letters --limit 1")]
     DeadLetters(ListArgs),
-    /// Try one again: a report is taken as if it came now, all else is published again
+    /// Redrive a dead letter: a report is ingested as if it arrived now, any other message is
+    /// published again
     #[command(after_help = "\
 Examples:
   toolcrib utp redrive dl_01K…")]
@@ -72,7 +71,7 @@ struct HostArgs {
     /// The target in cmd.tool.TARGET.*
     #[arg(long, value_name = "NAME")]
     target: String,
-    /// The NATS server [default: nats.url of the configuration]
+    /// URL of the NATS server [default: nats.url of the configuration]
     #[arg(long, value_name = "URL")]
     nats: Option<String>,
     #[command(flatten)]
@@ -111,7 +110,8 @@ async fn serve(
         .tools(crate::assemble::builtin_tools(config)?)
         .source(Arc::new(crate::assemble::http_tools(config)?))
         .limits(config.limits())
-        // Whoever asks keeps what came of it; here it is needed for as long as it takes to say so.
+        // The sender of the command stores the outcome; this process needs it only until it is
+        // reported.
         .retention_ms(KEPT_MS);
     if let Some(otlp) = &otlp {
         builder = builder.observer(otlp.clone());
@@ -136,7 +136,7 @@ async fn serve(
         ended = &mut serving => ended,
         () = crate::serve::told_to_stop() => {
             stop.cancel();
-            // What is not finished by then is given to another.
+            // Commands that are not finished by then are redelivered to another service.
             tokio::time::timeout(limit, serving).await.unwrap_or(Ok(()))
         }
     };
@@ -146,7 +146,7 @@ async fn serve(
     ended
 }
 
-/// Runs a tool of this process for somebody else's call.
+/// Runs a tool of this process for another system's call.
 async fn run_tool(engine: &Engine, caller: &Caller, job: Job) -> Answer {
     let name = job.tool_name.clone();
     let outcome = async {

@@ -1,7 +1,7 @@
-//! `toolcrib watch` and `toolcrib calls events`: events as they happen, one line each.
+//! `toolcrib watch` and `toolcrib calls events`: prints events as they happen, one line each.
 //!
-//! A stream that breaks is opened again after the last event that was seen, so nothing is missed
-//! and nothing is shown twice.
+//! When a stream breaks, the command reopens it after the last event it received, so no event is
+//! lost or printed twice.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ use crate::sse::{Message, Parser};
 
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
 const LONGEST_PAUSE: Duration = Duration::from_secs(10);
-/// Late reports come after a call's end; what was stored already arrives within this.
+/// Late reports follow the end of a call; those already stored arrive within this time.
 const AFTER_THE_END: Duration = Duration::from_millis(300);
 
 #[derive(Debug, Args)]
@@ -27,7 +27,7 @@ Examples:
   toolcrib watch --run run_42
   toolcrib watch --json | jq -c 'select(.type == \"tool.call.failed\")'")]
 pub struct WatchArgs {
-    /// Only the calls of this run, from its beginning
+    /// Only the calls of this run, from its start
     #[arg(long, value_name = "ID")]
     run: Option<String>,
 }
@@ -42,7 +42,7 @@ pub async fn run(context: &Context, args: WatchArgs) -> Result<(), Failure> {
     Watching { context, client, path, last: None, until_end: false }.run(Some(&watched)).await
 }
 
-/// All that happened to one call, up to its end.
+/// Prints all events of one call up to its end.
 pub async fn call_events(context: &Context, id: &str) -> Result<(), Failure> {
     let client = context.client()?;
     let path = vec!["v1", "tool_calls", id, "events"];
@@ -54,15 +54,15 @@ struct Watching<'a> {
     client: Client,
     path: Vec<&'a str>,
     last: Option<String>,
-    /// Whether there is an end: the end of the call.
+    /// True if watching stops at the end of the call.
     until_end: bool,
 }
 
-/// Why reading a stream stopped.
+/// The reason why reading a stream stopped.
 enum Stop {
     /// The call has ended.
     End,
-    /// The server ended the stream in order.
+    /// The server closed the stream cleanly.
     Closed,
     /// The connection broke.
     Lost,
@@ -71,7 +71,7 @@ enum Stop {
 impl Watching<'_> {
     async fn run(mut self, begin: Option<&str>) -> Result<(), Failure> {
         let output = self.context.output;
-        // Whoever cannot be reached at the first try was probably named wrongly.
+        // The first attempt is not retried: an unreachable server is probably a wrong URL.
         let mut stream = self.client.stream(&self.path, None).await?;
         if let Some(begin) = begin {
             output.note(begin);
@@ -80,7 +80,7 @@ impl Watching<'_> {
             let seen = self.last.clone();
             match self.follow(stream).await? {
                 Stop::End => return Ok(()),
-                // What ends in order without an event will not have more the next time.
+                // A stream that closes cleanly without a new event has no more events.
                 Stop::Closed if self.until_end && seen == self.last => return Ok(()),
                 Stop::Closed | Stop::Lost => output.note("stream lost; connecting again"),
             }
@@ -167,9 +167,9 @@ fn tone(word: &str) -> Tone {
     }
 }
 
-/// Whatever else the event says, short.
+/// Formats the other fields of the event, shortened.
 fn facts(event: &Value) -> String {
-    // The run and the caller's own id are for programs: a line for people is long enough.
+    // The run id and the caller's call id are for programs; the line is long enough without them.
     const SAID: [&str; 8] =
         ["number", "type", "tool_call_id", "run_id", "call_id", "at_ms", "attempt", "tool"];
     let Some(members) = event.as_object() else {

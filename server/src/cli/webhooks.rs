@@ -1,4 +1,4 @@
-//! `toolcrib webhooks`: what became of callbacks, sending one again, and a key to sign them with.
+//! `toolcrib webhooks`: shows webhook deliveries, repeats one, and generates a signing key.
 
 use clap::{Args, Subcommand};
 use serde_json::{Value, json};
@@ -24,26 +24,26 @@ pub struct WebhooksArgs {
 
 #[derive(Debug, Subcommand)]
 enum Verb {
-    /// List deliveries, or show every try of one
+    /// List deliveries, or show every attempt of one
     Deliveries {
         /// The ticket, tc_…
         id: Option<String>,
         /// waiting, pending, delivered, gone or exhausted
         #[arg(long, conflicts_with = "id")]
         status: Option<String>,
-        /// At most so many, up to 200 [default: 50]
+        /// Maximum number of deliveries, up to 200 [default: 50]
         #[arg(long, value_name = "N", conflicts_with = "id")]
         limit: Option<u32>,
-        /// Go on where a page ended
+        /// Continue after a page, with the cursor it printed
         #[arg(long, conflicts_with = "id")]
         cursor: Option<String>,
     },
-    /// Deliver again, whatever came of it before
+    /// Deliver again, regardless of earlier attempts
     Repeat {
         /// The ticket, tc_…
         id: String,
     },
-    /// Make a signing key; it is printed and kept nowhere
+    /// Generate a signing key; it is printed and not stored
     Key,
 }
 
@@ -59,7 +59,7 @@ pub async fn run(context: &Context, args: WebhooksArgs) -> Result<(), Failure> {
         }
         Verb::Repeat { id } => repeat(context, &id).await,
         Verb::Key => {
-            // A key's secret has more than 256 random bits, and its digest is 32 bytes of them.
+            // A generated secret has more than 256 random bits; its digest is a key of 32 bytes.
             let random: [u8; 32] = Sha256::digest(crate::auth::new_secret()).into();
             context.output.line(&new_key(&random))
         }

@@ -1,42 +1,44 @@
-//! Settings of the ways in.
+//! Settings of the transports.
 
 use schemars::JsonSchema;
 use serde::Deserialize;
 
 use crate::doors::mcp;
 
-/// The ways in.
+/// Transports: the interfaces that callers use.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct DoorSettings {
-    /// MCP clients.
+    /// The MCP endpoint.
     pub mcp: McpSettings,
 }
 
-/// MCP clients.
+/// The MCP endpoint.
 #[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct McpSettings {
-    /// Whether `/mcp` is there at all.
+    /// Serves `/mcp`.
     pub enabled: bool,
-    /// How long a client that knows tasks waits for a result before it gets a task.
+    /// Time an MCP client that supports tasks waits for a result before it receives a task.
     pub task_after_ms: u64,
-    /// How long any other client waits before it gets the ticket and can ask again.
+    /// Time any other MCP client waits before it receives the ticket, with which it can ask again.
     pub wait_ms: u64,
-    /// Tools on one page of `tools/list`.
+    /// Number of tools on one page of `tools/list`.
     pub page_size: usize,
     /// Lists of more tools are replaced by three tools that search, describe and call, unless the
-    /// client asks for `?catalogue=full`.
+    /// MCP client requests `?catalogue=full`.
     pub catalogue_over: usize,
-    /// Results of more tokens are told as a digest, with a link to the whole.
+    /// Results of more tokens are returned as a digest with a link to the full result.
     pub result_tokens: usize,
-    /// How long a client may take a list for fresh.
+    /// Time for which an MCP client may treat a list as fresh.
     pub ttl_ms: u64,
-    /// Sessions of clients of older revisions at the same time.
+    /// Maximum number of concurrent sessions of MCP clients that use older protocol revisions.
     pub max_sessions: usize,
-    /// Web pages that may use `/mcp`, beside those of this machine: `https://app.example.com`.
+    /// Origins of web pages that may use `/mcp`, in addition to those of this machine:
+    /// `https://app.example.com`.
     pub allowed_origins: Vec<String>,
-    /// Names of this server, beside loopback. Empty: any name, once there are keys.
+    /// Host names of this server, in addition to loopback. If empty, any name is accepted once
+    /// there are keys.
     pub allowed_hosts: Vec<String>,
 }
 

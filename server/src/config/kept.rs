@@ -1,4 +1,4 @@
-//! Where calls are kept: what `store.url` and `data_dir` come to.
+//! The store location: the database that `store.url` and `data_dir` resolve to.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -7,7 +7,7 @@ use toolcrib_store::PostgresStore;
 
 use super::{Config, ConfigError, StoreSettings};
 
-/// Where calls are kept. Has no `Debug`: a URL holds a password.
+/// The database that stores calls. Does not implement `Debug`, because a URL may hold a password.
 pub enum Kept {
     /// A SQLite file.
     File(PathBuf),
@@ -16,7 +16,7 @@ pub enum Kept {
 }
 
 impl Kept {
-    /// For whoever looks for it: without user and password.
+    /// Returns the location for display, without user and password.
     pub fn shown(&self) -> String {
         match self {
             Self::File(path) => path.display().to_string(),
@@ -24,7 +24,7 @@ impl Kept {
         }
     }
 
-    /// Whether there can be anything to look at without making it.
+    /// Returns true if the database may already exist, so that reading it would not create it.
     pub fn may_be_there(&self) -> bool {
         match self {
             Self::File(path) => path.exists(),
@@ -33,7 +33,7 @@ impl Kept {
     }
 }
 
-/// Host and database of a URL.
+/// Returns the host and database of a URL, without credentials.
 fn shown(url: &str) -> String {
     let (_, rest) = url.split_once("://").unwrap_or_default();
     let rest = rest.split(['?', '#']).next().unwrap_or_default();
@@ -41,7 +41,7 @@ fn shown(url: &str) -> String {
     format!("postgres://{place}")
 }
 
-/// Without user and password.
+/// Omits user and password.
 impl fmt::Debug for StoreSettings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let url = self.url.as_deref();
@@ -51,7 +51,7 @@ impl fmt::Debug for StoreSettings {
 }
 
 impl Config {
-    /// Where calls are kept: a file in the data directory where nothing else is said.
+    /// Returns the location of the store. Default: a SQLite file in the data directory.
     pub fn kept(&self) -> Result<Kept, ConfigError> {
         let Some(url) = &self.store.url else {
             return Ok(Kept::File(self.data_dir.join("toolcrib.db")));
@@ -62,7 +62,8 @@ impl Config {
         let path = url.strip_prefix("sqlite:").map(|rest| rest.strip_prefix("//").unwrap_or(rest));
         match path {
             Some(path) if !path.is_empty() => Ok(Kept::File(PathBuf::from(path))),
-            // The URL of another database may hold a password: only its scheme is shown.
+            // The URL of another database may hold a password, so the message shows only its
+            // scheme.
             _ => Err(ConfigError::invalid(
                 "store.url",
                 format!(

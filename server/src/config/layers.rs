@@ -1,5 +1,6 @@
-//! Reading the layers: the file and the environment, each checked by itself against the schema of
-//! [`Config`], so that a problem can say where its value came from; then laid over each other.
+//! Reads the configuration layers, file and environment. Each layer is checked separately against
+//! the schema of [`Config`], so that an error can name the origin of its value; then the layers are
+//! merged.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -13,12 +14,13 @@ use super::Config;
 
 const PREFIX: &str = "TOOLCRIB_";
 
-/// Variables with our prefix that are for the command line, for tests and for the benchmark.
+/// Variables with the `TOOLCRIB_` prefix that are not settings: they configure the command line and
+/// logging.
 const NOT_SETTINGS: [&str; 5] =
     ["TOOLCRIB_SERVER", "TOOLCRIB_KEY", "TOOLCRIB_CONFIG", "TOOLCRIB_LOG", "TOOLCRIB_QUIET"];
 
-/// Those of webhooks hold signing keys. The last two are what Kubernetes sets by itself beside a
-/// service of the name `toolcrib`.
+/// Prefixes of variables that are not settings. `TOOLCRIB_WEBHOOK_` variables hold signing keys;
+/// Kubernetes sets the last two for a service named `toolcrib`.
 const NOT_SETTINGS_BEGIN: [&str; 5] = [
     "TOOLCRIB_TEST_",
     "TOOLCRIB_BENCH_",
@@ -27,7 +29,7 @@ const NOT_SETTINGS_BEGIN: [&str; 5] = [
     "TOOLCRIB_PORT",
 ];
 
-/// Why the configuration cannot be used.
+/// The reason why the configuration cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     #[error("cannot read the configuration file {file}: {source}")]
@@ -49,7 +51,7 @@ impl ConfigError {
         Self::Invalid { key: key.to_owned(), problem: problem.into() }
     }
 
-    /// What to do about it.
+    /// Returns advice on fixing the problem.
     pub fn hint(&self) -> &'static str {
         match self {
             Self::Unreadable { .. } => "check the path given with --config or TOOLCRIB_CONFIG",
@@ -66,7 +68,7 @@ fn did_you_mean(nearest: Option<&str>) -> String {
     nearest.map(|key| format!("; did you mean {key}?")).unwrap_or_default()
 }
 
-/// The configuration out of the file (if there is one), the environment and the defaults.
+/// Builds the configuration from the file (if any), the environment and the defaults.
 pub(super) fn read(
     file: Option<&Path>,
     environment: impl Iterator<Item = (OsString, OsString)>,
@@ -76,13 +78,13 @@ pub(super) fn read(
         None => Map::new(),
     };
     let mut variables: Vec<_> = environment.filter_map(setting).collect();
-    // In order, so that the same environment always gives the same first error.
+    // Sorted, so that the same environment always produces the same first error.
     variables.sort();
     for (name, value) in variables {
         let Some(text) = value.to_str() else {
             return Err(ConfigError::NotText { variable: name });
         };
-        // `TOOLCRIB_LISTEN=` is how a variable is switched off in many a compose file.
+        // Many compose files unset a variable with `TOOLCRIB_LISTEN=`.
         if !text.is_empty() {
             lay_over(&mut all, from_variable(&name, text)?);
         }
@@ -92,7 +94,7 @@ pub(super) fn read(
     Ok(Config { file: file.map(Path::to_owned), ..config })
 }
 
-/// The variable, when it is one of ours and a setting.
+/// Returns the variable if it is a Toolcrib setting.
 fn setting((name, value): (OsString, OsString)) -> Option<(String, OsString)> {
     let name = name.into_string().ok()?;
     let ours = name.starts_with(PREFIX)
@@ -123,7 +125,8 @@ fn from_file(path: &Path) -> Result<Map<String, Value>, ConfigError> {
     }
 }
 
-/// `TOOLCRIB_A__B=v` as the tree `{a: {b: v}}`, with `v` read as what the setting wants.
+/// Converts `TOOLCRIB_A__B=v` to the tree `{a: {b: v}}`, with `v` parsed as the type of the
+/// setting.
 fn from_variable(name: &str, text: &str) -> Result<Map<String, Value>, ConfigError> {
     let path: Vec<String> = name
         .strip_prefix(PREFIX)
@@ -150,8 +153,8 @@ fn from_variable(name: &str, text: &str) -> Result<Map<String, Value>, ConfigErr
     }
 }
 
-/// Text from the environment as the type that is wanted; what cannot be read stays text, and the
-/// check says so.
+/// Parses text from the environment as the expected type. Text that cannot be parsed remains a
+/// string, and the check reports it.
 fn read_text(schema: &Value, text: &str) -> Value {
     let as_text = || Value::String(text.to_owned());
     match kind(schema) {
@@ -171,7 +174,7 @@ fn read_text(schema: &Value, text: &str) -> Value {
     }
 }
 
-/// Lays one tree over another: tables are joined, everything else is replaced.
+/// Merges one tree into another: tables are joined, everything else is replaced.
 fn lay_over(base: &mut Map<String, Value>, over: Map<String, Value>) {
     for (key, value) in over {
         match (base.get_mut(&key), value) {
@@ -200,7 +203,7 @@ fn plain(given: Given) -> Value {
     }
 }
 
-/// The schema of [`Config`], made once, without references.
+/// Returns the schema of [`Config`] without references, generated once.
 pub(super) fn schema() -> &'static Value {
     static SCHEMA: OnceLock<Value> = OnceLock::new();
     SCHEMA.get_or_init(|| {
@@ -211,14 +214,14 @@ pub(super) fn schema() -> &'static Value {
     })
 }
 
-/// What an optional setting is when it is there.
+/// Returns the schema of an optional setting's value, without the `null` alternative.
 fn present(schema: &Value) -> &Value {
     let parts = schema.get("anyOf").and_then(Value::as_array);
     let not_null = |part: &&Value| part.get("type").is_none_or(|kind| kind != "null");
     parts.and_then(|parts| parts.iter().find(not_null)).unwrap_or(schema)
 }
 
-/// The type that is wanted, or "" where anything goes.
+/// Returns the expected type, or "" if any type is allowed.
 fn kind(schema: &Value) -> &str {
     match present(schema).get("type") {
         Some(Value::String(kind)) => kind,
@@ -229,7 +232,7 @@ fn kind(schema: &Value) -> &str {
     }
 }
 
-/// The schema of a table's member; none where there is no such setting.
+/// Returns the schema of a table's member, or `None` if there is no such setting.
 fn member<'s>(schema: &'s Value, name: &str) -> Option<&'s Value> {
     let schema = present(schema);
     if let Some(member) = schema.get("properties").and_then(|properties| properties.get(name)) {
@@ -238,7 +241,7 @@ fn member<'s>(schema: &'s Value, name: &str) -> Option<&'s Value> {
     schema.get("additionalProperties").filter(|others| others.is_object())
 }
 
-/// Where in which layer something stands.
+/// The location of a value: its layer and its path.
 struct Place<'o> {
     origin: &'o str,
     path: Vec<String>,
@@ -294,7 +297,7 @@ impl Place<'_> {
         Ok(())
     }
 
-    /// Where only certain words are permitted: whether it is one of them.
+    /// Returns true if the schema allows any value or lists this one.
     fn is_word(&self, schema: &Value, value: &Value) -> bool {
         match present(schema).get("enum").and_then(Value::as_array) {
             Some(words) => words.contains(value),
@@ -302,7 +305,8 @@ impl Place<'_> {
         }
     }
 
-    /// The key as its layer writes it: `policy.max_parallel` or `TOOLCRIB_POLICY__MAX_PARALLEL`.
+    /// Formats the key as its layer writes it: `policy.max_parallel` or
+    /// `TOOLCRIB_POLICY__MAX_PARALLEL`.
     fn key(&self, path: &[String]) -> String {
         if self.variable {
             return format!("{PREFIX}{}", path.join("__").to_ascii_uppercase());
@@ -361,8 +365,8 @@ fn shown(value: &Value) -> String {
     }
 }
 
-/// The known key that was probably meant: one beside it that is written alike, or else one
-/// anywhere else with the same last part.
+/// Returns the known key that was probably meant: a similar one in the same table, or else one in
+/// another table with the same last part.
 fn nearest(root: &Value, path: &[String]) -> Option<Vec<String>> {
     let (last, parents) = path.split_last()?;
     let mut beside = root;
@@ -394,7 +398,8 @@ fn collect(schema: &Value, path: &mut Vec<String>, all: &mut Vec<Vec<String>>) {
     }
 }
 
-/// How many letters must be changed, added, left out or swapped with their neighbour.
+/// Returns the edit distance: the number of characters to change, insert, delete or swap with their
+/// neighbor.
 fn distance(one: &str, two: &str) -> usize {
     let (one, two): (Vec<char>, Vec<char>) = (one.chars().collect(), two.chars().collect());
     let width = two.len() + 1;

@@ -1,4 +1,4 @@
-//! The settings of language models: where they are asked, and within which limits.
+//! Settings of language models: their endpoints and limits.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -13,44 +13,46 @@ use toolcrib::turn::Asking;
 use super::ConfigError;
 use crate::models::{DEMO, Endpoint, KeyPlace, Kind, Patience};
 
-/// The longest that an answer may be given: an hour.
+/// The longest time a setting may give a model to answer: an hour.
 const HOUR_MS: u64 = 3_600_000;
 
 /// Language models.
 #[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct LlmSettings {
-    /// How the endpoint is spoken with: `openai` (chat completions, as most endpoints do) or
+    /// API of the endpoint: `openai` (chat completions, which most endpoints support) or
     /// `anthropic` (messages).
     pub kind: ModelKind,
-    /// Where it is: what comes before `/chat/completions` or `/messages`. Without it, the
+    /// Base URL of the endpoint: the part before `/chat/completions` or `/messages`. Default: the
     /// vendor's own, if a model is set.
     pub base_url: Option<String>,
-    /// The model that is asked where nobody says which, as the endpoint names it.
+    /// The default model, by the name the endpoint uses.
     pub model: Option<String>,
-    /// The environment variable with the key: unless said, `OPENAI_API_KEY`, or
-    /// `ANTHROPIC_API_KEY` for that kind. Empty: no key is sent.
+    /// The environment variable with the API key. Default: `OPENAI_API_KEY`, or `ANTHROPIC_API_KEY`
+    /// for that kind. If empty, no key is sent.
     pub api_key_env: Option<String>,
-    /// A file with the key; it goes before the variable, and is read for every request.
+    /// A file with the API key. It takes precedence over the variable and is read for every
+    /// request.
     pub api_key_file: Option<PathBuf>,
-    /// The tokens that an answer may have, where the request does not say. Anthropic's API wants a
-    /// number, which is then 4096.
+    /// Maximum number of tokens in an answer, unless the request sets it. Anthropic's API requires
+    /// a number; the default there is 4096.
     pub max_tokens: Option<u32>,
-    /// How long a whole answer may take.
+    /// Maximum time for a whole answer.
     pub timeout_ms: u64,
-    /// How long a model may be silent, before its answer and in it.
+    /// Maximum time a model sends nothing, before and during its answer.
     pub idle_timeout_ms: u64,
-    /// Size of a whole answer, as it comes over the wire.
+    /// Maximum size of a whole answer on the wire.
     pub max_answer_bytes: usize,
-    /// How often a model is asked again after a fault that may pass: 429, 5xx, a time-out, a
-    /// stream that was cut.
+    /// Maximum number of retries after a transient error: 429, 5xx, a timeout, a truncated stream.
     pub max_retries: u32,
-    /// The first wait before it is asked again; each further one is twice as long. What
-    /// `Retry-After` says goes before it.
+    /// Wait before the first retry; each further wait is twice as long. `Retry-After` takes
+    /// precedence.
     pub retry_backoff_ms: u64,
-    /// Whether a name that no table below has is asked for at `base_url` as it is.
+    /// Sends a model name that has no table below to `base_url` as it is. If false, such names are
+    /// rejected.
     pub other_models: bool,
-    /// The model that summarises long results in runs. Unset: they are digested without one.
+    /// The model that summarizes long results in runs. If unset, results are digested without a
+    /// model.
     pub summary_model: Option<String>,
     /// Further models: `[llm.models.NAME]`.
     pub models: BTreeMap<String, NamedModelSettings>,
@@ -78,8 +80,9 @@ impl Default for LlmSettings {
     }
 }
 
-// No doc comments on the words: they would turn the schema's plain list into alternatives.
-/// How an endpoint is spoken with.
+// No doc comments on the variants: they would turn the schema's plain `enum` list into `oneOf`
+// alternatives.
+/// API of an endpoint.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum ModelKind {
@@ -97,32 +100,33 @@ impl From<ModelKind> for Kind {
     }
 }
 
-/// A model with a name of its own. What is not said is as in `[llm]`.
+/// A further model, under the name of its table. Settings that are not given come from `[llm]`.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct NamedModelSettings {
     /// `openai` or `anthropic`.
     pub kind: Option<ModelKind>,
-    /// Where it is asked. With another kind or address than `[llm]`, the key of `[llm]` is not
-    /// sent; and at an address that is not the vendor's own, no key unless one is named here.
+    /// Base URL of its endpoint. If its kind or URL differs from `[llm]`, the key of `[llm]` is not
+    /// sent; at a URL that is not the vendor's own, no key is sent unless one is named here.
     pub base_url: Option<String>,
-    /// The model as the endpoint names it; unless said, the name of this table.
+    /// The name the endpoint uses for the model. Default: the name of this table.
     pub model: Option<String>,
-    /// The environment variable with the key. Empty: no key is sent. Unless said: as `[llm]` has
-    /// it at the address of `[llm]`, the usual variable of the kind at the vendor's own, else none.
+    /// The environment variable with the API key. If empty, no key is sent. Default: the key of
+    /// `[llm]` at the URL of `[llm]`, the kind's usual variable at the vendor's own URL, otherwise
+    /// none.
     pub api_key_env: Option<String>,
-    /// A file with the key.
+    /// A file with the API key.
     pub api_key_file: Option<PathBuf>,
-    /// The tokens that an answer may have, where the request does not say.
+    /// Maximum number of tokens in an answer, unless the request sets it.
     pub max_tokens: Option<u32>,
-    /// How long a whole answer may take.
+    /// Maximum time for a whole answer.
     pub timeout_ms: Option<u64>,
-    /// How long a model may be silent.
+    /// Maximum time a model sends nothing.
     pub idle_timeout_ms: Option<u64>,
 }
 
 impl LlmSettings {
-    /// How models are asked, and asked again.
+    /// Builds the engine's policy for model requests and their retries.
     pub fn asking(&self) -> Asking {
         let usual = Asking::default();
         let named = self.models.values().filter_map(|model| model.timeout_ms);
@@ -130,18 +134,18 @@ impl LlmSettings {
         Asking {
             retries: self.max_retries,
             backoff,
-            // The endpoint's own patience ends sooner; this holds for all of them.
+            // An upper bound for all endpoints; each endpoint's own timeout ends sooner.
             request_ms: named.chain([self.timeout_ms]).max().unwrap_or(usual.request_ms),
             max_answer_bytes: self.max_answer_bytes,
         }
     }
 
-    /// Whether `[llm]` itself names an endpoint.
+    /// Returns true if `[llm]` itself names an endpoint.
     pub fn has_endpoint(&self) -> bool {
         self.base_url.is_some() || self.model.is_some()
     }
 
-    /// The endpoint of `[llm]` itself.
+    /// Returns the endpoint of `[llm]` itself.
     pub fn endpoint(&self) -> Option<Endpoint> {
         self.has_endpoint().then(|| Endpoint {
             kind: self.kind.into(),
@@ -156,7 +160,7 @@ impl LlmSettings {
         })
     }
 
-    /// The endpoint of each further model, and the model's name there.
+    /// Returns each further model: its name, its name at the endpoint, and the endpoint.
     pub fn named(&self) -> impl Iterator<Item = (&String, String, Endpoint)> {
         self.models.iter().map(|(name, settings)| {
             let model = settings.model.clone().unwrap_or_else(|| name.clone());
@@ -172,7 +176,7 @@ impl LlmSettings {
         let base_url = address(base, kind.into());
         let same = same_kind && base_url == address(self.base_url.as_deref(), self.kind.into());
         let own_key = named.api_key_env.is_some() || named.api_key_file.is_some();
-        // A key goes only where it was meant for.
+        // A key is sent only to the endpoint it was meant for.
         let key = if own_key {
             key_place(named.api_key_env.as_deref(), named.api_key_file.clone(), kind)
         } else if same {
@@ -180,7 +184,7 @@ impl LlmSettings {
         } else if base_url == address(None, kind.into()) {
             key_place(None, None, kind)
         } else {
-            // The usual variable may hold the key of `[llm]`, or the vendor's.
+            // The usual variable may hold the key of `[llm]` or of the vendor.
             KeyPlace { variable: None, file: None, needed: false }
         };
         let whole = named.timeout_ms.unwrap_or(self.timeout_ms);
@@ -252,14 +256,14 @@ fn key_place(variable: Option<&str>, file: Option<PathBuf>, kind: ModelKind) -> 
     match variable {
         Some("") => KeyPlace { variable: None, file, needed: false },
         Some(named) => KeyPlace { variable: Some(named.to_owned()), file, needed: true },
-        // Endpoints on one's own machine want no key.
+        // Endpoints on the local machine require no key.
         None => KeyPlace { variable: Some(usual.to_owned()), file, needed: false },
     }
 }
 
 fn check_url(key: &str, given: Option<&str>) -> Result<(), ConfigError> {
     let Some(text) = given else { return Ok(()) };
-    // What was given is not repeated: a password may be in it.
+    // The message does not repeat the value: it may contain a password.
     let Ok(url) = Url::parse(text) else {
         return Err(ConfigError::invalid(key, "must be a URL such as https://host/v1"));
     };
@@ -275,7 +279,7 @@ fn check_url(key: &str, given: Option<&str>) -> Result<(), ConfigError> {
 
 fn check_variable(key: &str, given: Option<&str>) -> Result<(), ConfigError> {
     let plain = |c: char| c.is_ascii_alphanumeric() || c == '_';
-    // Whoever writes the key itself here is told so before it stands in a log.
+    // Catches a key that was written here by mistake, before it appears in a log.
     if given.is_some_and(|name| !name.chars().all(plain) || name.len() > 128) {
         let why = "must be the name of an environment variable, not the key itself";
         return Err(ConfigError::invalid(key, why));

@@ -1,4 +1,4 @@
-//! The settings of tools over NATS.
+//! Settings of tools over NATS.
 
 use std::path::PathBuf;
 
@@ -9,9 +9,9 @@ use serde::Deserialize;
 #[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct NatsSettings {
-    /// `nats://HOST:PORT`; without it there is no NATS, and everything else works.
+    /// `nats://HOST:PORT`. Without it NATS is not used; everything else works.
     pub url: Option<String>,
-    /// The version of the protocol, which is a part of every subject: `v1r3` or `v1r4`.
+    /// The protocol version, which is part of every subject: `v1r3` or `v1r4`.
     pub version: String,
     /// A file with NATS credentials.
     pub credentials: Option<PathBuf>,
@@ -24,7 +24,7 @@ impl Default for NatsSettings {
 }
 
 impl NatsSettings {
-    /// Where to connect to, if anywhere.
+    /// Returns the endpoint to connect to, if NATS is configured.
     pub fn address(&self) -> Option<crate::utp::link::Address> {
         let (version, credentials) = (self.version.clone(), self.credentials.clone());
         Some(crate::utp::link::Address { url: self.url.clone()?, credentials, version })

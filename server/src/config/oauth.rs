@@ -1,4 +1,4 @@
-//! Settings of OAuth: whose tokens are believed, and what their claims mean.
+//! Settings of OAuth: the trusted issuer and the meaning of its tokens' claims.
 
 use std::path::PathBuf;
 
@@ -7,22 +7,22 @@ use serde::Deserialize;
 
 use super::ConfigError;
 
-/// Whose tokens are believed, and what their claims mean.
+/// The trusted issuer and the meaning of its tokens' claims.
 #[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct OauthSettings {
-    /// The issuer, exactly as `iss` in its tokens says it.
+    /// The issuer, exactly as in the `iss` claim of its tokens.
     pub issuer: String,
-    /// The address of this server's MCP door, as `aud` in a token for it says it:
+    /// The URL of this server's MCP endpoint, as in the `aud` claim of a token for it:
     /// `https://crib.example.com/mcp`.
     pub resource: String,
-    /// Where the issuer's keys are, as a JWK set.
+    /// URL of the issuer's keys, as a JWK set.
     pub jwks_url: Option<String>,
-    /// A file with them instead.
+    /// A file with the issuer's keys. Replaces `jwks_url`.
     pub jwks_file: Option<PathBuf>,
     /// The claim that names the project.
     pub project_claim: String,
-    /// The project of tokens without that claim. Unset: such tokens are refused.
+    /// The project of tokens without that claim. If unset, such tokens are rejected.
     pub default_project: Option<String>,
     /// The claim that names the agent.
     pub agent_claim: String,
@@ -49,7 +49,7 @@ impl Default for OauthSettings {
 }
 
 impl OauthSettings {
-    /// Checks what types alone cannot say.
+    /// Checks what the types alone cannot express.
     pub(super) fn check(&self) -> Result<(), ConfigError> {
         let is_url = |text: &str| {
             let rest = text.strip_prefix("https://").or_else(|| text.strip_prefix("http://"));

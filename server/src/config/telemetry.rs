@@ -5,32 +5,32 @@ use serde::Deserialize;
 
 use super::ConfigError;
 
-/// Traces and metrics. Where a setting is left out, OpenTelemetry's own variable counts
+/// Traces and metrics. A setting that is not given falls back to OpenTelemetry's own variable
 /// (`OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_SERVICE_NAME`, `OTEL_TRACES_SAMPLER`).
 #[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct TelemetrySettings {
-    /// Where spans and metrics are sent by OTLP/HTTP (protobuf), such as `http://localhost:4318`;
-    /// `/v1/traces` and `/v1/metrics` are added. Without it nothing is sent.
+    /// Endpoint for spans and metrics over OTLP/HTTP (protobuf), such as `http://localhost:4318`;
+    /// `/v1/traces` and `/v1/metrics` are appended. Without it nothing is exported.
     pub otlp_endpoint: Option<String>,
-    /// The name of an environment variable with headers to send along, as `name=value,name=value`:
-    /// for the key of a tracing service, which does not belong into a file.
+    /// The environment variable with headers to send, as `name=value,name=value`: for the key of a
+    /// tracing service, which does not belong in a file.
     pub otlp_headers_env: Option<String>,
-    /// What this server is called in traces; `toolcrib` unless said.
+    /// Service name in traces. Default: `toolcrib`.
     pub service_name: Option<String>,
-    /// Which part of the traces that begin here is recorded, from 0 to 1; all unless said. A
-    /// caller's trace is recorded when the caller records it.
+    /// Share of the traces started here that is recorded, from 0 to 1. Default: all. A caller's
+    /// trace is recorded when the caller records it.
     pub sample_ratio: Option<f64>,
-    /// How often spans are sent.
+    /// Interval between exports of spans.
     pub export_interval_ms: u64,
-    /// How often metrics are sent.
+    /// Interval between exports of metrics.
     pub metrics_interval_ms: u64,
-    /// Spans that may wait to be sent; more are dropped and counted.
+    /// Maximum number of spans queued for export. Spans beyond it are dropped and counted.
     pub max_queued_spans: usize,
-    /// Whether spans carry the arguments and results of calls. They may be confidential.
+    /// Adds the arguments and results of calls to spans. They may be confidential.
     pub capture_content: bool,
-    /// Whether `/metrics` names the tools of projects. It needs no key, so unless said it names
-    /// them only while the server has no keys; built-in tools are always named.
+    /// Names the tools of projects in `/metrics`, which requires no key. Default: only while the
+    /// server has no keys. Built-in tools are always named.
     pub tool_names_in_metrics: Option<bool>,
 }
 
@@ -51,7 +51,7 @@ impl Default for TelemetrySettings {
 }
 
 impl TelemetrySettings {
-    /// Checks what types alone cannot say.
+    /// Checks what the types alone cannot express.
     pub(super) fn validate(&self) -> Result<(), ConfigError> {
         let invalid = |key: &str, why: &str| {
             Err(ConfigError::invalid(&format!("telemetry.{key}"), why.to_owned()))
@@ -73,7 +73,8 @@ impl TelemetrySettings {
     }
 }
 
-/// An address that spans can be sent to. A password in it would end up in files and logs.
+/// Checks that spans can be sent to an endpoint. Rejects a password in it, which would end up in
+/// files and logs.
 pub(crate) fn check_endpoint(endpoint: &str) -> Result<(), String> {
     let url = reqwest::Url::parse(endpoint).ok();
     match url.filter(|url| matches!(url.scheme(), "http" | "https") && url.has_host()) {

@@ -1,4 +1,4 @@
-//! Precedence, unknown keys, types, and what is refused.
+//! Tests of precedence, unknown keys, types and rejected values.
 
 #![allow(clippy::unwrap_used)]
 
@@ -239,7 +239,7 @@ fn addresses_and_filters_that_are_fine() {
     assert!(!format!("{config:?}").contains("secret"), "passwords are not printed");
 }
 
-/// The documentation is the doc comments, so none may be missing.
+/// Every setting has a doc comment, because the doc comments are the documentation.
 #[test]
 fn every_setting_is_described() {
     fn look(schema: &serde_json::Value, path: &str) {

@@ -1,4 +1,4 @@
-//! Settings of MCP servers whose tools are offered.
+//! Settings of the MCP servers whose tools Toolcrib offers.
 
 use std::collections::HashSet;
 use std::net::SocketAddr;
@@ -8,32 +8,32 @@ use serde::Deserialize;
 
 use super::{Config, ConfigError};
 
-/// What a key may add over the API. Whoever is at the machine may add anything.
+/// Rules for MCP servers that an API key adds. A local operator may add any server.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct UpstreamSettings {
-    /// Whether an admin's key may add programs, which are started on the server's machine.
+    /// Lets an admin key add commands, which the server runs as child processes on its machine.
     pub allow_commands: bool,
-    /// Whether it may take values from the server's environment.
+    /// Lets an admin key use values from the server's environment.
     pub allow_env: bool,
-    /// Whether it may add servers at private addresses.
+    /// Lets an admin key add servers at private addresses.
     pub allow_private: bool,
-    /// Hosts whose addresses may be private: names, addresses, or `*.name`.
+    /// Hosts that may have private addresses: names, addresses, or `*.name`.
     pub allow_hosts: Vec<String>,
-    /// Where a browser reaches this server: `https://crib.example.com`. People who sign in to an
-    /// MCP server are sent back there, to `/oauth/callback`. Unset: the address it listens on.
+    /// URL at which browsers reach this server: `https://crib.example.com`. After signing in to an
+    /// MCP server, people are redirected to its `/oauth/callback`. Default: the listen address.
     pub public_url: Option<String>,
 }
 
-/// The address of a server on this machine.
+/// Returns the URL of a server on this machine.
 pub fn local_url(address: SocketAddr) -> String {
-    // Every address is reached by the loopback one as well.
+    // An unspecified address (`0.0.0.0`, `[::]`) includes loopback.
     let ip = if address.ip().is_unspecified() { [127, 0, 0, 1].into() } else { address.ip() };
     format!("http://{}", SocketAddr::new(ip, address.port()))
 }
 
 impl Config {
-    /// Where a browser reaches this server, as far as the settings say.
+    /// Returns the URL at which browsers reach this server, as far as the settings determine it.
     pub fn public_url(&self) -> String {
         let listens = || match self.listen.parse() {
             Ok(address) => local_url(address),
@@ -53,7 +53,7 @@ impl Config {
         if fine { Ok(()) } else { Err(ConfigError::invalid("upstreams.public_url", why)) }
     }
 
-    /// Checks `[[mcp]]`.
+    /// Checks `[[mcp]]` and `upstreams.public_url`.
     pub(super) fn check_mcp(&self) -> Result<(), ConfigError> {
         self.check_public_url()?;
         let mut seen = HashSet::new();

@@ -1,4 +1,4 @@
-//! What a setting may be. Each problem names its key.
+//! Validates settings. Each error names its key.
 
 use std::net::SocketAddr;
 
@@ -8,13 +8,13 @@ use toolcrib::tool::check_name;
 
 use super::{Config, ConfigError};
 
-/// The longest time any setting may name: a day in milliseconds.
+/// The longest time a setting may have: a day in milliseconds.
 const DAY_MS: u64 = 86_400_000;
 
 const LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
 
 impl Config {
-    /// Checks what types alone cannot say.
+    /// Checks what the types alone cannot express.
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.check_listen()?;
         self.kept()?;
@@ -46,7 +46,7 @@ impl Config {
     fn check_nats(&self) -> Result<(), ConfigError> {
         let schemes = ["nats://", "tls://"];
         if let Some(url) = &self.nats.url {
-            // It may hold a password and is not repeated.
+            // The URL may hold a password, so the message does not repeat it.
             let each = url.split(',').all(|url| schemes.iter().any(|s| url.trim().starts_with(s)));
             if !each {
                 let why = "must begin with nats:// or tls://";
@@ -87,8 +87,8 @@ impl Config {
 
     fn check_log_level(&self) -> Result<(), ConfigError> {
         let level = self.log.level.as_str();
-        // A single word that is no level would be taken for the name of a module, and everything
-        // else would fall silent.
+        // A single word that is not a level would be parsed as the name of a module, and all other
+        // modules would log nothing.
         let word = !level.contains(['=', ',']);
         let known = LEVELS.contains(&level.to_ascii_lowercase().as_str());
         let filter = || tracing_subscriber::EnvFilter::builder().parse(level).is_ok();
@@ -210,11 +210,11 @@ impl Config {
         }
         let schemes = ["postgres://", "postgresql://", "sqlite:"];
         match &self.builtin.database.url {
-            // Without a scheme it is the path of a SQLite file.
+            // Without a scheme the value is the path of a SQLite file.
             Some(url)
                 if url.contains("://") && !schemes.iter().any(|scheme| url.starts_with(scheme)) =>
             {
-                // The value may hold a password and is not repeated.
+                // The value may hold a password, so the message does not repeat it.
                 let why = "must begin with postgres:// or sqlite:";
                 Err(ConfigError::invalid("builtin.database.url", why))
             }
@@ -225,7 +225,7 @@ impl Config {
 
 fn check_policy(key: &str, policy: &PolicyPatch) -> Result<(), ConfigError> {
     match policy.problem() {
-        // The problem begins with the field's name, which completes the key.
+        // The problem starts with the name of the field, which completes the key.
         Some(problem) => match problem.split_once(' ') {
             Some((field, why)) => Err(ConfigError::invalid(&format!("{key}.{field}"), why)),
             None => Err(ConfigError::invalid(key, problem)),

@@ -1,4 +1,4 @@
-//! The settings of completion callbacks.
+//! Settings of webhooks.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -13,36 +13,38 @@ use crate::outbound::Outbound;
 use crate::task::MAX_DATA_BYTES;
 use crate::webhooks::{KEY_PREFIX, KeyPlace, KeyRing};
 
-/// The longest wait in the schedule: a week in milliseconds.
+/// The longest wait in the retry schedule: a week in milliseconds.
 const WEEK_MS: u64 = 604_800_000;
 const MAX_RETRIES: usize = 50;
 
-/// Completion callbacks (Standard Webhooks).
+/// Webhooks that report finished calls (Standard Webhooks).
 #[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct WebhookSettings {
-    /// The environment variable with the signing key (`whsec_…`); several keys, with spaces
-    /// between them, make several signatures, for changing keys.
+    /// The environment variable with the signing key (`whsec_…`). Several keys, separated by
+    /// spaces, produce several signatures, for key rotation.
     pub signing_key_env: String,
-    /// A file with the same; it goes before the variable, and is read for every delivery.
+    /// A file with the signing key. It takes precedence over the variable and is read for every
+    /// delivery.
     pub signing_key_file: Option<PathBuf>,
-    /// Another key for one project: `[webhooks.projects.NAME]`.
+    /// Signing key for one project: `[webhooks.projects.NAME]`.
     pub projects: BTreeMap<String, WebhookKeySettings>,
-    /// Whether callbacks may go to private addresses.
+    /// Allows webhooks to private addresses.
     pub allow_private: bool,
-    /// Hosts whose addresses may be private: names, addresses, or `*.name`.
+    /// Hosts that may have private addresses: names, addresses, or `*.name`.
     pub allow_hosts: Vec<String>,
-    /// How long a receiver may take to answer.
+    /// Maximum time a receiver takes to respond.
     pub timeout_ms: u64,
-    /// The wait after the first failure, after the second, and so on; then it is given up.
+    /// Waits after the first failure, after the second, and so on. After the last one the delivery
+    /// is abandoned.
     pub retry_schedule_ms: Vec<u64>,
-    /// How much longer a wait may be by chance, from 0 to 1 of its length.
+    /// Maximum random extension of a wait, as a share of its length from 0 to 1.
     pub jitter: f64,
-    /// Deliveries under way at once.
+    /// Maximum number of deliveries in flight.
     pub max_parallel: u32,
-    /// The same to one receiver (scheme, host and port).
+    /// Maximum number of deliveries in flight to one receiver (scheme, host and port).
     pub max_parallel_per_receiver: u32,
-    /// Results that are larger are left out, with a note where to read them.
+    /// Larger results are omitted, with a path to read them from.
     pub max_data_bytes: usize,
 }
 
@@ -71,12 +73,12 @@ impl Default for WebhookSettings {
 pub struct WebhookKeySettings {
     /// The environment variable with the project's key.
     pub signing_key_env: Option<String>,
-    /// A file with it.
+    /// A file with the project's key.
     pub signing_key_file: Option<PathBuf>,
 }
 
 impl WebhookSettings {
-    /// Where keys come from.
+    /// Returns the sources of the signing keys.
     pub fn key_ring(&self) -> KeyRing {
         let usual = KeyPlace {
             variable: Some(self.signing_key_env.clone()),
@@ -89,12 +91,12 @@ impl WebhookSettings {
         KeyRing { usual, projects: projects.collect() }
     }
 
-    /// Where callbacks may go.
+    /// Returns the rules for addresses that webhooks may be sent to.
     pub fn outbound(&self) -> Outbound {
         Outbound::new("webhooks", self.allow_private, &self.allow_hosts)
     }
 
-    /// What the engine is told about deliveries.
+    /// Builds the engine's delivery settings.
     pub fn notifying(&self) -> Notifying {
         Notifying {
             schedule: Schedule { retry_ms: self.retry_schedule_ms.clone(), jitter: self.jitter },
@@ -110,7 +112,7 @@ impl WebhookSettings {
             let plain = |c: char| c.is_ascii_alphanumeric() || c == '_';
             !name.is_empty() && name.chars().all(plain) && !name.starts_with(KEY_PREFIX)
         };
-        // Whoever writes the key itself here is told so before it stands in a log.
+        // Catches a key that was written here by mistake, before it appears in a log.
         let not_a_name = "must be the name of an environment variable, not the key itself";
         if !word(&self.signing_key_env) {
             return invalid("signing_key_env", not_a_name);

@@ -1,11 +1,12 @@
-//! Answers to what a tool has asked must fit its form, through whichever door they come.
+//! Validates the answers to a tool's elicitation against the schema that the tool supplied, for
+//! every transport.
 
 use serde_json::{Map, Value};
 use toolcrib::call::Call;
 use toolcrib::fault::{Code, Error};
 use toolcrib::schema::Schema;
 
-/// Refuses answers that do not fit the open questions of a call.
+/// Refuses answers that do not match the schemas of a call's unanswered questions.
 pub(super) fn check(call: &Call, answers: &Map<String, Value>) -> Result<(), Error> {
     let open = call.dialogue.as_ref().map(|dialogue| &dialogue.open);
     for (key, question) in open.into_iter().flatten() {
@@ -16,12 +17,12 @@ pub(super) fn check(call: &Call, answers: &Map<String, Value>) -> Result<(), Err
     Ok(())
 }
 
-/// Refuses what does not fit the form that a tool has asked to be filled in. What the form has a
-/// default for may be left out.
+/// Refuses an accepted answer that does not match the `requestedSchema` of its question. Fields
+/// that have a default may be left out.
 fn check_form(key: &str, question: &Value, answer: &Value) -> Result<(), Error> {
     let form = question.pointer("/params/requestedSchema");
     let Some(form) = form.filter(|_| answer["action"] == "accept") else { return Ok(()) };
-    // One that cannot be used is no reason to refuse anything.
+    // A schema that does not compile is no reason to refuse an answer.
     let Ok(schema) = Schema::compile(form) else { return Ok(()) };
     let mut content = answer.get("content").cloned().unwrap_or_else(|| Value::Object(Map::new()));
     let fields = form.get("properties").and_then(Value::as_object);

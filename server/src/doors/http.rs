@@ -1,4 +1,5 @@
-//! HTTP: agents (`/v1`), tool providers (`/internal`), health, metrics, and the API's own pages.
+//! The HTTP transport: agents (`/v1`), tool providers (`/internal`), OpenAI's API, projects,
+//! health, metrics, and the API's documentation pages.
 
 mod answer;
 mod docs;
@@ -35,47 +36,47 @@ use docs::Security;
 pub use docs::errors_page;
 pub use v1::{Returned, SourceBody, SourceChange, SourceOauth, SourceSkipped, Sources};
 
-/// What the door needs to know.
+/// The axum state of every HTTP handler.
 #[derive(Clone)]
 pub struct Door {
     pub engine: Engine,
     pub settings: Arc<Settings>,
     pub metrics: Option<PrometheusHandle>,
-    /// Who keeps the sources of tools, where somebody does.
+    /// Administers tool sources; `None` if this server manages none.
     pub sources: Option<Arc<dyn Sources>>,
 }
 
 impl Door {
-    /// A result and what is written around it.
+    /// Maximum size of a body that carries a result: the result and the JSON around it.
     fn max_result_body_bytes(&self) -> usize {
         self.settings.max_body_bytes.max(self.engine.limits().max_result_bytes + 4_096)
     }
 
-    /// What is read of a report on a call. It is more than a result may have, so that one over its
-    /// limit fails its call and not the connection.
+    /// Maximum number of bytes read of a report on a call. This is more than the limit for a
+    /// result, so that an oversized result fails its call instead of breaking the connection.
     fn max_report_bytes(&self) -> usize {
         self.max_result_body_bytes().saturating_mul(4)
     }
 }
 
-/// A connection's place among those that may be open. A WebSocket outlives the request that began
-/// it, and keeps it.
+/// A permit from the limit on open connections. A WebSocket outlives the request that started it
+/// and holds the permit until it closes.
 #[derive(Clone)]
 pub struct Place(pub Arc<OwnedSemaphorePermit>);
 
-/// The door's own limits.
+/// Limits and defaults of the HTTP transport.
 #[derive(Debug, Clone)]
 pub struct Settings {
     pub max_body_bytes: usize,
     pub heartbeat_ms: u64,
     pub dead_after_ms: u64,
-    /// Requests a client is given at once unless it says otherwise.
+    /// Default number of requests in flight per client.
     pub window: usize,
-    /// What a new agent's key may call unless told otherwise.
+    /// Tool patterns that a new agent key may call by default.
     pub default_allow: Vec<String>,
-    /// The version of UTP: a part of the subjects that tools are defined with.
+    /// UTP version: a part of the NATS subjects in tool definitions.
     pub utp_version: String,
-    /// Where Jina is, for the tools that ask it.
+    /// Jina endpoints, for tools that use Jina.
     pub jina: Option<Places>,
 }
 
@@ -122,7 +123,7 @@ fn routes() -> OpenApiRouter<Door> {
         .merge(oauth::routes())
 }
 
-/// The OpenAPI document, as JSON text.
+/// Returns the OpenAPI document as JSON text.
 pub fn openapi_json() -> String {
     let document = docs::distinct(routes().split_for_parts().1);
     let mut text = document.to_pretty_json().unwrap_or_default();
@@ -130,7 +131,7 @@ pub fn openapi_json() -> String {
     text
 }
 
-/// The whole door.
+/// Builds the router of the HTTP transport.
 pub fn router(door: Door) -> Router {
     let (router, _) = routes().split_for_parts();
     router
@@ -138,7 +139,7 @@ pub fn router(door: Door) -> Router {
         .merge(docs::pages())
         .fallback(unknown_path)
         .method_not_allowed_fallback(wrong_method)
-        // Bodies are read and limited by `question::Body`, which answers in our own words.
+        // `extract::JsonBody` reads and limits bodies, and reports errors as problem details.
         .layer(DefaultBodyLimit::disable())
 }
 
@@ -154,7 +155,7 @@ async fn wrong_method(request: Request) -> Response {
     problem_as(StatusCode::METHOD_NOT_ALLOWED, &Fault::new(Code::BadRequest, message), None)
 }
 
-/// A panic in a door is one request's misfortune; the log has it.
+/// Turns a panic into a 500 response for that one request, and logs it.
 fn panicked(panic: Box<dyn std::any::Any + Send + 'static>) -> Response {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
     let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
@@ -164,8 +165,9 @@ fn panicked(panic: Box<dyn std::any::Any + Send + 'static>) -> Response {
 
 const REQUEST_ID: &str = "x-request-id";
 
-/// Answers one request: what every answer carries, and what a panic becomes. Done around the
-/// router and not as its layers, because each layer there costs a call a few allocations.
+/// Serves one request: sets the headers common to all responses and turns a panic into a response.
+/// This wraps the router instead of being layers of it, because each layer costs a few allocations
+/// per call.
 pub async fn answer(mut router: Router, request: Request) -> Response {
     let given = request.headers().get(REQUEST_ID).filter(|id| id.len() <= 128).cloned();
     let id = given.unwrap_or_else(|| {
@@ -181,7 +183,7 @@ pub async fn answer(mut router: Router, request: Request) -> Response {
         Err(panic) => panicked(panic),
     };
     if answer.status().is_server_error() {
-        tracing::warn!(request_id = ?id, status = answer.status().as_u16(), "answered");
+        tracing::warn!(request_id = ?id, status = answer.status().as_u16(), "server error");
     }
     if !answer.status().is_success() {
         answer = answer::completed(answer, &asked, trace.as_ref());

@@ -1,9 +1,10 @@
-//! MCP: every tool of the crib for every MCP client, over streamable HTTP at `/mcp` and over
-//! standard input and output.
+//! The MCP transport: offers every tool of Toolcrib to MCP clients, over streamable HTTP at `/mcp`
+//! and over standard input and output.
 //!
-//! Two revisions on one address, as the client asks: 2026-07-28, which has no sessions, and
-//! 2025-11-25 with those before it, which do. The protocol itself is `rmcp`'s; here is what it is
-//! about: who asks, which tools they see, and what becomes of a call.
+//! One address serves both revisions, as the MCP client requests: 2026-07-28, which has no
+//! sessions, and 2025-11-25 and older, which have them. `rmcp` implements the protocol. This module
+//! decides who the caller is, which tools the caller sees, and how the outcome of a call is
+//! reported.
 
 mod announce;
 mod answer;
@@ -32,40 +33,45 @@ pub use shelf::{Change, Changed, Changes, Shelf};
 
 use server::{Server, Shared, View};
 
-/// The door's own settings.
+/// Limits and defaults of the MCP transport.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// How long a client that knows tasks waits for a result before it gets a task.
+    /// Maximum time to wait for a result before an MCP client that supports tasks gets a task.
     pub task_after_ms: u64,
-    /// How long any other client waits before it gets the ticket in words.
+    /// Maximum time any other MCP client waits before it gets a text with the id of the pending
+    /// call.
     pub wait_ms: u64,
-    /// Tools on one page of the list.
+    /// Number of tools on one page of the list.
     pub page_size: usize,
-    /// Longer lists are replaced by the three tools that search, unless the client says otherwise.
+    /// Number of tools above which the list is replaced by the three catalogue tools, unless the
+    /// MCP client chooses a mode.
     pub catalogue_over: usize,
-    /// Results of more tokens are told as a digest, with a link to the whole.
+    /// Number of tokens above which a result is returned as a digest with a link to the full
+    /// result.
     pub result_tokens: usize,
-    /// How long a client may take a list for fresh.
+    /// Time for which an MCP client may treat a list as fresh.
     pub ttl_ms: u64,
-    /// How long a finished call is kept: what a task's `ttlMs` says.
+    /// Time for which a finished call is stored, reported as a task's `ttlMs`.
     pub retention_ms: Option<u64>,
-    /// Bytes of one request.
+    /// Maximum size of a request body in bytes.
     pub max_body_bytes: usize,
-    /// Sessions of older clients at the same time.
+    /// Maximum number of concurrent legacy sessions.
     pub max_sessions: usize,
-    /// Web pages that may use the door, beside those of this machine: `https://app.example.com`.
+    /// Origins of web pages that may use this transport, in addition to pages of this machine:
+    /// `https://app.example.com`.
     pub allowed_origins: Vec<String>,
-    /// Names of this server, beside loopback. Empty: any name, where keys are needed.
+    /// Host names of this server, in addition to loopback. An empty list allows every name if the
+    /// server has API keys; without keys only loopback names are accepted.
     pub allowed_hosts: Vec<String>,
-    /// Whose tokens are taken, where there is such an issuer.
+    /// The issuer whose OAuth tokens are accepted, if any.
     pub issuer: Option<Issuer>,
 }
 
-/// What a client without a token is told about where to get one.
+/// Metadata that tells an MCP client without a token where to get one (RFC 9728).
 #[derive(Debug, Clone)]
 pub struct Issuer {
     pub issuer: String,
-    /// The address of this door.
+    /// The URL of this transport.
     pub resource: String,
 }
 
@@ -88,19 +94,19 @@ impl Default for Settings {
     }
 }
 
-/// The door.
+/// The MCP transport of one engine.
 #[derive(Clone)]
 pub struct Door {
     shared: Arc<Shared>,
 }
 
 impl Door {
-    /// A door to this engine.
+    /// Returns a transport without resources and prompts of MCP servers.
     pub fn new(engine: Engine, settings: Settings) -> Self {
         Self::with_shelf(engine, settings, Arc::new(shelf::Empty))
     }
 
-    /// The same with resources and prompts beside the tools.
+    /// Returns a transport that also offers the resources and prompts of `passthrough`.
     pub fn with_shelf(engine: Engine, settings: Settings, shelf: Arc<dyn Shelf>) -> Self {
         let (lists, peers) = Default::default();
         Self { shared: Arc::new(Shared { engine, settings, lists, shelf, peers }) }
@@ -110,8 +116,8 @@ impl Door {
         Server { shared: self.shared.clone(), view, session: Arc::default() }
     }
 
-    /// Serves one client over these pipes, until they are closed. It sees every tool, or those of
-    /// one source under their own names.
+    /// Serves one MCP client over these pipes until they are closed. The MCP client sees every
+    /// tool, or, if a source is given, the tools of that source under their unprefixed names.
     pub async fn serve_pipes<R, W>(
         &self,
         caller: Caller,
@@ -135,7 +141,7 @@ impl Door {
     }
 }
 
-/// How long and by whom a list may be kept: it is one caller's.
+/// Sets the cache hints of a list: its lifetime, and that it is private to one caller.
 fn hints<T>(result: T, settings: &Settings, set: impl FnOnce(T, u64, CacheScope) -> T) -> T {
     set(result, settings.ttl_ms, CacheScope::Private)
 }

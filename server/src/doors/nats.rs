@@ -1,8 +1,9 @@
-//! The NATS door: cards, reports, inboxes and turns by request and reply, and publishing what is
-//! in the outbox.
+//! The NATS transport. Serves cards, reports, inboxes and turns by request and reply, and publishes
+//! the messages of the outbox.
 //!
-//! A subject names the project, and whoever may publish under it is taken for that project's:
-//! NATS's own permissions are the credentials here. Where keys were made, an agent's rules hold.
+//! A subject names the project, and every client that may publish under it acts for that project:
+//! the permissions of NATS are the credentials here. If the server has API keys, the access rules
+//! of the agent apply.
 
 mod agent;
 mod outbox;
@@ -23,7 +24,7 @@ use toolcrib::{Caller, Engine};
 use crate::utp::{Link, wire};
 use places::{Place, Places};
 
-/// The open door; it closes with the value.
+/// A handle to the running transport, which stops when the handle is dropped.
 pub struct Open {
     stop: CancellationToken,
 }
@@ -34,7 +35,7 @@ impl Drop for Open {
     }
 }
 
-/// Opens the door.
+/// Starts the transport.
 pub fn open(engine: Engine, link: Link) -> Open {
     let stop = CancellationToken::new();
     for component in ["sys", "agent"] {
@@ -64,7 +65,7 @@ async fn answer_all(engine: Engine, link: Link, component: &'static str) {
         let mut requests = match link.client().queue_subscribe(subject.clone(), queue).await {
             Ok(requests) => requests,
             Err(error) => {
-                tracing::warn!(%error, subject, "not subscribed; will be tried again");
+                tracing::warn!(%error, subject, "subscribing failed; retrying");
                 tokio::time::sleep(Duration::from_secs(1)).await;
                 continue;
             }
@@ -85,13 +86,13 @@ async fn answer(engine: &Engine, link: &Link, request: Message, place: &mut Plac
     let refused = |error| wire::refusal(&error).to_string().into_bytes();
     let mut bytes = answered.unwrap_or_else(refused);
     let Some(reply) = request.reply else { return };
-    // What the broker would not carry would never arrive.
+    // The broker would drop a reply over its payload limit, so send an error instead.
     let limit = link.client().max_payload();
     if limit > 0 && bytes.len() > limit {
         bytes = refused(too_large(limit));
     }
     if let Err(error) = link.client().publish(reply, bytes.into()).await {
-        tracing::debug!(%error, "an answer was not sent");
+        tracing::debug!(%error, "a reply was not sent");
     }
 }
 
@@ -126,7 +127,8 @@ fn sender(request: &Message) -> String {
     header.map_or("nats", |value| value.as_str()).chars().take(128).collect()
 }
 
-/// Without keys, everything is allowed here as it is everywhere.
+/// Returns the caller for a request. A server without API keys allows everything, on this transport
+/// as on every other.
 fn caller(engine: &Engine, project: &str, agent: &str, role: Role) -> Caller {
     let (role, trust) = match engine.has_keys() {
         true => (role, Trust::Key),
@@ -135,7 +137,7 @@ fn caller(engine: &Engine, project: &str, agent: &str, role: Role) -> Caller {
     Caller { project: project.to_owned(), agent: agent.to_owned(), role, trust }
 }
 
-/// The body of a request, as an object.
+/// Returns the request body, which must be an object. An empty body counts as `{}`.
 fn body(request: &Message) -> Result<Value, Error> {
     let unreadable =
         |why: String| Error::refused(Code::BadRequest, format!("the request is not JSON: {why}"));

@@ -1,9 +1,9 @@
-//! The door of tool services that write into the database themselves: a report is a row of
-//! `state.agent_inbox`, and is judged as one that comes over NATS or HTTP.
+//! Transport for tool services that write to the database themselves. A report is a row of
+//! `state.agent_inbox`; it is handled like a report that arrives over NATS or HTTP.
 //!
-//! The database says when there is a new one; now and then the door looks by itself. Whoever may
-//! write into the database is taken for a tool service of the project that the row names: the
-//! database's own permissions are the credentials here.
+//! The database notifies Toolcrib of new rows, and this transport also polls at a fixed interval.
+//! Every writer counts as a tool service of the project that the row names: the permissions of the
+//! database are the credentials here.
 
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ use crate::utp::wire::Headers;
 const BATCH: usize = 128;
 const LOOK_AGAIN: Duration = Duration::from_secs(2);
 
-/// The open door; it closes with the value.
+/// A handle to the running listener, which stops when the handle is dropped.
 pub struct Open(CancellationToken);
 
 impl Drop for Open {
@@ -30,7 +30,7 @@ impl Drop for Open {
     }
 }
 
-/// Opens the door, where the store is one that others write to.
+/// Starts the listener. Returns `None` when the store has no tables that other programs write to.
 pub fn open(engine: Engine) -> Option<Open> {
     let news = engine.written_news()?;
     let stop = CancellationToken::new();
@@ -48,7 +48,7 @@ async fn take_all(engine: Engine, mut news: watch::Receiver<u64>) {
     loop {
         news.mark_unchanged();
         if let Err(error) = run_once(&engine).await {
-            tracing::warn!(%error, "written reports could not be looked at");
+            tracing::warn!(%error, "pending reports could not be read");
         }
         tokio::select! {
             changed = news.changed() => if changed.is_err() { return },
@@ -57,7 +57,7 @@ async fn take_all(engine: Engine, mut news: watch::Receiver<u64>) {
     }
 }
 
-/// Judges every report that was written and waits.
+/// Ingests every pending report and records the result in its row.
 pub async fn run_once(engine: &Engine) -> Result<(), Error> {
     let mut after = 0;
     loop {
@@ -69,7 +69,7 @@ pub async fn run_once(engine: &Engine) -> Result<(), Error> {
             let judged = match taken {
                 Ok(ingested) if ingested.late => Judged::Late,
                 Ok(_) => Judged::Taken,
-                // It waits, and is looked at again.
+                // The report stays pending and is read again in the next pass.
                 Err(error) if matches!(error.code(), Code::Overloaded | Code::Internal) => continue,
                 Err(error) => {
                     tracing::info!(inbox_id = written.inbox_id, %error, "a report was refused");
@@ -112,7 +112,7 @@ async fn take(engine: &Engine, written: &WrittenReport) -> Result<Ingested, Erro
     report::take(engine, &caller, incoming).await
 }
 
-/// Where the row and the report in it do not say the same.
+/// Describes a mismatch between the row and the report that it holds.
 fn contradiction(written: &WrittenReport) -> Option<String> {
     let payload: Value = serde_json::from_str(&written.payload).ok()?;
     let says = |name: &str| payload.get(name).and_then(Value::as_str);

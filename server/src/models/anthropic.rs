@@ -1,5 +1,5 @@
-//! Anthropic's messages API. Conversations and tools are translated at this door; the answer comes
-//! as a stream of blocks.
+//! Anthropic's messages API. Translates conversations and tools; the reply arrives as a stream of
+//! blocks.
 
 mod request;
 
@@ -12,10 +12,10 @@ use toolcrib::model::{Listener, Model, Piece, Prompt, Reply, Silence, Stopped, W
 
 use super::http::{Assembly, Credential, Endpoint, Line};
 
-/// The version of the API that is spoken.
+/// The version of the API.
 const VERSION: &str = "2023-06-01";
 
-/// The API wants to be told how long an answer may be.
+/// Default for `max_tokens`, which the API requires.
 const MAX_TOKENS: u32 = 4_096;
 
 /// A model behind the messages API.
@@ -24,7 +24,7 @@ pub struct Anthropic {
 }
 
 impl Anthropic {
-    /// Asks at this endpoint.
+    /// Returns a model of this endpoint.
     pub fn at(endpoint: Endpoint) -> Self {
         Self { line: Line::to(endpoint) }
     }
@@ -53,11 +53,11 @@ impl Model for Anthropic {
     }
 }
 
-/// Blocks that become an answer.
+/// Assembles a reply from its blocks.
 struct Blocks<'l> {
     line: &'l Line,
     reply: Reply,
-    /// From a block's number to its call.
+    /// From the index of a block to the index of its call.
     places: HashMap<u64, usize>,
     done: bool,
 }
@@ -67,7 +67,7 @@ impl<'l> Blocks<'l> {
         Self { line, reply: Reply::default(), places: HashMap::new(), done: false }
     }
 
-    /// A message that came all at once.
+    /// Reads a reply that arrived as one message.
     fn take_message(&mut self, message: &Value, listener: Listener<'_>) -> Result<(), Silence> {
         let blocks = message.get("content").and_then(Value::as_array);
         let blocks = blocks.ok_or_else(|| self.line.garbled())?;
@@ -99,7 +99,7 @@ impl<'l> Blocks<'l> {
     fn count(&mut self, usage: Option<&Value>) {
         let Some(usage) = usage else { return };
         let number = |name: &str| usage.get(name).and_then(Value::as_u64);
-        // What was read from or written to a cache is counted beside the rest.
+        // The API counts tokens read from or written to a cache separately.
         let cached = ["cache_read_input_tokens", "cache_creation_input_tokens"];
         let cached: u64 = cached.iter().filter_map(|name| number(name)).sum();
         if let Some(tokens) = number("input_tokens") {
@@ -117,7 +117,7 @@ impl<'l> Blocks<'l> {
             Some("tool_use") => {
                 let (id, name) = (text("id").unwrap_or_default(), text("name").unwrap_or_default());
                 let place = self.reply.calls.len();
-                // In a stream the input begins as an empty object, and comes in pieces.
+                // In a stream, the input starts as an empty object and arrives in deltas.
                 let given = block
                     .get("input")
                     .filter(|input| input.as_object().is_none_or(|o| !o.is_empty()));
@@ -179,7 +179,7 @@ impl Assembly for Blocks<'_> {
                 return Ok(true);
             }
             Some("error") => return Err(self.line.gave_up(part("error"))),
-            // Pings, ends of blocks, and what was added since.
+            // Pings, ends of blocks, and event types that were added later.
             _ => {}
         }
         Ok(false)

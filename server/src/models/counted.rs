@@ -1,11 +1,11 @@
-//! A model whose tokens are counted under the name that the configuration gives it.
+//! A model whose tokens are counted under its configured name.
 
 use std::sync::Arc;
 
 use async_trait::async_trait;
 use toolcrib::model::{CountedAs, Listener, Model, Prompt, Reply, Silence};
 
-/// What models are counted as that no configuration names.
+/// The metric label of models that the configuration does not name.
 pub(super) const OTHER: &str = "other";
 
 pub(super) struct Counted {
@@ -15,7 +15,7 @@ pub(super) struct Counted {
 }
 
 impl Counted {
-    /// Counted from here on, beginning with 0.
+    /// Wraps a model and initializes its token counters with 0.
     pub(super) fn over(
         model: Arc<dyn Model>,
         provider: &'static str,

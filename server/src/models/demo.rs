@@ -1,7 +1,7 @@
-//! `demo`: a scripted model that needs no key and no network, so that a newcomer sees the loop. It
-//! understands arithmetic, the weather in some place, and `NAME {"some": "arguments"}` of any tool
-//! it is offered; whatever else it is asked, it shows one call of the calculator. It is no
-//! intelligence, and says so.
+//! `demo`: a scripted model that needs no key and no network, so that a new user can see the agent
+//! loop. It understands arithmetic, the weather in a place, and `NAME {"some": "arguments"}` for
+//! any tool it is offered. For any other question it shows one call of the calculator. It is not a
+//! language model, and says so.
 
 use async_trait::async_trait;
 use serde_json::{Deserializer, Value, json};
@@ -14,10 +14,10 @@ use super::DEMO;
 const CALCULATOR: &str = "calculation.eval";
 const WEATHER: &str = "weather.query";
 
-/// What is calculated when nothing else was understood.
+/// The expression to calculate if the question was not understood.
 const EXAMPLE: &str = "6 * 7";
 
-/// The most calls of one answer.
+/// Maximum number of calls in one reply.
 const MAX_CALLS: usize = 8;
 
 /// The scripted model.
@@ -36,7 +36,7 @@ impl Model for Demo {
         };
         for word in text.split_inclusive(' ') {
             listener(Piece::Text(word.to_owned()));
-            // Whoever listens may show it before the next comes.
+            // Lets a subscriber show this word before the next one.
             tokio::task::yield_now().await;
         }
         for (index, call) in calls.iter().enumerate() {
@@ -54,7 +54,7 @@ impl Model for Demo {
     }
 }
 
-/// What the user said last, and where.
+/// Returns the index and the text of the last user message.
 fn last_question(messages: &[Value]) -> Option<(usize, String)> {
     let place = messages.iter().rposition(|message| message["role"] == "user")?;
     let text = match &messages[place]["content"] {
@@ -68,12 +68,12 @@ fn last_question(messages: &[Value]) -> Option<(usize, String)> {
     Some((place, text))
 }
 
-/// The names of the tools it may call.
+/// Returns the names of the tools that may be called.
 fn offered(tools: &[Value]) -> Vec<&str> {
     tools.iter().filter_map(|tool| tool["function"]["name"].as_str()).collect()
 }
 
-/// What the first answer is: a few words and calls, or only words.
+/// Returns the first reply: a short text and calls, or only text.
 fn wanted(question: &str, tools: &[&str], place: usize) -> (String, Vec<Wanted>) {
     let tool = |name: &str| {
         let told = for_model(name);
@@ -113,7 +113,7 @@ fn wanted(question: &str, tools: &[&str], place: usize) -> (String, Vec<Wanted>)
     (text.to_owned(), calls.collect())
 }
 
-/// Arguments that are written out behind a tool's name: `report.make {"pages": 7}`.
+/// Returns arguments that are written after a tool's name: `report.make {"pages": 7}`.
 fn spelled_out(question: &str, name: &str) -> Vec<Value> {
     let dotted = name.replace("--", "/").replace("__", ".");
     let mut found = Vec::new();
@@ -130,7 +130,7 @@ fn spelled_out(question: &str, name: &str) -> Vec<Value> {
     found
 }
 
-/// The pieces of a sentence that are arithmetic: they have a digit, and something to do with it.
+/// Returns the parts of a sentence that are arithmetic: they contain a digit and an operator.
 fn expressions(question: &str) -> Vec<String> {
     let words = [(" plus ", "+"), (" minus ", "-"), (" times ", "*"), (" divided by ", "/")];
     let mut text = question.replace(['×', '·'], "*").replace('÷', "/");
@@ -151,7 +151,7 @@ fn expressions(question: &str) -> Vec<String> {
     found
 }
 
-/// The calls since the question, and what came of each.
+/// Returns the calls since the question, each with its result.
 fn results(since: &[Value]) -> Vec<(String, String)> {
     let mut found = Vec::new();
     for message in since.iter().filter(|message| message["role"] == "tool") {

@@ -1,22 +1,22 @@
-//! An endpoint may say the key that it was sent: in words, in what a tool is asked, in the name of
-//! the model. The key is taken out of all of that, also while it comes piece by piece, and with the
-//! escapes of JSON, which the arguments of a call are written in; so that nobody who listens hears
-//! it.
+//! Redacts the API key from an endpoint's reply. An endpoint may repeat the key that it received:
+//! in the text, in the arguments of a call, or in the name of the model. The key is also found when
+//! it is split over several deltas, and when it contains JSON escapes, as the arguments of a call
+//! may. Listeners thus never see it.
 
 use parking_lot::Mutex;
 use toolcrib::model::{Listener, Piece, Reply};
 
-/// What stands in the place of a key.
+/// The replacement for a key.
 const HIDDEN: &str = "…";
 
-/// A key of this length is hidden wherever it is said.
+/// Minimum length of a key that is always redacted.
 const SECRET_BYTES: usize = 8;
 
-/// A shorter one too from this length on, if it has letters and digits.
+/// Minimum length of a key that is redacted if it contains letters and digits.
 const MIXED_BYTES: usize = 6;
 
-/// What endpoints on one's own machine are given because they want some key. They are no secrets,
-/// and may be in an answer for its own sake.
+/// Placeholder keys for local endpoints that require some key. They are not secret and may occur in
+/// an ordinary reply.
 const WORDS: [&str; 15] = [
     "anything",
     "dummy-key",
@@ -35,7 +35,7 @@ const WORDS: [&str; 15] = [
     "whatever",
 ];
 
-/// Whether a key is one that must be hidden.
+/// Returns whether a key must be redacted.
 fn is_secret(key: &str) -> bool {
     let digits = key.bytes().any(|byte| byte.is_ascii_digit());
     let letters = key.chars().any(char::is_alphabetic);
@@ -49,7 +49,7 @@ fn is_secret(key: &str) -> bool {
     }
 }
 
-/// A text without a key, whatever its length.
+/// Returns the text with the key redacted, whatever the length of the key.
 pub(super) fn without(text: &str, key: Option<&str>) -> String {
     match key.filter(|key| !key.is_empty()) {
         Some(key) => hidden(text, &key.chars().collect::<Vec<_>>()),
@@ -63,18 +63,18 @@ fn hidden(text: &str, key: &[char]) -> String {
     said + &held
 }
 
-/// Between an answer that comes and whoever listens to it.
+/// Redacts the key from deltas before they reach the listener.
 pub(super) struct Discreet<'a> {
     key: Option<Vec<char>>,
     listener: Listener<'a>,
     held: Mutex<Held>,
 }
 
-/// What may be the beginning of the key and is told when that is known.
+/// Text that may be the start of the key. It is released once that is decided.
 #[derive(Default)]
 struct Held {
     text: String,
-    /// Of the arguments of each call.
+    /// By call, for the arguments.
     calls: Vec<String>,
 }
 
@@ -84,7 +84,7 @@ impl<'a> Discreet<'a> {
         Self { key, listener, held: Mutex::default() }
     }
 
-    /// Tells a piece, or as much of it as can be told by now.
+    /// Forwards the part of a delta that is safe to release.
     pub(super) fn tell(&self, piece: Piece) {
         let Some(key) = &self.key else { return (self.listener)(piece) };
         let mut held = self.held.lock();
@@ -101,7 +101,7 @@ impl<'a> Discreet<'a> {
                 }
                 let empty = arguments.is_empty();
                 let arguments = told(&mut held.calls[index], &arguments, key);
-                // A piece of which everything is held back says nothing.
+                // A delta that is held back completely is not forwarded.
                 if id.is_some() || name.is_some() || empty || !arguments.is_empty() {
                     let [id, name] = [id, name].map(|said| said.map(|s| hidden(&s, key)));
                     (self.listener)(Piece::Call { index, id, name, arguments });
@@ -110,7 +110,7 @@ impl<'a> Discreet<'a> {
         }
     }
 
-    /// The answer is whole: what was held back is told, and the answer has no key in it.
+    /// Releases the held text after the last delta, and returns the reply with the key redacted.
     pub(super) fn end(self, mut reply: Reply) -> Reply {
         let Some(key) = &self.key else { return reply };
         let held = self.held.into_inner();
@@ -131,7 +131,8 @@ impl<'a> Discreet<'a> {
     }
 }
 
-/// What of a text can be told after what was held back of it; the rest is held back.
+/// Returns the part of a text that is safe to release, after the text held back before; the rest
+/// stays in the buffer.
 fn told(held: &mut String, more: &str, key: &[char]) -> String {
     held.push_str(more);
     let (mut said, mut at) = (String::new(), 0);
@@ -152,11 +153,11 @@ fn told(held: &mut String, more: &str, key: &[char]) -> String {
     said
 }
 
-/// Whether a text begins with the key.
+/// The result of matching the start of a text against the key.
 enum Begins {
-    /// With all of it, which is so long there.
+    /// The text starts with the full key, which takes this many bytes.
     Whole(usize),
-    /// As far as it goes.
+    /// The text ends before the key is complete.
     Maybe,
     No,
 }
@@ -177,7 +178,7 @@ fn begins(text: &str, key: &[char]) -> Begins {
     Begins::Whole(at)
 }
 
-/// Whether a text begins with a character as JSON may write it: `\/`, `\u002b`.
+/// Matches the start of a text against a character in JSON's escaped form: `\/`, `\u002b`.
 fn escaped(text: &str, wanted: char) -> Begins {
     let mut rest = text.chars().skip(1);
     match rest.next() {

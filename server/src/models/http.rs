@@ -1,6 +1,5 @@
-//! One request to an endpoint, and its answer piece by piece: within a size, a time for the whole
-//! and a time for each silence. What goes wrong becomes a [`Silence`] that says whether to ask
-//! again may help.
+//! Sends one request to an endpoint and reads its response in chunks, within limits of size, total
+//! time and idle time. An error becomes a [`ModelError`], which says whether a retry may help.
 
 use std::error::Error as _;
 use std::path::PathBuf;
@@ -21,44 +20,44 @@ use crate::auth::is_loopback_name;
 use crate::outbound::retry_after_ms;
 use crate::sse::Parser;
 
-/// How long a connection may take to come about.
+/// Timeout of a connection attempt.
 const CONNECT: Duration = Duration::from_secs(10);
 
-/// How much of a refusal is read, and how long of it is repeated.
+/// Maximum size of an error body that is read, and maximum length of the message quoted from it.
 const REFUSAL_BYTES: usize = 64 << 10;
 const REFUSAL_SHOWN: usize = 300;
 
-/// How long the end of an answer is waited for after all was said, so that its connection can be
-/// used again.
+/// Time to wait for the end of a response after its last event, so that the connection can be
+/// reused.
 const LAST_BYTES: Duration = Duration::from_secs(1);
 
-/// Where and how models are asked.
+/// The address and settings of a model endpoint.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Endpoint {
     pub kind: Kind,
-    /// Without a slash at its end.
+    /// Without a trailing slash.
     pub base_url: String,
     pub key: KeyPlace,
-    /// Where the request does not say.
+    /// Default for requests that set none.
     pub max_tokens: Option<u32>,
     pub patience: Patience,
 }
 
-/// Where a key comes from.
+/// The source of an API key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeyPlace {
     pub variable: Option<String>,
-    /// Goes before the variable.
+    /// Takes precedence over the variable.
     pub file: Option<PathBuf>,
-    /// Whether there must be one.
+    /// True if a missing key is an error.
     pub needed: bool,
 }
 
-/// What an answer may take.
+/// Limits of one response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Patience {
     pub whole: Duration,
-    /// Until the first byte, and between any two.
+    /// Until the first byte, and between any two chunks.
     pub idle: Duration,
     pub bytes: usize,
 }
@@ -71,7 +70,7 @@ impl Default for Patience {
 }
 
 impl KeyPlace {
-    /// The key, if there is one; or what is missing, in words.
+    /// Reads the key, if there is one. The error says what is missing.
     fn key(&self) -> Result<Option<String>, String> {
         if let Some(file) = &self.file {
             let read = std::fs::read_to_string(file);
@@ -88,16 +87,16 @@ impl KeyPlace {
     }
 }
 
-/// An endpoint, and the connections to it.
+/// An endpoint and its HTTP client.
 pub(super) struct Line {
     pub(super) endpoint: Endpoint,
-    /// As messages name the endpoint: its host, without anything secret.
+    /// The endpoint's name in messages: its host, without anything secret.
     host: String,
-    /// Made by the first request, as loading certificates takes a while.
+    /// Created by the first request, because loading certificates takes time.
     client: OnceLock<Client>,
 }
 
-/// How a key is sent.
+/// The header that carries the key.
 pub(super) enum Credential {
     Bearer,
     Header(HeaderName),
@@ -118,7 +117,7 @@ impl Line {
         }
         let mut builder = Client::builder()
             .connect_timeout(CONNECT)
-            // A redirect would take the key along to somewhere else.
+            // A redirect could send the key to another host.
             .redirect(reqwest::redirect::Policy::none())
             .pool_max_idle_per_host(256)
             .tcp_nodelay(true)
@@ -132,7 +131,7 @@ impl Line {
         Ok(self.client.get_or_init(|| made))
     }
 
-    /// Posts, and answers with what comes back if it is a success.
+    /// Sends a POST request. Returns the response if its status is a success.
     pub(super) async fn post(
         &self,
         path: &str,
@@ -156,7 +155,7 @@ impl Line {
         headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
         let mut url = Url::parse(&self.endpoint.base_url)
             .map_err(|_| final_silence("the model's base_url is not a URL", None))?;
-        // What follows a question mark stays: some endpoints want their version there.
+        // The query stays: some endpoints expect their version there.
         url.set_path(&format!("{}{path}", url.path().trim_end_matches('/')));
         let patience = self.endpoint.patience;
         let until = Instant::now() + patience.whole;
@@ -188,22 +187,22 @@ impl Line {
         passing(last.map_or_else(|| what.clone(), |last| format!("{what}: {last}")))
     }
 
-    /// Between its answers and whoever listens to them.
+    /// Returns a redactor between the endpoint's deltas and the listener.
     pub(super) fn discreet<'l>(&self, listener: Listener<'l>) -> Discreet<'l> {
         Discreet::new(self.endpoint.key.key().ok().flatten(), listener)
     }
 
-    /// The answer ended before the model said that it was done.
+    /// Returns the error for a response that ended before the model reported that it was done.
     pub(super) fn cut(&self) -> Silence {
         passing(format!("the answer of the model at {} was cut", self.host))
     }
 
-    /// The answer cannot be read.
+    /// Returns the error for a response that cannot be parsed.
     pub(super) fn garbled(&self) -> Silence {
         passing(format!("the model at {} answered something that is not its protocol", self.host))
     }
 
-    /// The endpoint gave up in the middle of its answer.
+    /// Returns the error that the endpoint reported within its stream.
     pub(super) fn gave_up(&self, error: &Value) -> Silence {
         let kind = error.get("type").and_then(Value::as_str).unwrap_or_default();
         let key = self.endpoint.key.key().ok().flatten();
@@ -220,7 +219,7 @@ impl Line {
     }
 }
 
-/// An answer that comes piece by piece.
+/// A response that is read in chunks.
 pub(super) struct Answer<'l> {
     pub(super) line: &'l Line,
     response: Response,
@@ -228,17 +227,17 @@ pub(super) struct Answer<'l> {
     left: usize,
 }
 
-/// Who puts a stream of events together.
+/// Assembles a reply from a stream of events.
 pub(super) trait Assembly {
-    /// Takes the data of one event. Whether the answer is complete with it.
+    /// Adds the data of one event. Returns true if the reply is complete.
     fn take(&mut self, data: &str, listener: Listener<'_>) -> Result<bool, Silence>;
 
-    /// What it came to, after the last event.
+    /// Returns the reply after the last event.
     fn whole(self) -> Result<Reply, Silence>;
 }
 
 impl Answer<'_> {
-    /// Whether it comes as a stream of events.
+    /// Returns whether the response is a stream of events.
     pub(super) fn is_stream(&self) -> bool {
         let kind = self.response.headers().get(CONTENT_TYPE);
         let kind = kind.and_then(|kind| kind.to_str().ok()).unwrap_or_default();
@@ -263,7 +262,7 @@ impl Answer<'_> {
         Ok(chunk)
     }
 
-    /// The whole answer as JSON.
+    /// Reads the full response as JSON.
     pub(super) async fn json(mut self) -> Result<Value, Silence> {
         let mut text = Vec::new();
         while let Some(chunk) = self.next().await? {
@@ -272,7 +271,7 @@ impl Answer<'_> {
         serde_json::from_slice(&text).map_err(|_| self.line.garbled())
     }
 
-    /// The answer put together from its events.
+    /// Reads the events and assembles the reply.
     pub(super) async fn events<A: Assembly>(
         mut self,
         mut assembly: A,
@@ -283,7 +282,7 @@ impl Answer<'_> {
             let chunk = match self.next().await {
                 Ok(Some(chunk)) => chunk,
                 Ok(None) => return assembly.whole(),
-                // If all was said before the connection broke, nothing is missing.
+                // If the reply was complete before the connection broke, nothing is missing.
                 Err(silence) => return assembly.whole().map_err(|_| silence),
             };
             for event in parser.push(&chunk).map_err(|_| self.line.garbled())? {
@@ -295,7 +294,7 @@ impl Answer<'_> {
         }
     }
 
-    /// Reads the last bytes, so that the connection can be used again; nobody waits for them.
+    /// Reads the remaining bytes in the background, so that the connection can be reused.
     fn let_go(self) {
         let mut response = self.response;
         tokio::spawn(timeout(LAST_BYTES, async move {
@@ -307,7 +306,7 @@ impl Answer<'_> {
         }));
     }
 
-    /// What a refusal means.
+    /// Converts an error response into a model error.
     async fn refusal(mut self, status: StatusCode, key: Option<&str>) -> Silence {
         let wait = retry_after_ms(self.response.headers());
         let finer = self.response.headers().get("retry-after-ms");
@@ -318,9 +317,9 @@ impl Answer<'_> {
             text.extend_from_slice(&chunk);
         }
         let body: Value = serde_json::from_slice(&text).unwrap_or_default();
-        // `{error: {…}}`, as almost all do; or the fields alone.
+        // `{error: {…}}`, as almost all endpoints do, or the fields alone.
         let error = body.get("error").filter(|error| error.is_object()).unwrap_or(&body);
-        // Of who sends the wrong key it is said which one it was, so nothing of that is repeated.
+        // An endpoint may quote a wrong key in its error, so nothing of the body is repeated.
         let error = if matches!(status.as_u16(), 401 | 403) { &Value::Null } else { error };
         let word = |field: &str| {
             let word = error.get(field).and_then(Value::as_str);
@@ -346,7 +345,7 @@ impl Answer<'_> {
     }
 }
 
-/// The endpoint's own words, without the key if it repeats it.
+/// Returns the endpoint's error message with the key redacted.
 fn said(error: &Value, key: Option<&str>) -> Option<String> {
     let text = error.get("message").or(Some(error)).and_then(Value::as_str)?;
     let text: String =

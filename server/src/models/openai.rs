@@ -1,4 +1,4 @@
-//! OpenAI's chat completions, as most endpoints speak them, always asked for as a stream.
+//! OpenAI's chat completions API, which most endpoints implement, always requested as a stream.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -10,16 +10,16 @@ use toolcrib::model::{Listener, Model, Piece, Prompt, Reply, Silence, Stopped, U
 
 use super::http::{Answer, Assembly, Credential, Endpoint, Line};
 
-/// Where a choice has its answer when that does not come in pieces.
+/// The field of a choice that holds a complete, unstreamed reply.
 const WHOLE: &str = "message";
 
-/// A model behind chat completions.
+/// A model behind the chat completions API.
 pub struct OpenAi {
     line: Line,
 }
 
 impl OpenAi {
-    /// Asks at this endpoint.
+    /// Returns a model of this endpoint.
     pub fn at(endpoint: Endpoint) -> Self {
         Self { line: Line::to(endpoint) }
     }
@@ -31,7 +31,7 @@ impl OpenAi {
             body.insert("max_tokens".into(), most.into());
         }
         if prompt.tools.is_empty() {
-            // Endpoints refuse words about tools that are not there.
+            // Endpoints refuse tool settings in a request without tools.
             body.remove("tool_choice");
             body.remove("parallel_tool_calls");
         } else {
@@ -62,7 +62,7 @@ impl Model for OpenAi {
     }
 }
 
-/// An endpoint that does not stream answers all at once.
+/// Reads the reply of an endpoint that does not stream.
 async fn whole(line: &Line, answer: Answer<'_>, listener: Listener<'_>) -> Result<Reply, Silence> {
     let body = answer.json().await?;
     let mut chunks = Chunks::new(line);
@@ -70,15 +70,15 @@ async fn whole(line: &Line, answer: Answer<'_>, listener: Listener<'_>) -> Resul
     chunks.whole()
 }
 
-/// Chunks that become an answer.
+/// Assembles a reply from its chunks.
 struct Chunks<'l> {
     line: &'l Line,
     reply: Reply,
-    /// What is known of each call of the answer beside what it says.
+    /// The state of each call in the reply, by its index.
     forming: Vec<Forming>,
-    /// From the number that the endpoint gives a call to its place.
+    /// From the endpoint's index of a call to its index in the reply.
     places: HashMap<u64, usize>,
-    /// The model said why it stopped, or the endpoint that this is all.
+    /// True once the model reported a finish reason, or the endpoint the end of the stream.
     done: bool,
     stopped: Option<Stopped>,
 }
@@ -106,7 +106,7 @@ impl<'l> Chunks<'l> {
             self.reply.model = Some(model.to_owned());
         }
         let choices = chunk.get("choices").and_then(Value::as_array);
-        // Nobody asks for more than one; what comes beside the first is not looked at.
+        // Requests ask for a single choice; any others are ignored.
         let first = choices.and_then(|choices| {
             choices.iter().find(|choice| choice.get("index").is_none_or(|index| index == 0))
         });
@@ -126,7 +126,7 @@ impl<'l> Chunks<'l> {
     }
 
     fn take_delta(&mut self, delta: &Map<String, Value>, whole: bool, listener: Listener<'_>) {
-        // What a model says when it will not answer is its answer.
+        // The text of a refusal is the model's reply.
         for said in ["content", "refusal"].iter().filter_map(|field| words(delta.get(*field))) {
             self.reply.text.push_str(&said);
             listener(Piece::Text(said));
@@ -135,14 +135,15 @@ impl<'l> Chunks<'l> {
         let calls = calls.map_or(&[][..], Vec::as_slice);
         for (n, call) in calls.iter().enumerate() {
             let piece = Fragment::of(call);
-            // What has a name and no number, and comes beside another, is a call of its own.
+            // A fragment with a name and without an index, after another one in the same chunk,
+            // starts a new call.
             let beside = n > 0 && piece.index.is_none() && piece.name.is_some();
             let known = if whole || beside { None } else { self.known(&piece) };
             self.take_call(&piece, known, listener);
         }
     }
 
-    /// Takes a piece of this call, or of a new one.
+    /// Adds a fragment to this call, or to a new one.
     fn take_call(&mut self, piece: &Fragment<'_>, known: Option<usize>, listener: Listener<'_>) {
         let fresh = known.is_none();
         let place = known.unwrap_or_else(|| self.begin(piece));
@@ -151,7 +152,7 @@ impl<'l> Chunks<'l> {
         else {
             return;
         };
-        // An id that comes after the first piece goes before one that was made up.
+        // An id that arrives after the first fragment replaces a generated one.
         let late = piece.id.filter(|_| forming.made_up && !fresh);
         if let Some(id) = late {
             id.clone_into(&mut call.id);
@@ -170,19 +171,19 @@ impl<'l> Chunks<'l> {
         });
     }
 
-    /// The call that a piece goes on with; none where it begins one. Endpoints differ: some number
-    /// every call 0, some give no numbers, some give all calls one id or none, some say the name
-    /// with every piece.
+    /// Returns the call that a fragment continues, or `None` if it starts a new one. Endpoints
+    /// differ: some give every call the index 0, some omit the index, some give all calls the same
+    /// id or none, some repeat the name in every fragment.
     fn known(&self, piece: &Fragment<'_>) -> Option<usize> {
         let place = match piece.index {
             Some(index) => self.places.get(&index).copied()?,
             None => self.reply.calls.len().checked_sub(1)?,
         };
         let (call, forming) = (self.reply.calls.get(place)?, self.forming.get(place)?);
-        // An id that was not there before is a new call.
+        // A different id starts a new call.
         let other_id = !forming.made_up && piece.id.is_some_and(|id| id != call.id);
-        // A name again is the same call, unless it is another one, or more arguments come though
-        // all of them are there.
+        // A repeated name continues the call, unless the name differs or more arguments arrive
+        // after the arguments are complete.
         let named = piece.name.is_some_and(|name| {
             let more = !piece.arguments.trim().is_empty();
             !call.name.is_empty() && (name != call.name || (more && forming.nesting.is_whole()))
@@ -190,7 +191,7 @@ impl<'l> Chunks<'l> {
         (!other_id && !named).then_some(place)
     }
 
-    /// Begins a call with this piece.
+    /// Starts a call with this fragment.
     fn begin(&mut self, piece: &Fragment<'_>) -> usize {
         let place = self.reply.calls.len();
         let made_up = || format!("call_{}", ulid::Ulid::generate());
@@ -204,9 +205,9 @@ impl<'l> Chunks<'l> {
     }
 }
 
-/// A piece of a call.
+/// A fragment of a tool call.
 struct Fragment<'a> {
-    /// The number that the endpoint gives the call.
+    /// The endpoint's index of the call.
     index: Option<u64>,
     id: Option<&'a str>,
     name: Option<&'a str>,
@@ -221,21 +222,21 @@ impl<'a> Fragment<'a> {
         let arguments = match field("arguments") {
             Some(Value::String(text)) => Cow::Borrowed(text.as_str()),
             None | Some(Value::Null) => Cow::default(),
-            // Some endpoints give them as what they stand for.
+            // Some endpoints send the arguments as a JSON value rather than as text.
             Some(other) => Cow::Owned(other.to_string()),
         };
         Self { index, id: text(piece.get("id")), name: text(field("name")), arguments }
     }
 }
 
-/// A call that may not be whole yet.
+/// The state of a call that may be incomplete.
 struct Forming {
-    /// Its id is of our own making: the endpoint has given none so far.
+    /// True while the endpoint has sent no id and Toolcrib has generated one.
     made_up: bool,
     nesting: Nesting,
 }
 
-/// How deep in an object the arguments are, read piece by piece: each is looked at once.
+/// Tracks the nesting depth of arguments across fragments. Each byte is read once.
 #[derive(Default)]
 struct Nesting {
     begun: bool,
@@ -258,7 +259,7 @@ impl Nesting {
         }
     }
 
-    /// Whether what was opened is closed.
+    /// Returns true if everything that was opened is closed.
     fn is_whole(&self) -> bool {
         self.begun && self.depth == 0 && !self.in_text
     }
@@ -288,7 +289,7 @@ impl Assembly for Chunks<'_> {
     }
 }
 
-/// What is said: a text, or the texts among several parts.
+/// Returns the text of a content: a string, or the text parts of a list.
 fn words(value: Option<&Value>) -> Option<String> {
     let said = match value? {
         Value::Array(parts) => {

@@ -1,4 +1,4 @@
-//! Which model a name leads to.
+//! Tests that a name resolves to the right model and endpoint.
 
 use super::*;
 use crate::config::NamedModelSettings;
@@ -60,7 +60,7 @@ fn a_key_goes_only_where_it_was_meant_for() {
     assert_eq!(key("other"), None, "another address");
     assert_eq!(key("proxy"), None, "another kind at the same address");
     assert_eq!(key("own").as_deref(), Some("TWO_KEY"));
-    // To the vendor itself, the vendor's usual variable.
+    // The vendor's own endpoint uses the vendor's default variable.
     assert_eq!(key("vendor").as_deref(), Some("OPENAI_API_KEY"));
     let usual = ("https://api.anthropic.com/v1".to_owned(), Some("ANTHROPIC_API_KEY".to_owned()));
     assert_eq!(place("claude"), usual);

@@ -1,4 +1,4 @@
-//! The body of an operation: its fields become arguments, or all of it becomes one.
+//! The body of an operation: its fields become arguments, or the entire body becomes one argument.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use super::operations::{Arguments, style};
 use super::schema::Schemas;
 use crate::operation::{BodyPlan, Encoding, Field};
 
-/// In the order of preference.
+/// In order of preference.
 const KINDS: [(&str, Encoding); 3] = [
     ("application/json", Encoding::Json),
     ("application/x-www-form-urlencoded", Encoding::Form),
@@ -57,13 +57,13 @@ pub(super) fn read(
     Ok(Some(BodyPlan { arg, args: Vec::new(), encoding, fields: styles, content_type }))
 }
 
-/// How fields of a form are written, where the document says.
+/// Returns the serialization of form fields, as far as the document specifies it.
 fn styles(media: &Value) -> Result<BTreeMap<String, Field>, String> {
     let mut styles = BTreeMap::new();
     for (name, given) in media["encoding"].as_object().into_iter().flatten() {
         let style = style(given, &format!("the field {name}"))?;
         let explode = given["explode"].as_bool();
-        // Said beside these, the type of the content does not count.
+        // If a style or explode is set, OpenAPI ignores the content type.
         let plain = style.is_none() && explode.is_none();
         let json = plain && given["contentType"].as_str().is_some_and(|kind| kind.contains("json"));
         styles.insert(name.clone(), Field { style, explode, json });
@@ -84,7 +84,7 @@ fn chosen(body: &Value) -> Option<(&str, Encoding, &Value)> {
     })
 }
 
-/// The fields of a plain object, when each can be an argument of its own; none otherwise.
+/// Adds the fields of a plain object as separate arguments. Returns `None` if that is not possible.
 fn fields(
     document: &Document<'_>,
     schema: &Value,
@@ -99,7 +99,7 @@ fn fields(
     let clash = properties.keys().any(|name| arguments.properties.contains_key(name));
     let needs: Vec<&str> =
         schema["required"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
-    // A body that may be left out, but not in part, must stay one argument.
+    // An optional body with required fields must stay one argument.
     let all_or_nothing = !required && !needs.is_empty();
     let plain = !composed.iter().any(|word| schema.get(*word).is_some());
     if properties.is_empty() || !plain || open || clash || all_or_nothing {
@@ -107,7 +107,7 @@ fn fields(
     }
     let mut names = Vec::new();
     for (name, property) in properties {
-        // What only answers have is not sent.
+        // A read-only property occurs in responses only.
         if document.only_answered(property) {
             continue;
         }

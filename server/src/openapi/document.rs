@@ -5,16 +5,16 @@ use std::collections::HashSet;
 use percent_encoding::percent_decode_str;
 use serde_json::{Map, Value};
 
-/// How often a reference may lead to another.
+/// Maximum length of a chain of references.
 const MAX_HOPS: usize = 16;
-/// Most parts of a composed schema that are looked at.
+/// Maximum number of parts of a composed schema that are visited.
 const MAX_PARTS: usize = 200;
 
-/// A document that says it is OpenAPI 3.
+/// A document that declares itself as OpenAPI 3.
 pub(super) struct Document<'a> {
     pub(super) root: &'a Value,
     pub(super) title: &'a str,
-    /// Whether its schemas are those of 3.0, which are not quite JSON Schema.
+    /// True for version 3.0, whose schemas differ from JSON Schema.
     pub(super) old: bool,
 }
 
@@ -39,7 +39,7 @@ impl<'a> Document<'a> {
         Ok(Self { root, title, old })
     }
 
-    /// What a reference within the document leads to.
+    /// Returns the target of a reference within the document.
     pub(super) fn find(&self, reference: &str) -> Result<&'a Value, String> {
         let shown: String = reference.chars().take(120).collect();
         let Some(pointer) = reference.strip_prefix('#') else {
@@ -51,7 +51,7 @@ impl<'a> Document<'a> {
         found.ok_or_else(|| format!("$ref \"{shown}\" leads nowhere"))
     }
 
-    /// The same, or what it refers to.
+    /// Follows references and returns the final target, or the value itself.
     pub(super) fn resolved<'b>(&self, given: &'b Value) -> Result<&'b Value, String>
     where
         'a: 'b,
@@ -66,8 +66,7 @@ impl<'a> Document<'a> {
         Err(format!("a $ref leads on more than {MAX_HOPS} times, or in a circle"))
     }
 
-    /// Whether a schema says something beside its `$ref` that arguments must fit, which counts
-    /// since 3.1.
+    /// Returns whether a schema has constraints besides its `$ref`. They count since 3.1.
     pub(super) fn says_more(&self, schema: &Value) -> bool {
         const WORDS: [&str; 6] =
             ["$ref", "description", "title", "example", "examples", "deprecated"];
@@ -80,21 +79,20 @@ impl<'a> Document<'a> {
         !self.old && schema.as_object().is_some_and(more)
     }
 
-    /// Whether only answers have a property: it is not sent, whatever says that it is required.
+    /// Returns whether a property is read-only: it is not sent, even if it is listed as required.
     pub(super) fn only_answered(&self, property: &Value) -> bool {
         let said = |schema: &Value| schema["readOnly"] == Value::Bool(true);
         said(property) || self.resolved(property).is_ok_and(said)
     }
 
-    /// The names of an object's properties that only answers have, also of those that it is
-    /// composed of.
+    /// Returns the names of an object's read-only properties, including those of its `allOf` parts.
     pub(super) fn answered_names<'b>(&self, schema: &'b Value) -> Vec<String>
     where
         'a: 'b,
     {
         let (mut names, mut seen, mut left) = (Vec::new(), HashSet::new(), vec![schema]);
         while let Some(schema) = left.pop() {
-            // What leads in circles ends, and so does what is very large.
+            // Ends cycles, and limits very large schemas.
             if seen.len() >= MAX_PARTS || !seen.insert(std::ptr::from_ref(schema)) {
                 continue;
             }

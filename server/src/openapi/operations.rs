@@ -1,4 +1,4 @@
-//! One operation: where it is, its parameters, its body and what it needs to be let in.
+//! Parses one operation: its URL, parameters, body and credentials.
 
 use serde_json::{Map, Value, json};
 
@@ -9,7 +9,7 @@ use super::security;
 use super::{At, Made};
 use crate::operation::{Mapping, Operation, Parameter, Place, Style};
 
-/// Arguments as they come together.
+/// The schema of arguments while it is being built.
 pub(super) struct Arguments {
     pub(super) properties: Map<String, Value>,
     pub(super) required: Vec<String>,
@@ -86,7 +86,8 @@ fn in_braces(path: &str) -> Vec<&str> {
     path.split('{').skip(1).filter_map(|part| part.split_once('}')).map(|(name, _)| name).collect()
 }
 
-/// The path's parameters and the operation's; of two with one name and place, the operation's.
+/// Returns the parameters of the path and of the operation. Of two with the same name and location,
+/// the operation's wins.
 fn all_parameters<'a>(document: &Document<'a>, at: &At<'a>) -> Result<Vec<&'a Value>, String> {
     let mut all: Vec<&Value> = Vec::new();
     for list in [&at.item["parameters"], &at.operation["parameters"]] {
@@ -112,7 +113,7 @@ fn parameter(
     let place = given["in"].as_str().unwrap_or_default();
     let place: Place = serde_json::from_value(json!(place))
         .map_err(|_| format!("the parameter {name} is in \"{place}\", which is no place"))?;
-    // OpenAPI says that these are not parameters, whatever a document says.
+    // OpenAPI reserves these headers, even if a document lists them as parameters.
     let ignored = ["accept", "content-type", "authorization"];
     if place == Place::Header && ignored.contains(&name.to_ascii_lowercase().as_str()) {
         return Ok(None);
@@ -140,14 +141,14 @@ fn parameter(
     }))
 }
 
-/// How lists and objects are written, where it is said.
+/// Returns the serialization of lists and objects, if the document specifies one.
 pub(super) fn style(given: &Value, whose: &str) -> Result<Option<Style>, String> {
     let Some(style) = given["style"].as_str() else { return Ok(None) };
     let read = serde_json::from_value(json!(style));
     read.map(Some).map_err(|_| format!("{whose} has the style \"{style}\", which is not written"))
 }
 
-/// Two parameters may have one name in two places; arguments have one place.
+/// Returns a unique argument name: two parameters may have one name in different locations.
 fn free_name(name: &str, place: Place, arguments: &Arguments) -> String {
     if !arguments.properties.contains_key(name) {
         return name.to_owned();
@@ -159,14 +160,14 @@ fn free_name(name: &str, place: Place, arguments: &Arguments) -> String {
         Place::Cookie => "cookie",
     };
     let mut free = format!("{place}_{name}");
-    // A document may have a parameter of that name, too.
+    // The document may have a parameter of that name, too.
     while arguments.properties.contains_key(&free) {
         free.push('_');
     }
     free
 }
 
-/// A parameter's own words, where its schema has none.
+/// Adds a parameter's description if its schema has none.
 fn describe(schema: &mut Value, given: &Value) {
     let Some(text) = given["description"].as_str().filter(|text| !text.is_empty()) else { return };
     if let Value::Object(fields) = schema
@@ -176,8 +177,8 @@ fn describe(schema: &mut Value, given: &Value) {
     }
 }
 
-/// Where the API is: what was asked for, or the first server of the operation, the path or the
-/// document, with its variables' defaults.
+/// Returns the base URL of the API: the requested one, or the first server of the operation, the
+/// path or the document, with the defaults of its variables.
 fn base(document: &Document<'_>, at: &At<'_>, asked: Option<&str>) -> Result<String, String> {
     let servers = [&at.operation["servers"], &at.item["servers"], &document.root["servers"]];
     let server = servers.into_iter().find_map(|servers| servers.get(0));

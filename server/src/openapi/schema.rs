@@ -1,5 +1,5 @@
-//! Schemas of a document as JSON Schema: references become `$defs`, and what 3.0 says in its own
-//! way is said in JSON Schema's.
+//! Translates the schemas of a document to JSON Schema: references become `$defs`, and the dialect
+//! of 3.0 is converted.
 
 use std::collections::BTreeMap;
 
@@ -7,15 +7,15 @@ use serde_json::{Map, Value, json};
 
 use super::document::Document;
 
-/// Most schemas that one tool may refer to.
+/// Maximum number of schemas that one tool may refer to.
 const MAX_DEFS: usize = 400;
-/// How deep a schema may be.
+/// Maximum nesting depth of a schema.
 const MAX_DEPTH: usize = 64;
 
 /// Translates the schemas of one operation, which share their definitions.
 pub(super) struct Schemas<'a> {
     document: &'a Document<'a>,
-    /// By reference: its name, and what it is once it is translated.
+    /// By reference: the name, and the schema once it is translated.
     defs: BTreeMap<String, (String, Option<Value>)>,
 }
 
@@ -24,17 +24,18 @@ impl<'a> Schemas<'a> {
         Self { document, defs: BTreeMap::new() }
     }
 
-    /// One schema.
+    /// Translates one schema.
     pub(super) fn translated(&mut self, schema: &Value) -> Result<Value, String> {
         self.walk(schema, 0, &[])
     }
 
-    /// What the translated schemas refer to.
+    /// Returns the definitions that the translated schemas refer to.
     pub(super) fn defs(self) -> Map<String, Value> {
         self.defs.into_values().filter_map(|(name, schema)| Some((name, schema?))).collect()
     }
 
-    /// `hidden` are properties that only answers have, of the whole that this is a part of.
+    /// Translates a schema. `hidden` are the read-only properties of the composed schema that it is
+    /// a part of.
     fn walk(&mut self, schema: &Value, depth: usize, hidden: &[String]) -> Result<Value, String> {
         if depth > MAX_DEPTH {
             return Err(format!("a schema is deeper than {MAX_DEPTH}"));
@@ -44,7 +45,7 @@ impl<'a> Schemas<'a> {
         if let Some(reference) = fields.get("$ref").and_then(Value::as_str) {
             let name = self.referred(reference, depth)?;
             made.insert("$ref".into(), format!("#/$defs/{name}").into());
-            // What stands beside it counts since 3.1.
+            // Siblings of `$ref` count since 3.1.
             if self.document.old {
                 return Ok(Value::Object(made));
             }
@@ -58,7 +59,7 @@ impl<'a> Schemas<'a> {
                     Some(value) => value,
                     None => continue,
                 },
-                // Said for people and for other programs; a model reads the rest.
+                // For people and other programs; models do not need these.
                 "example" | "xml" | "externalDocs" | "discriminator" | "$schema" | "$id" => {
                     continue;
                 }
@@ -84,7 +85,8 @@ impl<'a> Schemas<'a> {
         if self.document.old {
             modernise(&mut made);
         }
-        // An array of anything must say so, or models make up nothing at all.
+        // An array without `items` must say that any item is allowed; otherwise models leave it
+        // empty.
         if made.get("type") == Some(&json!("array")) && !made.contains_key("items") {
             made.insert("items".into(), json!({ "description": "anything" }));
         }
@@ -103,8 +105,8 @@ impl<'a> Schemas<'a> {
         each.collect::<Result<Map<_, _>, String>>().map(Value::Object)
     }
 
-    /// The name of what is referred to; translated once, however often and deep it refers to
-    /// itself.
+    /// Returns the name of the definition for a reference. Each is translated once, even if it
+    /// refers to itself.
     fn referred(&mut self, reference: &str, depth: usize) -> Result<String, String> {
         if let Some((name, _)) = self.defs.get(reference) {
             return Ok(name.clone());
@@ -130,7 +132,7 @@ impl<'a> Schemas<'a> {
     }
 }
 
-/// The names that are required without those that only answers have; nothing when none is left.
+/// Returns the required names without read-only ones, or `None` if no name is left.
 fn without(required: &Value, hidden: &[String]) -> Option<Value> {
     let Value::Array(names) = required else { return Some(required.clone()) };
     let sent = |name: &&Value| !name.as_str().is_some_and(|n| hidden.iter().any(|h| h == n));
@@ -138,7 +140,7 @@ fn without(required: &Value, hidden: &[String]) -> Option<Value> {
     (!left.is_empty() || names.is_empty()).then_some(Value::Array(left))
 }
 
-/// `nullable`, and limits that are excluded by a yes or no.
+/// Converts `nullable` and boolean exclusive limits to JSON Schema.
 fn modernise(schema: &mut Map<String, Value>) {
     for (flag, limit) in [("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")] {
         match schema.get(flag) {

@@ -1,4 +1,4 @@
-//! What an operation needs to be let in, as the names of environment variables.
+//! The credentials of an operation, as names of environment variables.
 
 use serde_json::Value;
 
@@ -6,8 +6,8 @@ use super::At;
 use super::document::Document;
 use crate::operation::{Auth, Place};
 
-/// The first way in that can be written, and whether one can also go in without; nothing where
-/// nothing is needed.
+/// Returns the credentials of the first security requirement that is supported, and whether they
+/// are optional. Returns none if the operation needs none.
 pub(super) fn read(
     document: &Document<'_>,
     at: &At<'_>,
@@ -46,7 +46,7 @@ fn scheme(document: &Document<'_>, name: &str, scope: &str) -> Result<Auth, Stri
             password_env: own("x-toolcrib-password-env")
                 .unwrap_or_else(|| variable(scope, name, "PASSWORD")),
         }),
-        // Whoever runs the server has got the token, by whatever way leads to it.
+        // The operator obtains the token, by whatever flow the scheme defines.
         ("http", "bearer") | ("oauth2" | "openIdConnect", _) => Ok(Auth::Bearer { env: env("") }),
         ("apiKey", _) => {
             let place = match given["in"].as_str() {
@@ -63,7 +63,7 @@ fn scheme(document: &Document<'_>, name: &str, scope: &str) -> Result<Auth, Stri
     }
 }
 
-/// `PETS_API_KEY` of the prefix `pets` and the scheme `api_key`.
+/// Returns the variable name: `PETS_API_KEY` for the prefix `pets` and the scheme `api_key`.
 fn variable(scope: &str, name: &str, end: &str) -> String {
     let mut words = vec![scope, name];
     words.extend(Some(end).filter(|end| !end.is_empty()));
@@ -71,7 +71,7 @@ fn variable(scope: &str, name: &str, end: &str) -> String {
     let mut before = ' ';
     for c in words.join("_").chars() {
         match c.is_ascii_alphanumeric() {
-            // apiKey reads as API_KEY.
+            // Splits camel case, so that `apiKey` becomes `API_KEY`.
             true if c.is_ascii_uppercase() && before.is_ascii_lowercase() => {
                 made.push('_');
                 made.push(c);

@@ -1,4 +1,4 @@
-//! Documents and the tools they become.
+//! Tests of documents and the tools that they become.
 
 use serde_json::{Value, json};
 
@@ -275,7 +275,7 @@ fn parameters_of_one_name_are_arguments_of_their_own() {
     assert_eq!((&second["name"], &second["arg"]), (&json!("id"), &json!("query_id_")));
 }
 
-/// A document with one operation, `POST /x`, that has this body.
+/// Imports a document with one operation, `POST /x`, that has this body.
 fn with_body(version: &str, kind: &str, media: Value) -> Import {
     let ro = json!({ "type": "object", "required": ["id", "at", "name"], "properties": {
         "id": { "type": "integer", "readOnly": true },
@@ -325,7 +325,7 @@ fn what_only_answers_have_is_required_nowhere_in_a_request() {
         lacks.as_object_mut().unwrap().remove("name");
         assert!(!fits(&definition, json!({ "body": without })).is_empty(), "{schema}");
     }
-    // What is composed of itself, many times over, ends.
+    // A schema that is composed of itself many times over terminates.
     let round = json!({ "$ref": "#/paths/~1x/post/requestBody/content/application~1json/schema" });
     let round = json!({ "allOf": vec![round; 20], "required": ["id"] });
     let import = with_body("3.0.3", "application/json", json!({ "schema": round }));
@@ -348,7 +348,7 @@ fn what_stands_beside_a_reference_counts_since_3_1() {
     let expected = json!({ "$ref": "#/$defs/Ro", "description": "Which one", "required": ["z"] });
     assert_eq!(made("3.1.0"), expected);
     assert_eq!(made("3.0.3"), json!({ "$ref": "#/$defs/Ro" }));
-    // A body that is more than what it refers to stays one argument, with all of it.
+    // A body with constraints besides its reference stays one argument, with all constraints.
     let narrow = json!({ "$ref": "#/components/schemas/Ro", "required": ["z"] });
     let import = with_body("3.1.0", "application/json", json!({ "schema": narrow }));
     let (definition, http) = tool(&import, "x");
@@ -395,7 +395,7 @@ fn fields_of_a_form_are_written_as_the_document_says() {
     let expected = r#"amount=1&csv=a,b&many=a&many=b&metadata[order]=7&raw={"x":[1]}"#;
     let media = json!({ "schema": schema, "encoding": encoding });
     assert_eq!(sent(&with_body("3.0.3", kind, media), &args), expected);
-    // Also where all of the form is one argument.
+    // Also if the entire form is one argument.
     let open = json!({ "type": "object", "additionalProperties": true });
     let media = json!({ "schema": open, "encoding": encoding });
     assert_eq!(sent(&with_body("3.0.3", kind, media), &json!({ "body": args })), expected);

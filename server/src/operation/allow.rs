@@ -1,5 +1,5 @@
-//! The hosts that may be asked. Only these, only with https and its usual port unless an entry says
-//! otherwise.
+//! The hosts that HTTP tools may connect to. Only https with its default port is allowed, unless an
+//! entry says otherwise.
 
 use reqwest::Url;
 
@@ -11,17 +11,17 @@ struct Entry {
     port: u16,
 }
 
-/// The list.
+/// The list of allowed hosts.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Allowed(Vec<Entry>);
 
 impl Allowed {
-    /// Reads the entries, or says which is none.
+    /// Parses the entries. The error names the entry that is invalid.
     pub fn read(entries: &[String]) -> Result<Self, String> {
         entries.iter().map(|text| entry(text)).collect::<Result<_, _>>().map(Self)
     }
 
-    /// Whether a URL's host, scheme and port are on the list.
+    /// Returns whether the host, scheme and port of a URL are on the list.
     pub fn allows(&self, url: &Url) -> bool {
         let Some(host) = url.host_str().map(bare) else { return false };
         let port = url.port_or_known_default();
@@ -54,7 +54,7 @@ fn entry(text: &str) -> Result<Entry, String> {
         Some(rest) => ("*.", rest),
         None => ("", rest),
     };
-    // Read as the URL that it is to be compared with, so that both are in the same form.
+    // Parsed as a URL, so that the entry has the same normalized form as the URLs compared with it.
     let url = Url::parse(&format!("{scheme}://{rest}")).map_err(|_| wrong())?;
     let plain = url.path() == "/" && url.query().is_none() && url.username().is_empty();
     match (url.host_str(), url.port_or_known_default()) {

@@ -1,4 +1,5 @@
-//! Jina's search and reader: `options.jina`, with the older `options.openapi` below it.
+//! Requests to Jina's search and reader: `options.jina`, with the older `options.openapi` as a
+//! fallback.
 
 use reqwest::Url;
 use serde_json::{Map, Value};
@@ -8,10 +9,10 @@ use super::request::{Environment, into_query, refuse_dots};
 use super::secrets::Secrets;
 use super::{Mapping, Request, bad, check_header, encoded};
 
-/// The variable with the key, unless a definition names another.
+/// Default environment variable for the key.
 const KEY: &str = "JINA_API_KEY";
 
-/// Where Jina is.
+/// The base URLs of Jina.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Places {
     pub search: Url,
@@ -19,7 +20,7 @@ pub struct Places {
 }
 
 impl Places {
-    /// From the settings, or what is wrong with them.
+    /// Parses the URLs of the settings.
     pub fn read(search: &str, reader: &str) -> Result<Self, String> {
         let url = |name: &str, text: &str| {
             Url::parse(text).map_err(|error| format!("jina.{name}: {error}"))
@@ -43,7 +44,7 @@ impl Mode {
     }
 }
 
-/// Both tables; what the first does not say, the second may.
+/// Both option tables. `jina` takes precedence over `openapi`.
 struct Options<'a> {
     jina: &'a Value,
     openapi: &'a Value,
@@ -70,7 +71,7 @@ impl<'a> Options<'a> {
     }
 }
 
-/// What can be seen to be wrong before anything is called.
+/// Checks the parts of the options that do not depend on arguments.
 pub(super) fn check(options: &Value) -> Result<(), String> {
     let read = Options::of(options)?;
     for table in [read.openapi, read.jina] {
@@ -86,7 +87,7 @@ pub(super) fn check(options: &Value) -> Result<(), String> {
     }
 }
 
-/// Whether there is a mode, and Jina where it is looked for.
+/// Checks that the options have a mode and that their base URL is on Jina's host for it.
 pub fn check_place(options: &Value, places: &Places) -> Result<(), String> {
     let read = Options::of(options)?;
     mode_and_base(&read, places).map(drop).map_err(|fault| fault.message)
@@ -100,14 +101,15 @@ fn named(mode: &str) -> Option<Mode> {
     }
 }
 
-/// The method, in capitals.
+/// Returns the method in upper case.
 pub(super) fn method(options: &Value) -> String {
     let read = Options::of(options);
     let said = read.ok().and_then(|read| read.text("method").map(str::to_ascii_uppercase));
     said.unwrap_or_else(|| "GET".to_owned())
 }
 
-/// The request with these arguments; those from the environment are among them, and in `secrets`.
+/// Builds the request for these arguments. They include values from the environment, which are in
+/// `secrets` as well.
 pub fn request(
     options: &Value,
     places: &Places,
@@ -155,7 +157,7 @@ pub fn request(
     Ok(Request { method, url, headers, body, basic: None, secrets, timeout_s, mapping, jina: true })
 }
 
-/// The first that says something; both are taken out.
+/// Removes both arguments and returns the first that is not empty.
 fn taken(args: &mut Map<String, Value>, names: [&str; 2]) -> Option<Value> {
     let found = names.map(|name| args.remove(name));
     found.into_iter().flatten().find(|value| match value {
@@ -233,12 +235,12 @@ fn headers(
             secrets.add(&key);
             set("authorization", format!("Bearer {key}"));
         }
-        None => tracing::warn!(variable = name, "is not set: Jina is asked without a key"),
+        None => tracing::warn!(variable = name, "is not set: Jina is called without a key"),
     }
     headers
 }
 
-/// The first that is positive.
+/// Returns the first positive timeout.
 pub(super) fn timeout_s(options: &Value) -> Option<f64> {
     let tables = [&options["jina"], &options["openapi"], options];
     let said = tables.into_iter().flat_map(|table| [&table["timeout_s"], &table["timeout"]]);

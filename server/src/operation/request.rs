@@ -1,4 +1,4 @@
-//! The request that an operation and arguments make.
+//! Builds the HTTP request of an operation from arguments.
 
 use std::collections::BTreeSet;
 
@@ -9,31 +9,32 @@ use toolcrib::fault::{Code, Fault};
 use super::secrets::Secrets;
 use super::{Auth, BodyPlan, Encoding, Field, Mapping, Operation, Parameter, Place, Style, bad};
 
-/// Looks a variable up, when it may be looked up and is set to something.
+/// Looks up an environment variable. Returns `None` if access is not allowed or the variable is
+/// empty.
 pub type Environment<'a> = &'a (dyn Fn(&str) -> Option<String> + Sync);
 
-/// What is sent.
+/// A request to send.
 #[derive(Debug, Clone)]
 pub struct Request {
     pub method: String,
     pub url: Url,
     pub headers: Vec<(String, String)>,
-    /// Its type and its bytes.
+    /// The content type and the bytes.
     pub body: Option<(String, Vec<u8>)>,
-    /// A name and a password.
+    /// A user name and a password.
     pub basic: Option<(String, String)>,
-    /// What must not be in anything that is kept.
+    /// Values to redact from everything that is stored.
     pub secrets: Secrets,
-    /// How long the answer may take, where the definition says.
+    /// Timeout of the response in seconds, if the definition sets one.
     pub timeout_s: Option<f64>,
     pub mapping: Mapping,
-    /// Whether the answer is read as Jina's: measured, wrapped, and with errors in its body.
+    /// True if the response is parsed as Jina's: measured, wrapped, and with errors in its body.
     pub jina: bool,
 }
 
 impl Operation {
-    /// The request with these arguments; those from the environment are among them, and in
-    /// `secrets`.
+    /// Builds the request for these arguments. They include values from the environment, which are
+    /// in `secrets` as well.
     pub fn request(
         &self,
         args: &Map<String, Value>,
@@ -138,7 +139,7 @@ impl Operation {
         Ok(Some(("application/json".into(), bytes)))
     }
 
-    /// Puts the credentials in.
+    /// Adds the credentials to the request.
     fn sign(
         &self,
         request: &mut Request,
@@ -181,7 +182,7 @@ impl Operation {
     }
 }
 
-/// A path that goes up would be another operation than the definition's.
+/// Refuses dot segments: a path that goes up would be another operation than the definition's.
 pub(super) fn refuse_dots(url: &str) -> Result<(), Fault> {
     let is_dots = |part: &str| {
         let part = part.to_ascii_lowercase().replace("%2e", ".");
@@ -193,7 +194,7 @@ pub(super) fn refuse_dots(url: &str) -> Result<(), Fault> {
     }
 }
 
-/// Arguments as a query.
+/// Appends arguments to a query.
 pub(super) fn into_query(args: &Map<String, Value>, query: &mut Vec<(String, String)>) {
     for (name, value) in args.iter().filter(|(_, value)| !value.is_null()) {
         Parameter::plain(name, Place::Query).pairs(value, query);
@@ -230,7 +231,7 @@ impl BodyPlan {
         Ok(Some((self.content_type.clone().unwrap_or_else(|| usual.to_owned()), bytes)))
     }
 
-    /// A field of a form is written as a parameter of a query is.
+    /// Returns the parameter for a form field, which is serialized like a query parameter.
     fn field(&self, name: &str) -> Parameter {
         let plain = Parameter::plain(name, Place::Query);
         match self.fields.get(name) {
@@ -248,7 +249,7 @@ impl Parameter {
         Self { name: name.to_owned(), place, arg, style, explode, json }
     }
 
-    /// As pairs of a query.
+    /// Serializes a value as query pairs.
     fn pairs(&self, value: &Value, pairs: &mut Vec<(String, String)>) {
         let style = self.style.unwrap_or(Style::Form);
         let explode = self.explode.unwrap_or(matches!(style, Style::Form | Style::DeepObject));
@@ -282,7 +283,7 @@ impl Parameter {
         }
     }
 
-    /// As one text: in a path or a header.
+    /// Serializes a value as one string, for a path or a header.
     fn simple(&self, value: &Value, write: impl Fn(&str) -> String) -> String {
         if self.json {
             return write(&value.to_string());
@@ -311,7 +312,7 @@ fn scalar(value: &Value) -> String {
     }
 }
 
-/// With everything percent-encoded that could mean something in a URL.
+/// Percent-encodes every character that has a meaning in a URL.
 pub fn encoded(text: &str) -> String {
     let mut made = String::with_capacity(text.len());
     for byte in text.bytes() {

@@ -1,21 +1,21 @@
-//! Values that must be in nothing that is kept: they are taken out of everything that comes back,
-//! however an upstream writes them.
+//! Redacts secrets from everything that comes back, in every encoding that an upstream may use, so
+//! that nothing stored contains them.
 
 use base64::Engine as _;
 use base64::engine::general_purpose::{STANDARD, URL_SAFE};
 use serde_json::{Map, Value};
 
-/// What stands in the place of a secret.
+/// The replacement for a secret.
 pub const SCRUBBED: &str = "[secret]";
 
-/// A shorter one is taken out only where it is the whole of a text: as a part of one it would be
-/// found in every other word.
+/// Minimum length of a match within a text. A shorter secret is redacted only if it is the entire
+/// text: as a part it would match in most words.
 const SHORT: usize = 4;
 
 /// The secrets of one request.
 #[derive(Clone, Default)]
 pub struct Secrets {
-    /// Each as it is and in base64; the other spellings are read from the text.
+    /// Each secret as is and in base64; other encodings are decoded from the text.
     known: Vec<Vec<char>>,
 }
 
@@ -26,14 +26,14 @@ impl std::fmt::Debug for Secrets {
 }
 
 impl Secrets {
-    /// One more.
+    /// Adds a secret.
     pub fn add(&mut self, secret: &str) {
         if secret.is_empty() {
             return;
         }
         let (standard, in_urls) = (STANDARD.encode(secret), URL_SAFE.encode(secret));
         for form in [secret, secret.trim(), &standard, &in_urls] {
-            // Padding is left off as often as not.
+            // Padding is often omitted.
             for form in [form, form.trim_end_matches('=')] {
                 let form: Vec<char> = form.chars().collect();
                 if !form.is_empty() && !self.known.contains(&form) {
@@ -43,7 +43,7 @@ impl Secrets {
         }
     }
 
-    /// A text without them; none when there were none in it.
+    /// Returns the text with secrets redacted, or `None` if it contains none.
     pub fn scrubbed(&self, text: &str) -> Option<String> {
         let whole = |form: &Vec<char>| spelled(form, text, 0).contains(&text.len());
         if self.known.iter().any(whole) {
@@ -62,7 +62,7 @@ impl Secrets {
         (kept > 0).then(|| made + &text[kept..])
     }
 
-    /// Where the longest that begins here ends.
+    /// Returns the end of the longest secret that starts at this position.
     fn longest(&self, text: &str, at: usize) -> Option<usize> {
         let first = readings(&text[at..]).map(|reading| reading.map(|(read, _)| read));
         let begins = |form: &&Vec<char>| form.len() > 1 && first.contains(&form.first().copied());
@@ -70,13 +70,13 @@ impl Secrets {
         forms.filter_map(|form| spelled(form, text, at).into_iter().max()).max()
     }
 
-    /// The same of a text that is wanted in any case.
+    /// Returns the text with secrets redacted.
     pub fn clean(&self, text: &str) -> String {
         self.scrubbed(text).unwrap_or_else(|| text.to_owned())
     }
 
-    /// Takes them out of a tree of values: texts, names, and numbers that are one. Answers whether
-    /// there were any.
+    /// Redacts secrets in a JSON value: in strings, in names, and in numbers that equal one.
+    /// Returns whether there were any.
     pub fn scrub(&self, value: &mut Value) -> bool {
         if self.known.is_empty() {
             return false;
@@ -117,8 +117,8 @@ impl Secrets {
     }
 }
 
-/// Where a secret that begins here ends, each character written in any way; in none, when it does
-/// not begin here.
+/// Returns the possible ends of a secret that starts at this position, with each character in any
+/// encoding. Empty if the secret does not start here.
 fn spelled(form: &[char], text: &str, at: usize) -> Vec<usize> {
     let mut ends = vec![at];
     for wanted in form {
@@ -128,7 +128,7 @@ fn spelled(form: &[char], text: &str, at: usize) -> Vec<usize> {
             let fitting = readings.into_iter().flatten().filter(|(read, _)| read == wanted);
             next.extend(fitting.map(|(_, length)| at + length));
         }
-        // Two ways to the same place are one.
+        // Two decodings that end at the same position are one.
         next.sort_unstable();
         next.dedup();
         ends = next;
@@ -139,8 +139,8 @@ fn spelled(form: &[char], text: &str, at: usize) -> Vec<usize> {
     ends
 }
 
-/// What the beginning of a text can stand for, and how much of it: the character itself, or as
-/// URLs, forms, JSON and HTML write it.
+/// Returns the characters that the start of a text can stand for, each with its length: the
+/// character itself, or its encoding in URLs, forms, JSON and HTML.
 fn readings(text: &str) -> [Option<(char, usize)>; 3] {
     let Some(first) = text.chars().next() else { return [None; 3] };
     let escaped = match first {
@@ -152,7 +152,7 @@ fn readings(text: &str) -> [Option<(char, usize)>; 3] {
     [Some((first, first.len_utf8())), escaped, (first == '+').then_some((' ', 1))]
 }
 
-/// `%2F`, `%c3%bc`: as many bytes as the character has.
+/// Decodes `%2F` or `%c3%bc`: as many bytes as the character has.
 fn percent(text: &str) -> Option<(char, usize)> {
     let mut bytes = Vec::with_capacity(4);
     let mut rest = text;
@@ -166,7 +166,7 @@ fn percent(text: &str) -> Option<(char, usize)> {
     None
 }
 
-/// `\/`, `\n`, `\u002b`, and two of the last for what is outside of the plane that they cover.
+/// Decodes `\/`, `\n` or `\u002b`, and surrogate pairs for characters outside the basic plane.
 fn backslash(text: &str) -> Option<(char, usize)> {
     let unit = |text: &str| {
         let digits = text.strip_prefix("\\u").and_then(|rest| rest.get(..4))?;
@@ -190,9 +190,9 @@ fn backslash(text: &str) -> Option<(char, usize)> {
     Some((read, 2))
 }
 
-/// `&amp;`, `&#39;`, `&#x2F;`.
+/// Decodes `&amp;`, `&#39;` or `&#x2F;`.
 fn entity(text: &str) -> Option<(char, usize)> {
-    // The longest is &#x10FFFF;.
+    // The longest entity is `&#x10FFFF;`.
     let end = text.bytes().take(10).position(|byte| byte == b';')?;
     let read = match text.get(1..end)? {
         "amp" => '&',

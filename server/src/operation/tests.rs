@@ -1,4 +1,4 @@
-//! Requests, rule by rule.
+//! Tests of how operations build requests, rule by rule.
 
 use serde_json::{Map, Value, json};
 
@@ -217,10 +217,10 @@ fn a_secret_in_base64_is_found_in_both_alphabets() {
     {
         assert_eq!(secrets.clean(&format!("x={spelling};")), "x=[secret];", "{spelling}");
     }
-    // A key that has padding itself is often shown without.
+    // A key that ends in padding itself is often shown without it.
     secrets.add("c2VjcmV0IQ==");
     assert_eq!(secrets.clean("key c2VjcmV0IQ,"), "key [secret],");
-    // What is made of nothing but escapes is no trap.
+    // A text of nothing but escapes does not take exponential time.
     secrets.add(&"\\".repeat(64));
     assert_eq!(secrets.clean(&"\\".repeat(4_000)).len(), 4_000 / 128 * "[secret]".len() + 32);
 }

@@ -1,4 +1,4 @@
-//! Which addresses and URLs are fine, and that names do not lead around the rules.
+//! Tests of the permitted addresses and URLs, and that host names cannot bypass the rules.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -152,7 +152,7 @@ fn urls_that_are_fine() {
     }
 }
 
-/// A listener that counts who comes, and its address.
+/// Starts a listener that counts connections, and returns its address.
 async fn listener() -> (SocketAddr, Arc<AtomicUsize>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let (address, came) = (listener.local_addr().unwrap(), Arc::new(AtomicUsize::new(0)));
@@ -180,13 +180,13 @@ async fn a_name_that_leads_to_a_private_address_is_not_connected_to() {
     let why = source.expect("the rules refused it").to_string();
     assert!(why.contains("hooks.example") && why.contains("webhooks.allow_private"), "{why}");
     assert_eq!(came.load(Ordering::SeqCst), 0);
-    // The same with the host allowed: it gets there, so it was the rule that kept it away.
+    // With the host allowed the connection succeeds, so it was the rule that prevented it.
     let client = listing(&["hooks.example"]).client_resolving(lookup).build().unwrap();
     assert!(client.post(&url).send().await.is_err(), "it hangs up");
     assert!(came.load(Ordering::SeqCst) > 0);
 }
 
-/// The first answer is public, the second is not: what is connected to is what was checked.
+/// The first DNS response is public, the second is not: the connection goes to the checked address.
 #[tokio::test]
 async fn a_name_that_changes_its_answer_gains_nothing() {
     let (address, came) = listener().await;

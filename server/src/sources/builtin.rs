@@ -1,8 +1,7 @@
-//! The tools the server brings along: calculation, a read-only database, the weather.
+//! The built-in tools: calculation, read-only database queries, current weather.
 //!
-//! They are ordinary tools: each is a typed function with a schema, run by the engine like any
-//! other. None of them changes anything, none invents an answer when it cannot get one, and none
-//! opens a connection before it is called.
+//! They are ordinary tools: typed functions with schemas, which the engine runs like any other.
+//! They change nothing, never invent a result, and open no connection before they are called.
 
 pub mod calculation;
 pub mod database;
@@ -18,30 +17,30 @@ use schemars::JsonSchema;
 use serde::Deserialize;
 use toolcrib::Tool;
 
-/// What the built-in tools are set up with.
+/// Settings of the built-in tools.
 #[derive(Debug, Clone, Default)]
 pub struct Settings {
-    /// Where the sample database is made when no database is configured.
+    /// Directory of the sample database, which is created if no database is configured.
     pub data_dir: PathBuf,
     pub database: DatabaseSettings,
     pub weather: WeatherSettings,
 }
 
-/// What `database.query` reads, and how much.
+/// The database that `database.query` reads, and its limits.
 #[derive(Clone, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct DatabaseSettings {
-    /// A SQLite file (`shop.db`, `sqlite:shop.db`) or `postgres://user:password@host/name`; none
-    /// = the sample database.
+    /// SQLite file (`shop.db`, `sqlite:shop.db`) or `postgres://user:password@host/name`. Default:
+    /// a sample database.
     pub url: Option<String>,
-    /// The most rows of one answer.
+    /// Maximum number of rows in a result.
     pub max_rows: usize,
-    /// The most bytes of one answer's rows, as JSON.
+    /// Maximum size of a result's rows in bytes, as JSON.
     pub max_bytes: usize,
-    /// How long a query may run.
+    /// Maximum duration of a query in milliseconds.
     pub timeout_ms: u64,
-    /// Whether a PostgreSQL role that can reach the server's files and programs is accepted: such
-    /// a role is not held by a read-only transaction.
+    /// Accept a PostgreSQL role that can reach the database server's files and programs. A
+    /// read-only transaction does not restrict such a role.
     pub allow_superuser: bool,
 }
 
@@ -57,7 +56,7 @@ impl Default for DatabaseSettings {
     }
 }
 
-/// Without the URL, which may have a password in it.
+/// Hides the URL, which may contain a password.
 impl fmt::Debug for DatabaseSettings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("DatabaseSettings")
@@ -70,15 +69,15 @@ impl fmt::Debug for DatabaseSettings {
     }
 }
 
-/// Whom `weather.query` asks.
+/// The services that `weather.query` uses.
 #[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct WeatherSettings {
-    /// Finds places: an address that answers `/v1/search` as Open-Meteo does.
+    /// Geocoding service: a URL that serves `/v1/search` like Open-Meteo.
     pub geocoding_url: String,
-    /// Knows the weather: an address that answers `/v1/forecast` as Open-Meteo does.
+    /// Forecast service: a URL that serves `/v1/forecast` like Open-Meteo.
     pub forecast_url: String,
-    /// How long a call has.
+    /// Timeout of a call in milliseconds.
     pub timeout_ms: u64,
 }
 
@@ -92,12 +91,12 @@ impl Default for WeatherSettings {
     }
 }
 
-/// Why the built-in tools cannot be set up: names the setting.
+/// An error in the settings of a built-in tool. The message names the setting.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct Unusable(pub String);
 
-/// The built-in tools.
+/// Creates the built-in tools.
 pub fn tools(settings: Settings) -> Result<Vec<Arc<dyn Tool>>, Unusable> {
     Ok(vec![
         Arc::new(calculation::tool()),

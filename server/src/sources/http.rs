@@ -1,9 +1,9 @@
 //! The source of tools that are operations of HTTP APIs.
 //!
-//! Definitions come from others, so nothing in one decides where the server connects to: the host
-//! must be on the operator's list, the address it resolves to must not be private, and an answer
-//! cannot send the request on to another host. Secrets are looked up here, at the last moment, and
-//! taken out of everything that comes back.
+//! Definitions come from callers, so a definition never decides where the server connects to: the
+//! host must be on the operator's allowlist, the address it resolves to must not be private, and a
+//! response cannot redirect the request to another host. Secrets are read from the environment
+//! here, at the moment of use, and redacted from every response.
 
 mod answer;
 mod client;
@@ -37,21 +37,21 @@ use client::Upstream;
 #[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct HttpSettings {
-    /// The hosts that may be asked: `api.example.com`, `*.example.com`; with another port or
-    /// without TLS only where it is said: `api.example.com:8443`, `http://127.0.0.1:8080`.
+    /// Hosts that tools may connect to: `api.example.com`, `*.example.com`. Another port or plain
+    /// HTTP must be written out: `api.example.com:8443`, `http://127.0.0.1:8080`.
     pub hosts: Vec<String>,
-    /// Whether their addresses may be in private networks.
+    /// Allow every listed host to have an address in a private network.
     pub allow_private: bool,
-    /// The hosts of which the addresses may be in private networks.
+    /// Hosts whose addresses may be in private networks.
     pub allow_hosts: Vec<String>,
-    /// Patterns of the environment variables that a definition may name. The server's own
-    /// (`TOOLCRIB_…`) never can be.
+    /// Patterns of the environment variables that a definition may name. The server's own variables
+    /// (`TOOLCRIB_…`) are never allowed.
     pub allow_envs: Vec<String>,
-    /// How long an answer may take where the definition does not say.
+    /// Default timeout of a request in milliseconds, where the definition sets none.
     pub timeout_ms: u64,
-    /// How large an answer may be.
+    /// Maximum size of a response in bytes.
     pub max_response_bytes: usize,
-    /// Arguments that come from the environment, for every such tool: `{ argument = "VARIABLE" }`.
+    /// Arguments of every HTTP tool that come from the environment: `{ argument = "VARIABLE" }`.
     pub envs: BTreeMap<String, String>,
     /// Jina's search and reader.
     pub jina: JinaSettings,
@@ -76,11 +76,11 @@ impl Default for HttpSettings {
 #[derive(Debug, Clone, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct JinaSettings {
-    /// Where the search is; its host must be among `hosts`.
+    /// URL of the search. Its host must be in `hosts`.
     pub search_url: String,
-    /// Where the reader is; its host must be among `hosts`.
+    /// URL of the reader. Its host must be in `hosts`.
     pub reader_url: String,
-    /// Arguments that come from the environment, for Jina's tools.
+    /// Arguments of Jina's tools that come from the environment.
     pub envs: BTreeMap<String, String>,
 }
 
@@ -91,7 +91,7 @@ impl Default for JinaSettings {
     }
 }
 
-/// Asks HTTP APIs.
+/// Executes tools by calling HTTP APIs.
 pub struct HttpTools {
     allowed: Allowed,
     outbound: Outbound,
@@ -102,7 +102,7 @@ pub struct HttpTools {
 }
 
 impl HttpTools {
-    /// With these settings, or what is wrong with them.
+    /// Creates the source, or returns an error message about the settings.
     pub fn new(settings: HttpSettings) -> Result<Self, String> {
         let places = Places::read(&settings.jina.search_url, &settings.jina.reader_url)?;
         let allowed = Allowed::read(&settings.hosts).map_err(|why| format!("hosts: {why}"))?;
@@ -111,12 +111,12 @@ impl HttpTools {
         Ok(Self { allowed, outbound, places, settings, upstream, running: Mutex::default() })
     }
 
-    /// The value of a variable that a definition may name, when it is set to something.
+    /// Returns the value of a variable that a definition may name, if it is set and not empty.
     fn variable(&self, name: &str) -> Option<String> {
         let own = name.to_ascii_uppercase().starts_with("TOOLCRIB_");
         let named = self.settings.allow_envs.iter().any(|p| policy::matches(p, name));
         if own || !named {
-            tracing::warn!(variable = name, "http.allow_envs keeps a definition from it");
+            tracing::warn!(variable = name, "http.allow_envs does not allow this variable");
             return None;
         }
         std::env::var(name).ok().filter(|value| !value.is_empty())
@@ -138,7 +138,8 @@ impl HttpTools {
         Ok(request)
     }
 
-    /// The definition's variables, overlaid by the operator's.
+    /// Inserts the arguments from the environment. The operator's variables override the
+    /// definition's.
     fn put_environment(
         &self,
         plan: &Plan,
@@ -157,7 +158,7 @@ impl HttpTools {
                     secrets.add(&value);
                     given.insert(arg, Value::String(value));
                 }
-                None => tracing::warn!(arg, variable = name, "is not set; left out"),
+                None => tracing::warn!(arg, variable = name, "variable not set; omitted"),
             }
         }
     }
@@ -191,7 +192,7 @@ impl HttpTools {
     }
 }
 
-/// A URL's scheme, host and port: nothing of it that could be secret.
+/// Returns a URL's scheme, host and port, which contain no secret.
 fn place(url: &Url) -> String {
     url.origin().ascii_serialization()
 }

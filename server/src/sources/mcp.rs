@@ -1,9 +1,9 @@
-//! The source of tools that MCP servers execute: programs that are started here, and servers that
-//! are reached over streamable HTTP.
+//! The source of tools that MCP servers execute: child processes started by Toolcrib, and servers
+//! reached over streamable HTTP.
 //!
-//! Every upstream is kept connected by a task of its own, so that one which is slow, broken or gone
-//! is no matter to the others. Their tools are in the directory under `NAME.tool`; what they offer
-//! is put there through the [`Ledger`]. Without an upstream nothing of this runs.
+//! Each upstream has a task that keeps it connected, so that a slow, broken or missing upstream
+//! does not affect the others. Its tools are registered as `NAME.tool` through the
+//! [`UpstreamRegistry`]. Without an upstream nothing runs here.
 
 mod authorised;
 mod call;
@@ -54,19 +54,20 @@ use upstream::Upstream;
 
 use crate::outbound::Outbound;
 
-/// How long an upstream may take to hear that a call is not wanted any more.
+/// Maximum time spent on notifying an upstream that a call is canceled.
 const TELLING: Duration = Duration::from_secs(2);
 
-/// Changes beside tools that may wait to be heard.
+/// Capacity of the channel of changes to resources and prompts.
 const NEWS: usize = 256;
 
-/// Where what upstreams offer is written down.
+/// The durable record of the tools and credentials of upstreams.
 #[async_trait]
 pub trait Ledger: Send + Sync + 'static {
-    /// What was accepted of an upstream, by name.
+    /// Returns the accepted tools of an upstream, by name.
     fn known(&self, project: &str, upstream: &str) -> BTreeMap<String, Definition>;
 
-    /// Sets what it offers. Answers with what could not be taken, and why.
+    /// Replaces the tools of an upstream. Returns the names of those that were rejected, with the
+    /// reasons.
     async fn keep(
         &self,
         project: &str,
@@ -75,10 +76,10 @@ pub trait Ledger: Send + Sync + 'static {
         why: &str,
     ) -> Result<Vec<(String, String)>, String>;
 
-    /// What an upstream's issuer has granted, if anything.
+    /// Returns the stored OAuth credential of an upstream, if any.
     async fn grant(&self, project: &str, upstream: &str) -> Result<Option<String>, String>;
 
-    /// Keeps what it has granted, or forgets it.
+    /// Stores the OAuth credential of an upstream, or deletes it when it is `None`.
     async fn keep_grant(
         &self,
         project: &str,
@@ -86,13 +87,13 @@ pub trait Ledger: Send + Sync + 'static {
         grant: Option<String>,
     ) -> Result<(), String>;
 
-    /// How long a call has where nobody says otherwise.
+    /// Timeout of a call where neither the request nor the tool sets one.
     fn default_timeout_ms(&self, project: &str) -> u64;
 }
 
 type Place = (String, String);
 
-/// Every upstream.
+/// All upstreams, as a source of tools.
 pub struct Upstreams {
     known: Mutex<HashMap<Place, Arc<Upstream>>>,
     ledger: OnceLock<Arc<dyn Ledger>>,
@@ -103,8 +104,8 @@ pub struct Upstreams {
 }
 
 impl Upstreams {
-    /// None yet. Those that a key has named may only be where these rules say.
-    /// A person's browser reaches us at this address.
+    /// Creates a source without upstreams. `outbound` limits the addresses of upstreams that were
+    /// added with an API key; `base` is the URL at which a person's browser reaches the server.
     pub fn new(outbound: Outbound, base: String) -> Self {
         let (known, ledger) = Default::default();
         let (news, tasks) = (broadcast::Sender::new(NEWS), TaskTracker::new());
@@ -118,23 +119,23 @@ impl Upstreams {
         }
     }
 
-    /// A person's browser reaches us here.
+    /// Sets the URL at which a person's browser reaches the server.
     pub fn set_base(&self, base: String) {
         *self.base.write() = base;
     }
 
-    /// Where a person's browser reaches us.
+    /// Returns the URL at which a person's browser reaches the server.
     pub fn base(&self) -> String {
         self.base.read().clone()
     }
 
-    /// From now on, what is offered is written down here. Once.
+    /// Sets the registry that records the offered tools. Only the first call has an effect.
     pub fn open(&self, ledger: Arc<dyn Ledger>) {
         let _ = self.ledger.set(ledger);
     }
 
-    /// These are wanted, and no others: what is new is connected to, what is gone is ended, what
-    /// has other settings is begun again.
+    /// Sets the desired upstreams: connects to new ones, shuts down removed ones, and restarts
+    /// those whose settings changed.
     pub fn set(&self, wanted: Vec<McpSettings>) {
         let Some(ledger) = self.ledger.get() else { return };
         let mut known = self.known.lock();
@@ -164,7 +165,7 @@ impl Upstreams {
         }
     }
 
-    /// Ends all of them, and waits until nothing of them is left.
+    /// Shuts down all upstreams and waits until none of their tasks is left.
     pub async fn close(&self) {
         self.known.lock().drain().for_each(|(_, upstream)| upstream.stop.cancel());
         self.tasks.close();
@@ -179,7 +180,7 @@ impl Upstreams {
         self.find(project, tool.split_once('.')?.0)
     }
 
-    /// How the upstreams of a project are, by name.
+    /// Returns the status of each upstream of a project, sorted by name.
     pub fn shown(&self, project: &str) -> Vec<Shown> {
         let known = self.known.lock();
         let here = known.iter().filter(|((owner, _), _)| owner == project);
@@ -188,12 +189,12 @@ impl Upstreams {
         all
     }
 
-    /// Whether there is one of this name.
+    /// Returns `true` if an upstream with this name exists.
     pub fn has(&self, project: &str, name: &str) -> bool {
         self.find(project, name).is_some()
     }
 
-    /// How many are in each state, over all projects.
+    /// Counts the upstreams of all projects by phase.
     pub fn counted(&self) -> [(&'static str, usize); 5] {
         let known = self.known.lock();
         let phases: Vec<Phase> = known.values().map(|known| known.state.lock().phase).collect();
@@ -201,12 +202,12 @@ impl Upstreams {
             .map(|phase| (phase.as_str(), phases.iter().filter(|known| **known == phase).count()))
     }
 
-    /// How one of them is.
+    /// Returns the status of one upstream.
     pub fn one(&self, project: &str, name: &str) -> Option<Shown> {
         self.find(project, name).map(|upstream| shown(&upstream))
     }
 
-    /// Accepts what one offers now: these tools, or all.
+    /// Accepts the current definitions of the given tools, or of all tools, of one upstream.
     pub async fn accept(
         &self,
         project: &str,
@@ -219,22 +220,22 @@ impl Upstreams {
         upstream.accept(&**ledger, wanted).await
     }
 
-    /// Tries one again at once, or looks at what it offers, and waits until that is known, or the
-    /// time is over.
+    /// Reconnects an upstream at once, or refreshes its tool list if it is connected, and waits
+    /// until that is done or the time is over.
     pub async fn look_again(&self, project: &str, name: &str, until: tokio::time::Instant) {
         if let Some(upstream) = self.find(project, name) {
             let _ = tokio::time::timeout_at(until, upstream.look_again()).await;
         }
     }
 
-    /// Waits until one is known to be there or not, or the time is over.
+    /// Waits until an upstream is known to be available or unavailable, or the time is over.
     pub async fn known_by(&self, project: &str, name: &str, until: tokio::time::Instant) {
         if let Some(upstream) = self.find(project, name) {
             let _ = tokio::time::timeout_at(until, upstream.begun()).await;
         }
     }
 
-    /// Begins a sign-in of a person.
+    /// Starts a sign-in by a person.
     pub async fn sign_in(&self, project: &str, name: &str) -> Result<(), String> {
         let upstream = self.find(project, name);
         let pass = upstream.as_ref().and_then(|upstream| upstream.pass.as_ref());
@@ -242,7 +243,7 @@ impl Upstreams {
         pass.sign_in_anew().await
     }
 
-    /// Forgets its tokens, and tries it without.
+    /// Deletes the upstream's tokens and reconnects without them.
     pub async fn sign_out(&self, project: &str, name: &str) -> Result<(), String> {
         let Some(upstream) = self.find(project, name) else { return Ok(()) };
         if let Some(pass) = &upstream.pass {
@@ -252,8 +253,8 @@ impl Upstreams {
         Ok(())
     }
 
-    /// A browser has come back from an issuer. Gives the name of the upstream it was for; none
-    /// where nobody waits for it.
+    /// Completes a sign-in after the browser was redirected back from the issuer. Returns the name
+    /// of the upstream it was for, or `None` if no upstream expects this sign-in.
     pub async fn signed_in(
         &self,
         state: &str,
@@ -276,7 +277,7 @@ impl Upstreams {
         Some((name, finished))
     }
 
-    /// The connections of a project that can be used, by the names of their upstreams.
+    /// Returns the usable connections of a project, by the names of their upstreams.
     pub fn peers(&self, project: &str) -> BTreeMap<String, Peer<RoleClient>> {
         let known = self.known.lock();
         let here = known.iter().filter(|((owner, _), _)| owner == project);
@@ -286,19 +287,20 @@ impl Upstreams {
         peers.collect()
     }
 
-    /// A text of one of them, without the values that its settings name.
+    /// Redacts the secrets of an upstream's settings and tokens from a text.
     pub fn clean(&self, project: &str, name: &str, text: &str) -> String {
         self.find(project, name).map_or_else(|| text.to_owned(), |upstream| upstream.clean(text))
     }
 
-    /// Something is wrong with one that is there, beside its tools.
+    /// Records a problem of an upstream that does not concern its tools, unless one is already
+    /// recorded.
     pub fn complain(&self, project: &str, name: &str, why: &str) {
         if let Some(upstream) = self.find(project, name) {
             upstream.state.lock().problem.get_or_insert_with(|| why.to_owned());
         }
     }
 
-    /// That is not wrong any more.
+    /// Clears a problem that was recorded with `report_problem`.
     pub fn withdraw(&self, project: &str, name: &str, why: &str) {
         if let Some(upstream) = self.find(project, name) {
             let mut state = upstream.state.lock();
@@ -306,7 +308,7 @@ impl Upstreams {
         }
     }
 
-    /// Changes beside tools, each with its project and upstream.
+    /// Subscribes to changes of resources and prompts, each with its project and upstream.
     pub fn changes(&self) -> broadcast::Receiver<(Place, News)> {
         self.news.subscribe()
     }
@@ -367,13 +369,13 @@ impl Source for Upstreams {
 }
 
 impl Upstreams {
-    /// There are few, and only one of them knows the call.
+    /// Calls `act` for each upstream. There are few, and only one of them knows the call.
     fn each(&self, mut act: impl FnMut(&Arc<Upstream>)) {
         self.known.lock().values().for_each(&mut act);
     }
 }
 
-/// Attempts, by what came of them.
+/// Counters of attempts by outcome.
 struct Counted {
     ok: Counter,
     failed: Counter,
@@ -397,7 +399,7 @@ static CALLS: LazyLock<Counted> = LazyLock::new(|| {
     Counted { ok: of("ok"), failed: of("failed"), asked: of("asked"), task: of("task") }
 });
 
-/// The time, in milliseconds since 1970.
+/// Returns the current time in milliseconds since 1970.
 fn now_ms() -> u64 {
     u64::try_from(jiff::Timestamp::now().as_millisecond()).unwrap_or_default()
 }

@@ -1,11 +1,11 @@
-//! The source of tools that a tool service executes: commands on JetStream.
+//! The source of tools that a tool service executes: publishes commands on JetStream.
 //!
-//! The call is committed before its attempt is started here, and it is open until its report is
-//! in: so the open calls are the outbox of commands, and what a crash kept from being published is
-//! started again by the next process. A command waits while the broker is away, until its call has
-//! ended. The broker and the tool service both know a command by the call's id, so one that is
-//! published twice is executed once; what the broker has forgotten by then is looked for before it
-//! is published again.
+//! A call is committed before its attempt starts here, and stays open until its report arrives. The
+//! open calls are therefore the outbox of commands: if a crash prevents a publication, the next
+//! process starts the attempt again. While the broker is unavailable a command waits, until its
+//! call has ended. The broker and the tool service both identify a command by the call's id, so a
+//! command published twice is executed once. A command that is older than the broker's duplicate
+//! window is searched in the stream before it is published again.
 
 mod post;
 
@@ -20,7 +20,7 @@ use toolcrib::tool::{Definition, Executor};
 use crate::utp::{DEFAULT_VERSION, Link};
 use post::{Outgoing, Post, Waiting};
 
-/// Publishes commands.
+/// Publishes commands for tool services.
 pub struct Commands {
     link: Option<Link>,
     waiting: Waiting,
@@ -29,7 +29,7 @@ pub struct Commands {
 }
 
 impl Commands {
-    /// Over this connection; without one, calls wait until their deadline.
+    /// Creates the source for this connection. Without one, calls wait until their deadline.
     pub fn new(link: Option<Link>) -> Self {
         let (waiting, gone) = (Waiting::default(), CancellationToken::new());
         let (line, taken) = unbounded_channel();
@@ -56,7 +56,7 @@ impl Source for Commands {
     }
 
     async fn start(&self, attempt: Attempt, _progress: ProgressSink) -> Started {
-        // What a tool service has taken is with it, and not sent a second time.
+        // A tool service has acknowledged the command and works on it: do not send it again.
         if attempt.again && attempt.taken_by.is_some() {
             return Started::Parked;
         }
@@ -64,7 +64,7 @@ impl Source for Commands {
         match Outgoing::new(version, attempt) {
             Ok(Some(outgoing)) if self.link.is_some() => {
                 self.waiting.lock().insert(outgoing.place());
-                // Nobody takes it only when the server is going down; the next one does.
+                // Fails only when the server shuts down; the next process publishes the command.
                 let _ = self.line.send(outgoing);
                 Started::Parked
             }

@@ -1,8 +1,8 @@
-//! Export by OTLP/HTTP: spans and metrics go to an endpoint from threads of their own.
+//! Exports spans and metrics over OTLP/HTTP from dedicated threads.
 //!
-//! An endpoint that is down, slow or silent costs the calls nothing: spans wait in a bounded queue,
-//! what does not fit is dropped and counted, and the log says so now and then. Everything that is
-//! still waiting is sent when the server stops, within a limit.
+//! An endpoint that is down, slow or silent never delays calls: spans wait in a bounded queue,
+//! spans that do not fit are dropped and counted, and the log reports it at intervals. When the
+//! server stops, everything that is queued is sent within a limit.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -29,14 +29,14 @@ use parking_lot::Mutex;
 use super::sampling::Sampling;
 use crate::config::{TelemetrySettings, check_endpoint};
 
-/// How long the endpoint may take to answer.
+/// Maximum time the endpoint takes to respond.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How often the log may say that it does not.
+/// Minimum time between two log lines about a failing endpoint.
 const SAY_AGAIN: Duration = Duration::from_secs(60);
-/// Spans that are sent at once.
+/// Maximum number of spans in one export.
 const BATCH: usize = 512;
 
-/// What exports, once it is set up.
+/// Exports spans and metrics to the configured endpoint.
 pub struct Otlp {
     spans: Option<Spans>,
     meters: Option<SdkMeterProvider>,
@@ -45,14 +45,14 @@ pub struct Otlp {
     pub(super) capture_content: bool,
 }
 
-/// The queue of spans.
+/// The bounded queue of spans.
 struct Spans {
     processor: BatchSpanProcessor,
     queued: Arc<AtomicUsize>,
     max_queued: usize,
 }
 
-/// Where to, and with what.
+/// The URLs and headers of the export.
 struct Destination {
     traces: Option<String>,
     metrics: Option<String>,
@@ -60,7 +60,7 @@ struct Destination {
 }
 
 impl Otlp {
-    /// Sets up what is configured; none where nothing is to be exported.
+    /// Starts the configured export. Returns `None` if nothing is exported.
     pub async fn start(settings: &TelemetrySettings) -> anyhow::Result<Option<Arc<Self>>> {
         let variable = |name: &str| std::env::var(name).ok().filter(|text| !text.is_empty());
         let Some(to) = Destination::configured(settings, variable)? else { return Ok(None) };
@@ -75,7 +75,7 @@ impl Otlp {
             "exporting by OTLP"
         );
         let settings = settings.clone();
-        // The blocking client must not be made on a thread of the runtime.
+        // The blocking client must not be built on a thread of the async runtime.
         let made =
             tokio::task::spawn_blocking(move || Self::made(&settings, &to, &resource, sampling));
         Ok(Some(Arc::new(made.await??)))
@@ -109,12 +109,12 @@ impl Otlp {
         Ok(Self { spans, meters, duration, sampling, capture_content })
     }
 
-    /// Whether spans are exported at all.
+    /// Returns true if spans are exported.
     pub(super) fn has_spans(&self) -> bool {
         self.spans.is_some()
     }
 
-    /// Puts a span in line.
+    /// Queues a span for export. Drops and counts it if the queue is full.
     pub(super) fn send(&self, span: SpanData) {
         let Some(spans) = &self.spans else { return };
         if spans.queued.fetch_add(1, Ordering::Relaxed) >= spans.max_queued {
@@ -125,11 +125,12 @@ impl Otlp {
         spans.processor.on_end(span);
     }
 
-    /// Sends what waits, within a limit, and stops. Blocks.
+    /// Sends everything that is queued, for at most `limit`, and stops. Blocks.
     pub fn stop(self: &Arc<Self>, limit: Duration) {
         let until = Instant::now() + limit;
         let (done, finished) = mpsc::channel();
-        // The metrics' own way to stop has a limit of its own, which may be longer than ours.
+        // Threads, because the meter provider's shutdown has its own timeout, which may be longer
+        // than `limit`.
         for stop in [Self::stop_spans, Self::stop_metrics] {
             let (this, done) = (self.clone(), done.clone());
             std::thread::spawn(move || {
@@ -138,7 +139,7 @@ impl Otlp {
             });
         }
         drop(done);
-        // What could not be sent in time is lost with the process.
+        // Spans and metrics that could not be sent in time are lost with the process.
         while finished.recv_timeout(until.saturating_duration_since(Instant::now())).is_ok() {}
     }
 
@@ -215,7 +216,7 @@ fn client(url: &str) -> anyhow::Result<reqwest::blocking::Client> {
         .timeout(PATIENCE)
         .redirect(reqwest::redirect::Policy::none())
         .user_agent(concat!("toolcrib/", env!("CARGO_PKG_VERSION")));
-    // A collector on this machine is never behind a proxy, whatever the environment says.
+    // A collector on this machine is never behind a proxy, even if the environment sets one.
     let local = |url: &reqwest::Url| {
         let ip = url.host_str().and_then(|host| host.trim_matches(['[', ']']).parse().ok());
         url.host_str() == Some("localhost")
@@ -227,7 +228,7 @@ fn client(url: &str) -> anyhow::Result<reqwest::blocking::Client> {
     builder.build().context("no HTTP client for OTLP")
 }
 
-/// Who this is, in traces and metrics.
+/// Describes this process in traces and metrics.
 fn resource(name: Option<&str>, variable: impl Fn(&str) -> Option<String>) -> Resource {
     let named = variable("OTEL_SERVICE_NAME").is_some()
         || variable("OTEL_RESOURCE_ATTRIBUTES").is_some_and(|text| text.contains("service.name="));
@@ -242,7 +243,7 @@ fn resource(name: Option<&str>, variable: impl Fn(&str) -> Option<String>) -> Re
 }
 
 impl Destination {
-    /// The setting, or else OpenTelemetry's variables.
+    /// Reads the settings, or else OpenTelemetry's variables.
     fn configured(
         settings: &TelemetrySettings,
         variable: impl Fn(&str) -> Option<String>,
@@ -268,14 +269,14 @@ impl Destination {
             check_endpoint(url).map_err(|why| anyhow::anyhow!("the OTLP endpoint {why}"))?;
         }
         if is("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc") {
-            tracing::warn!("OTLP is sent as http/protobuf; gRPC is not spoken here");
+            tracing::warn!("OTLP is sent as http/protobuf; gRPC is not supported");
         }
         let headers = match &settings.otlp_headers_env {
             Some(name) => {
                 let text = variable(name).with_context(|| {
                     format!("telemetry.otlp_headers_env: there is no variable {name}")
                 })?;
-                // The value is a secret and is not repeated.
+                // The value is a secret, so the message does not repeat it.
                 headers(&text).with_context(|| {
                     format!("the variable {name} must be written as name=value,name=value")
                 })?
@@ -286,7 +287,7 @@ impl Destination {
     }
 }
 
-/// `name=value,name=value`, with `%20` and the like in the values.
+/// Parses `name=value,name=value`, with percent-encoding in the values.
 fn headers(text: &str) -> Option<HashMap<String, String>> {
     let pairs = text.split(',').filter(|pair| !pair.trim().is_empty());
     let read = pairs.map(|pair| {
@@ -310,13 +311,13 @@ fn unescaped(text: &str) -> Option<String> {
     String::from_utf8(bytes).ok()
 }
 
-/// An address as it may be logged: paths and queries of tracing services can hold keys.
+/// Returns the origin of a URL for logs: paths and queries of tracing services may contain keys.
 fn origin(url: &str) -> String {
     let url = reqwest::Url::parse(url).ok();
     url.map(|url| url.origin().ascii_serialization()).unwrap_or_default()
 }
 
-/// Says now and then that the endpoint does not answer, and once that it does again.
+/// Logs at intervals that the endpoint fails, and once that it works again.
 #[derive(Debug)]
 struct Said {
     what: &'static str,
@@ -348,7 +349,7 @@ impl Said {
     }
 }
 
-/// An exporter that is watched.
+/// An exporter that counts its spans and logs its failures.
 #[derive(Debug)]
 struct Watched<E> {
     exporter: E,

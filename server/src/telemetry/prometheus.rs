@@ -1,11 +1,11 @@
-//! What `/metrics` collects: every name, with its explanation. Counters are there from the start,
+//! Metrics that `/metrics` exposes: every name with its description. Counters exist from startup,
 //! so that a rate does not miss the first event.
 
 use std::sync::OnceLock;
 
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 
-/// Names and explanations.
+/// Metric names with their descriptions.
 type Names = &'static [(&'static str, &'static str)];
 
 const COUNTERS: Names = &[
@@ -44,14 +44,14 @@ const HISTOGRAMS: Names = &[
     ("toolcrib_store_commit_group_size", "Changes that shared a commit"),
 ];
 
-/// What collects the metrics of this process, started with the first who asks for it.
+/// Returns the handle of the process-wide recorder, which the first call installs.
 pub fn metrics() -> Option<PrometheusHandle> {
     static COLLECTED: OnceLock<Option<PrometheusHandle>> = OnceLock::new();
     COLLECTED.get_or_init(start_metrics).clone()
 }
 
 fn start_metrics() -> Option<PrometheusHandle> {
-    // Doubling from 10 ms to 82 s for calls, finer for commits.
+    // Buckets double from 10 ms to 82 s for calls and are finer for commits.
     let calls: Vec<f64> = (0..14).map(|n| 0.01 * f64::from(1 << n)).collect();
     let commits: Vec<f64> = (0..14).map(|n| 0.0001 * f64::from(1 << n)).collect();
     let sizes: Vec<f64> = (0..10).map(|n| f64::from(1 << n)).collect();

@@ -1,19 +1,19 @@
-//! Which calls' spans are recorded.
+//! Decides which traces are recorded.
 
 use toolcrib::trace::Ids;
 
-/// The decision follows from the trace's id alone, so it is the same everywhere and after a
-/// restart. Services that decide by the same rule and ratio record the same traces.
+/// Samples traces. The decision depends on the trace id alone, so it is the same in every process
+/// and after a restart. Services that use the same rule and ratio record the same traces.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sampling {
-    /// A caller's trace is recorded when the caller records it.
+    /// Records a caller's trace when the caller records it.
     pub follow_parent: bool,
-    /// Which part of the others is.
+    /// Share of the other traces that is recorded.
     pub ratio: f64,
 }
 
 impl Sampling {
-    /// What is configured: the setting, or else OpenTelemetry's variables.
+    /// Builds the sampler from the setting, or else from OpenTelemetry's variables.
     pub fn configured(
         ratio: Option<f64>,
         variable: impl Fn(&str) -> Option<String>,
@@ -44,7 +44,7 @@ impl Sampling {
         Ok(Self { follow_parent, ratio })
     }
 
-    /// Whether the spans of a call with these ids are recorded.
+    /// Returns true if the spans of a call with these ids are recorded.
     pub fn takes(&self, ids: &Ids) -> bool {
         if let Some(parent) = ids.parent.filter(|_| self.follow_parent) {
             return parent.is_sampled();
@@ -53,7 +53,8 @@ impl Sampling {
             return true;
         }
         let id = u128::from_be_bytes(ids.trace_id()) as u64;
-        // The rule of OpenTelemetry's SDKs: the lower half of the id against the ratio of 2^63.
+        // The rule of OpenTelemetry's SDKs: the lower half of the id compared with the ratio of
+        // 2^63.
         ((id >> 1) as f64) < self.ratio * (1_u64 << 63) as f64
     }
 }

@@ -1,9 +1,8 @@
-//! What a call looks like as spans and metrics, in the words of OpenTelemetry's conventions for
-//! generative AI.
+//! Converts calls to spans and metrics that follow OpenTelemetry's conventions for generative AI.
 //!
-//! A span is made when its call or attempt is over, out of the times that are stored; so it is the
-//! same for a call that outlived its request or the process. Arguments and results are not part of
-//! it, and neither are the messages of faults, which may quote them: only sizes and codes are.
+//! A span is built when its call or attempt has ended, from the stored times; so it is the same for
+//! a call that outlived its request or the process. A span does not include arguments, results or
+//! the messages of faults, which may quote them: only sizes and codes.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -23,13 +22,13 @@ use toolcrib::{Executor, Json};
 
 use super::otlp::Otlp;
 
-/// The version of the conventions that are spoken here; all of them are still in development.
+/// The version of the conventions used here; all of them are still in development.
 const SCHEMA: &str = "https://opentelemetry.io/schemas/gen-ai/1.42.0";
 
-/// Captured arguments and results are cut to this.
+/// Maximum size of captured arguments and results.
 const MAX_CONTENT_BYTES: usize = 32 << 10;
 
-/// Who says it.
+/// Returns the instrumentation scope of Toolcrib.
 pub(super) fn scope() -> InstrumentationScope {
     static SCOPE: LazyLock<InstrumentationScope> = LazyLock::new(|| {
         InstrumentationScope::builder("toolcrib")
@@ -74,7 +73,8 @@ impl Observer for Otlp {
     }
 }
 
-/// What a thread has measured lately: every call has attributes, and few are new.
+/// Attributes of a recent measurement on this thread. Every call needs attributes and few are new,
+/// so each thread caches them.
 struct Lately {
     tool_name: String,
     agent: String,
@@ -83,11 +83,11 @@ struct Lately {
     attributes: Vec<KeyValue>,
 }
 
-/// How many of them a thread keeps.
+/// Maximum number of cached attribute sets per thread.
 const LATELY: usize = 16;
 
 impl Lately {
-    /// Agents and tools, never ids: the attributes of a metric must stay few.
+    /// Builds the attributes from agent and tool, never from ids: a metric needs low cardinality.
     fn of(call: &Call, error: Option<Code>) -> Self {
         let (tool_name, agent) = (call.tool_name.clone(), call.asked.agent.clone());
         let executor = call.target.executor;
@@ -122,7 +122,8 @@ fn measured(call: &Call, error: Option<Code>, record: impl FnOnce(&[KeyValue])) 
     });
 }
 
-/// `function` is executed on a client's side, `extension` on ours.
+/// Returns the tool type of the conventions: `function` for tools executed by a client, `extension`
+/// for tools executed by the server.
 fn tool_type(executor: Executor) -> &'static str {
     match executor {
         Executor::Client => "function",
@@ -130,7 +131,7 @@ fn tool_type(executor: Executor) -> &'static str {
     }
 }
 
-/// The whole call: from being accepted to its outcome.
+/// Builds the span of a call, from its acceptance to its outcome.
 fn call_span(ended: &Ended<'_>) -> SpanData {
     let (ids, call) = (&ended.ids, ended.call);
     let outcome = call.outcome.as_ref();
@@ -173,7 +174,7 @@ fn call_span(ended: &Ended<'_>) -> SpanData {
     }
 }
 
-/// One attempt: from being given to whoever executes it until it is over.
+/// Builds the span of one attempt, from its dispatch to the executor until its end.
 fn attempt_span(attempted: &Attempted<'_>) -> SpanData {
     let (ids, call) = (&attempted.ids, attempted.call);
     let mut attributes = vec![
@@ -187,7 +188,7 @@ fn attempt_span(attempted: &Attempted<'_>) -> SpanData {
     let error = attempted.failed;
     attributes.extend(error.map(|code| KeyValue::new("error.type", code.as_str())));
     let began_ms = call.attempt_ms.or(call.started_ms).unwrap_or(call.created_ms);
-    // Whoever goes on with the trace elsewhere is below a client's span.
+    // An executor elsewhere continues the trace below a client span.
     let here = call.target.executor == Executor::Builtin;
     let kind = if here { SpanKind::Internal } else { SpanKind::Client };
     let name = format!("attempt {}", call.target.tool);
@@ -235,7 +236,7 @@ fn signed(ms: u64) -> i64 {
     i64::try_from(ms).unwrap_or(i64::MAX)
 }
 
-/// As much of it as a span may carry.
+/// Truncates content to the size that a span may carry.
 fn shown(json: &Json) -> String {
     let text = json.text();
     let mut end = text.len().min(MAX_CONTENT_BYTES);

@@ -1,4 +1,4 @@
-//! Upstreams as the HTTP door shows and changes them.
+//! Upstreams as the HTTP transport shows and changes them.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -13,18 +13,18 @@ use super::{KIND, Keeper, outbound};
 use crate::doors::http::{Returned, SourceBody, SourceChange, SourceOauth, SourceSkipped, Sources};
 use crate::sources::mcp::{McpSettings, PassShown, Shown, ToolChange, Wrong, of_desktop_clients};
 
-/// Servers in one request.
+/// Maximum number of servers in one request.
 const MOST: usize = 100;
 
-/// The servers in a document of desktop clients, if it is one.
+/// Returns the servers in a desktop client's configuration document, or `None` if it is not one.
 pub fn imported(document: &mut Value) -> Option<&mut Map<String, Value>> {
     let mut keys = ["mcpServers", "servers"].into_iter();
     let key = keys.find(|key| document.get(key).is_some_and(Value::is_object))?;
     document.get_mut(key)?.as_object_mut()
 }
 
-/// Reads what to add: one server, or the `mcpServers` of desktop clients. A server that is pinned
-/// stays so when it is imported again, unless that says otherwise.
+/// Parses the servers to add: a single server, or the `mcpServers` of a desktop client. A server
+/// that is pinned stays pinned when it is imported again, unless the document sets `pin`.
 pub fn to_add(
     engine: &Engine,
     caller: &Caller,
@@ -65,15 +65,17 @@ fn invalid(wrong: Wrong) -> Error {
     Fault::new(Code::ValidationError, message).with_detail(detail).into()
 }
 
-/// As it is stored: whose it is stands beside it.
+/// Returns the settings in their stored form. The project is stored beside them, so it is reset
+/// here.
 pub fn stored(settings: &McpSettings) -> Json {
     let plain = McpSettings { project: "default".to_owned(), ..settings.clone() };
     Json::of(&plain).unwrap_or_else(|_| Json::empty_object())
 }
 
 impl Keeper {
-    /// What a key may not do is the machine's operator's to decide: starting programs, reading the
-    /// environment, reaching into private networks.
+    /// Checks that the caller may add these settings. Starting programs, reading the environment
+    /// and reaching private networks are for the operator of the machine to allow, not for the
+    /// holder of an API key.
     fn check(&self, caller: &Caller, settings: &mut McpSettings) -> Result<(), Error> {
         settings.guarded = false;
         settings.project.clone_from(&caller.project);

@@ -1,6 +1,6 @@
-//! The lists of what lies beside the tools of upstreams, each kept for a moment: many ask for them,
-//! and to read one resource it must be known who has it. One upstream that does not answer costs
-//! everybody its patience once, and is left alone for a while then.
+//! A short-lived cache of the resource, template and prompt lists of upstreams. Many requests need
+//! them, and reading one resource requires knowing which upstream has it. An upstream that does not
+//! answer delays requests by the timeout once, and then counts as empty for a while.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -16,24 +16,24 @@ use tokio::time::Instant;
 
 use crate::sources::mcp::{News, Upstreams, pages};
 
-/// How long an upstream may take to say what it has. One that takes longer is left out of lists.
+/// Maximum time an upstream may take to return a list. A slower one is left out.
 pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 
-/// How long a list is believed, unless the upstream says that it has changed.
+/// Time a list stays cached, unless the upstream reports a change.
 const BELIEVED: Duration = Duration::from_secs(5);
 
-/// How long one that did not answer is left alone.
+/// Time an upstream that timed out is not queried again.
 const LEFT_ALONE: Duration = Duration::from_secs(60);
 
 type Place = (String, String);
 
-/// What one upstream has said.
+/// The cached list of one upstream.
 struct Said<T> {
     list: Arc<Vec<T>>,
     until: Instant,
 }
 
-/// The lists of one kind.
+/// The cached lists of one kind.
 struct Kind<T> {
     method: &'static str,
     said: Mutex<HashMap<Place, Said<T>>>,
@@ -52,7 +52,7 @@ impl<T> Kind<T> {
         self.said.lock().retain(|_, said| said.until > now);
     }
 
-    /// The list of one upstream: what it said a moment ago, or says now.
+    /// Returns the list of one upstream, from the cache or freshly fetched.
     async fn of(
         &self,
         upstreams: &Upstreams,
@@ -82,7 +82,7 @@ impl<T> Kind<T> {
     }
 }
 
-/// All lists.
+/// All cached lists.
 pub(super) struct Lists {
     upstreams: Arc<Upstreams>,
     heard: Mutex<broadcast::Receiver<(Place, News)>>,
@@ -102,7 +102,7 @@ impl Lists {
         }
     }
 
-    /// Forgets what is not to be believed any more.
+    /// Drops the entries that have expired or that an upstream reported as changed.
     fn look(&self) {
         let mut heard = self.heard.lock();
         let mut now = Instant::now();
@@ -114,7 +114,7 @@ impl Lists {
                 }
                 Ok((place, News::Prompts)) => self.prompts.forget(&place),
                 Ok((_, News::Resource(_))) => {}
-                // Some were missed: nothing is known.
+                // Some changes were missed, so every entry expires.
                 Err(TryRecvError::Lagged(_)) => now += LEFT_ALONE + BELIEVED,
                 Err(TryRecvError::Empty | TryRecvError::Closed) => break,
             }

@@ -1,6 +1,7 @@
-//! Resources and prompts of upstreams, for the MCP door: the upstream's own, with prompts under
-//! `NAME.prompt`. Who may use an upstream's tools by a rule on `NAME.*` may read what lies beside
-//! them; a prompt is named in rules like a tool, resources as `NAME.resources`.
+//! Passes resources and prompts of upstreams through to MCP clients, unchanged except that prompts
+//! are named `NAME.prompt`. A caller that may use an upstream's tools by a rule on `NAME.*` may
+//! also read its resources and prompts: rules name a prompt like a tool, and resources as
+//! `NAME.resources`.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,7 +21,7 @@ use super::lists::{Lists, PATIENCE};
 use crate::doors::mcp::{Change, Changed, Changes, Shelf};
 use crate::sources::mcp::{News, Upstreams};
 
-/// What lies beside the tools of upstreams.
+/// Serves the resources, prompts and completions of upstreams to MCP clients.
 pub struct Beside {
     engine: Engine,
     upstreams: Arc<Upstreams>,
@@ -35,7 +36,7 @@ impl Beside {
         Self { engine, upstreams, lists }
     }
 
-    /// The upstreams whose resources the caller may read.
+    /// Returns the upstreams whose resources the caller may read.
     fn readable(&self, caller: &Caller, source: Option<&str>) -> Peers {
         let mut peers = self.upstreams.peers(&caller.project);
         peers.retain(|name, _| source.is_none_or(|source| source == name));
@@ -46,8 +47,8 @@ impl Beside {
         peers
     }
 
-    /// The upstream that has a resource, and its name: the first that lists it, or has a template
-    /// for it.
+    /// Returns the name and the connection of the upstream that has a resource: the first one that
+    /// lists it or has a matching template.
     async fn holder(
         &self,
         caller: &Caller,
@@ -67,7 +68,7 @@ impl Beside {
         peers.into_iter().nth(found)
     }
 
-    /// What went wrong at an upstream, as the client is told.
+    /// Converts an upstream's error to the one that the MCP client receives, with secrets redacted.
     fn told(&self, caller: &Caller, upstream: &str, error: ServiceError) -> ErrorData {
         match error {
             ServiceError::McpError(mut error) => {
@@ -89,7 +90,8 @@ fn place(caller: &Caller, upstream: &str) -> (String, String) {
     (caller.project.clone(), upstream.to_owned())
 }
 
-/// Whether a template can make this address: its fixed parts are in it, in their order.
+/// Returns `true` if a template can produce this URI: the fixed parts of the template occur in it,
+/// in order.
 fn fits(template: &str, uri: &str) -> bool {
     let mut rest = uri;
     let mut first = true;
@@ -117,7 +119,7 @@ async fn within<T>(
     }
 }
 
-/// The upstream of a prompt, and its own name for it.
+/// Splits a prompt's name into its upstream and the upstream's own name for it.
 fn split(name: &str) -> Option<(&str, &str)> {
     name.split_once('.')
 }
@@ -134,7 +136,7 @@ impl Shelf for Beside {
             peers.iter().map(|(name, peer)| self.lists.resources(place(caller, name), peer));
         let mut all: Vec<Resource> = Vec::new();
         for list in join_all(asked).await {
-            // Of two with one address, the first upstream's counts, as in reading.
+            // If two resources share a URI, the first upstream's is listed, as in `read`.
             all.extend(list.iter().filter(|one| !one.uri.is_empty()).cloned());
         }
         let mut seen = std::collections::HashSet::new();
@@ -263,13 +265,14 @@ impl Shelf for Beside {
     fn shows(&self, caller: &Caller, source: Option<&str>, change: &Change) -> bool {
         let Some((project, name)) = &change.place else { return true };
         let here = *project == caller.project && source.is_none_or(|source| source == name);
-        // A prompt is named in rules like a tool, and which one it is nobody says.
+        // Rules name each prompt like a tool, and the notification does not say which prompt
+        // changed.
         let named = change.what == Changed::Prompts;
         here && (named || self.engine.may_use(caller, &format!("{name}.resources")))
     }
 }
 
-/// What is heard of all upstreams.
+/// A stream of the changes that all upstreams report.
 struct Heard(Option<broadcast::Receiver<((String, String), News)>>);
 
 #[async_trait]
@@ -286,7 +289,7 @@ impl Changes for Heard {
                     };
                     return Change { what, place: Some(place) };
                 }
-                // Some were missed: the list itself is what counts.
+                // Some changes were missed: report one that makes the client fetch the lists again.
                 Err(broadcast::error::RecvError::Lagged(_)) => {
                     return Change { what: Changed::Resources, place: None };
                 }

@@ -1,6 +1,7 @@
-//! Who is sent the cards of commands beforehand, and so need not ask for them.
+//! Tool services that receive the cards of commands in advance, so that they need not request them.
 //!
-//! It is known in memory only and for a short time: whoever is forgotten asks, as everybody may.
+//! This state is in memory only and expires quickly. A tool service that is not registered requests
+//! its cards, as every tool service may.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -8,9 +9,9 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-/// How long a tool service is sent cards after it has asked for that.
+/// Time for which a tool service receives cards after it has registered.
 pub const FOLLOWS: Duration = Duration::from_secs(15);
-/// Most targets that are followed at once.
+/// Maximum number of targets that have followers.
 const MOST: usize = 10_000;
 
 struct Follower {
@@ -18,14 +19,14 @@ struct Follower {
     until: Instant,
 }
 
-/// The followers of targets, by project and target.
+/// The followers of each target, by project and target.
 #[derive(Default)]
 pub struct Followers {
     known: Mutex<HashMap<String, HashMap<String, Vec<Follower>>>>,
 }
 
 impl Followers {
-    /// Somebody wants the cards for a target.
+    /// Registers an inbox for the cards of a target, and removes expired followers.
     pub fn follow(&self, project: &str, target: &str, inbox: &str) {
         let (now, mut known) = (Instant::now(), self.known.lock());
         known.retain(|_, targets| {
@@ -43,8 +44,9 @@ impl Followers {
         followers.push(Follower { inbox: inbox.into(), until: now + FOLLOWS });
     }
 
-    /// Where the cards for a target go. Nowhere while several processes serve it: nobody knows
-    /// which of them is given the command, and all the others would be sent the card in vain.
+    /// Returns the inbox for the cards of a target. Returns `None` while several processes serve
+    /// the target: the broker decides which of them gets the command, and the others would receive
+    /// the card for nothing.
     pub fn of(&self, project: &str, target: &str) -> Option<Arc<str>> {
         let (now, known) = (Instant::now(), self.known.lock());
         let mut there =

@@ -1,4 +1,5 @@
-//! The side of a tool service: takes commands, reads their cards, runs the tool, reports.
+//! The tool service side of UTP: takes commands, reads their cards, runs the tool, reports the
+//! result.
 //!
 //! ```no_run
 //! use serde_json::json;
@@ -15,10 +16,10 @@
 //! # }
 //! ```
 //!
-//! A command that lasts is acknowledged as being in progress, so it is not given to another. A
-//! command that was given before is answered with the result it had; one that may have been begun
-//! by a process that died is begun again only where twice is as good as once. What can neither be
-//! executed nor answered becomes a dead letter.
+//! A command that takes long is acknowledged as in progress, so that the broker does not redeliver
+//! it to another process. A redelivered command is answered with its stored result if there is one.
+//! If a process that died may have started it, it runs again only if its effect allows a second
+//! run. A command that can be neither executed nor answered becomes a dead letter.
 
 mod ahead;
 mod bundle;
@@ -54,15 +55,15 @@ use command::{Command, Trouble};
 use crib::{Asked, Crib, Told};
 use together::Asker;
 
-/// How long the broker waits for an acknowledgement before it gives a command to another.
+/// Time the broker waits for an acknowledgement before it redelivers a command.
 const ACK_WAIT: Duration = Duration::from_secs(30);
-/// When a command that could not be answered is given again.
+/// Delay before the broker redelivers a command that could not be answered.
 const GIVE_AGAIN: Duration = Duration::from_secs(2);
-/// A tool that is faster than this is not said to have begun.
+/// Duration below which a tool finishes without an announcement that its call was taken.
 const SAY_AFTER: Duration = Duration::from_millis(20);
-/// How long the broker keeps a request for commands.
+/// Time the broker holds a pull request for commands.
 const ASKED_FOR: Duration = Duration::from_secs(5);
-/// Commands that are executed at once, unless said.
+/// Default number of commands that run concurrently.
 const AT_ONCE: usize = 64;
 
 /// A command to execute.
@@ -74,30 +75,30 @@ pub struct Job {
     pub agent_id: String,
     pub turn_id: String,
     pub tool_call_id: String,
-    /// The trace it is part of, as W3C's `traceparent`.
+    /// The trace that the call belongs to, as a W3C `traceparent`.
     pub traceparent: String,
-    /// When nobody waits for it any more, where that is known.
+    /// Deadline of the call, if known.
     pub deadline_ms: Option<u64>,
-    /// Where in which turn it was made.
+    /// The turn and the step that made the call.
     pub route: Route,
 }
 
-/// How it went.
+/// The result of a job.
 #[derive(Debug, Clone)]
 pub struct Answer {
     pub status: ToolStatus,
     pub result: Value,
-    /// Needed unless the status is success.
+    /// Required unless the status is success.
     pub error: Option<Fault>,
 }
 
 impl Answer {
-    /// It worked.
+    /// Returns a successful result.
     pub fn success(result: Value) -> Self {
         Self { status: ToolStatus::Success, result, error: None }
     }
 
-    /// It failed.
+    /// Returns a failed result.
     pub fn failed(fault: Fault) -> Self {
         let result = mirrored(&error_of(&fault, "tool"));
         Self { status: ToolStatus::Failed, result, error: Some(fault) }
@@ -126,14 +127,14 @@ pub struct Host {
 }
 
 impl Host {
-    /// Connects, with the usual version of the protocol.
+    /// Connects to a broker, with the default protocol version.
     pub async fn connect(url: &str) -> anyhow::Result<Self> {
         let address =
             Address { url: url.to_owned(), credentials: None, version: DEFAULT_VERSION.to_owned() };
         Ok(Self::over(Link::connect(&address, "toolcrib tool service").await?))
     }
 
-    /// Over a connection that is there already.
+    /// Uses an existing connection.
     pub fn over(link: Link) -> Self {
         Self {
             link,
@@ -145,7 +146,7 @@ impl Host {
         }
     }
 
-    /// One more tool.
+    /// Adds a tool.
     pub fn tool<F, Fut>(mut self, name: &str, run: F) -> Self
     where
         F: Fn(Job) -> Fut + Send + Sync + 'static,
@@ -159,7 +160,7 @@ impl Host {
         self
     }
 
-    /// What runs every tool that has no function of its own; it may end in any of the five ways.
+    /// Sets the handler of every tool that has none itself. It may return any of the five statuses.
     pub fn any<F, Fut>(mut self, run: F) -> Self
     where
         F: Fn(Job) -> Fut + Send + Sync + 'static,
@@ -169,25 +170,26 @@ impl Host {
         self
     }
 
-    /// Who signs the results.
+    /// Sets the sender name in reports and result cards.
     pub fn named(mut self, name: &str) -> Self {
         self.name = name.to_owned();
         self
     }
 
-    /// How many commands are executed at once.
+    /// Sets the number of commands that run concurrently.
     pub fn at_once(mut self, at_once: usize) -> Self {
         self.at_once = at_once.max(1);
         self
     }
 
-    /// How long the broker waits for a sign of life before it gives a command to another.
+    /// Sets the time the broker waits for a heartbeat before it redelivers a command.
     pub fn ack_wait(mut self, ack_wait: Duration) -> Self {
         self.ack_wait = ack_wait;
         self
     }
 
-    /// Serves the commands for a target, until told to stop; what it was given then is finished.
+    /// Serves the commands for a target until `stop` completes, then finishes the commands already
+    /// received.
     pub async fn serve(self, target: &str, stop: impl Future<Output = ()>) -> anyhow::Result<()> {
         if !toolcrib::utp::is_token(target) {
             anyhow::bail!("\"{target}\" cannot be part of a NATS subject");
@@ -203,7 +205,7 @@ impl Host {
             ack_wait: self.ack_wait,
             dropped: CancellationToken::new(),
         });
-        // Whoever drops this future wants nothing of it to go on.
+        // If the caller drops this future, running commands are canceled.
         let _dropped = serving.dropped.clone().drop_guard();
         let (places, tasks) = (Arc::new(Semaphore::new(self.at_once)), TaskTracker::new());
         let stopping = CancellationToken::new();
@@ -211,7 +213,7 @@ impl Host {
             while !stopping.is_cancelled() {
                 let taken = take(&self.link, target, &serving, &places, &tasks, &stopping).await;
                 if let Err(error) = taken {
-                    tracing::warn!(%error, "commands cannot be taken; will be tried again");
+                    tracing::warn!(%error, "commands cannot be received; retrying");
                 }
                 let pause = tokio::time::sleep(Duration::from_millis(200));
                 stopping.run_until_cancelled(pause).await;
@@ -229,7 +231,7 @@ impl Host {
     }
 }
 
-/// Where the commands for a target come from, and the cards that are sent before them.
+/// Opens the consumer of a target's commands and the subscription for prefetched cards.
 async fn open(
     link: &Link,
     target: &str,
@@ -247,7 +249,8 @@ async fn open(
         deliver_policy: DeliverPolicy::All,
         ack_policy: AckPolicy::Explicit,
         ack_wait: serving.ack_wait,
-        // Whoever is away comes back; what is of no use becomes a dead letter.
+        // Redelivery is unlimited: an unavailable server returns, and an unusable command becomes a
+        // dead letter.
         max_deliver: -1,
         filter_subject: format!("{ours}>"),
         max_ack_pending: 10_000,
@@ -255,16 +258,17 @@ async fn open(
     };
     let mut consumer: PullConsumer = stream.get_or_create_consumer(&name, config(&name)).await?;
     if !consumer.cached_info().config.filter_subject.starts_with(&ours) {
-        // Another target is written the same in the letters that a consumer's name may have.
+        // Another target maps to the same consumer name, which allows fewer characters. A hash
+        // makes the name unique.
         name = format!("{name}_{}", &hex(&Sha256::digest(target.as_bytes()))[..8]);
         consumer = stream.get_or_create_consumer(&name, config(&name)).await?;
     }
     Ok((consumer, link.client().subscribe(serving.ahead.inbox.clone()).await?))
 }
 
-/// Takes commands until the connection breaks, or it is told to stop. No more are asked for than
-/// there are places: whoever else serves the target has the others, and one that waited here would
-/// look to them as if it had been begun.
+/// Takes commands until the connection breaks or `stopping` is canceled. It pulls no more commands
+/// than there are free permits: other processes that serve the target take the rest, and a command
+/// that waited here would look to them like one that had started.
 async fn take(
     link: &Link,
     target: &str,
@@ -276,7 +280,7 @@ async fn take(
     let opened = stopping.run_until_cancelled(open(link, target, serving)).await;
     let Some(opened) = opened else { return Ok(()) };
     let (consumer, mut cards) = opened?;
-    // What was asked for over a connection that broke does not come over the next one.
+    // Commands that were requested over a broken connection do not arrive over the next one.
     let mut again = std::pin::pin!(link.connected_again());
     again.as_mut().enable();
     while !stopping.is_cancelled() {
@@ -285,7 +289,7 @@ async fn take(
         let mut free = free?;
         let asking = consumer.batch().max_messages(free.num_permits()).expires(ASKED_FOR);
         let mut commands = asking.messages().await?;
-        // What this process was given it also begins, told to stop or not.
+        // This process starts every command that it has received, even while stopping.
         loop {
             let message = tokio::select! {
                 biased;
@@ -297,14 +301,14 @@ async fn take(
                 break;
             };
             let Some(place) = free.split(1) else { break };
-            // Boxed: what a command needs until it is answered is large, and a task is moved.
+            // Boxed, because the future of a command is large and spawning moves it.
             tasks.spawn(Box::pin(serving.clone().unless_dropped(message, place)));
         }
     }
     Ok(())
 }
 
-/// All places that are free, once there is one.
+/// Waits for a free permit and returns all free permits.
 async fn free_places(places: &Arc<Semaphore>) -> Result<OwnedSemaphorePermit, AcquireError> {
     let mut free = places.clone().acquire_owned().await?;
     let more = u32::try_from(places.available_permits()).unwrap_or(u32::MAX);
@@ -319,17 +323,17 @@ struct Serving {
     crib: Crib,
     tools: HashMap<String, Run>,
     any: Option<Run>,
-    /// What is being executed here: given again meanwhile, it is not begun a second time.
+    /// Calls that run in this process; a redelivery of one is ignored.
     running: Mutex<HashSet<(String, String, String)>>,
-    /// What was given back without having been begun, and at which delivery.
+    /// Calls that this process returned without starting, with the delivery count.
     returned: Mutex<HashMap<(String, String, String), i64>>,
     ack_wait: Duration,
     dropped: CancellationToken,
 }
 
 impl Serving {
-    /// Waits for something, and keeps the cards that come meanwhile. Cards first: what was sent
-    /// before a command is there when the command is looked at.
+    /// Awaits a future and stores the cards that arrive meanwhile. Cards are polled first, so that
+    /// a card sent before a command is present when the command is handled.
     async fn keeping<T>(&self, cards: &mut Subscriber, wanted: impl Future<Output = T>) -> T {
         let mut wanted = std::pin::pin!(wanted);
         loop {
@@ -360,7 +364,7 @@ impl Serving {
         self.running.lock().remove(&command.anchor());
         match told {
             Told::Taken => finish(message, AckKind::Ack).await,
-            // It is written down over there, and coming again would change nothing.
+            // The server has recorded the report, and redelivery would change nothing.
             Told::Refused(why) => {
                 tracing::warn!(call = command.tool_call_id, why, "the report was refused");
                 finish(message, AckKind::Ack).await;
@@ -369,7 +373,7 @@ impl Serving {
         }
     }
 
-    /// Shows signs of life until it is done.
+    /// Sends heartbeats until the work is done.
     async fn alive<T>(&self, message: &Message, work: impl Future<Output = T>) -> T {
         let mut work = std::pin::pin!(work);
         loop {
@@ -377,7 +381,7 @@ impl Serving {
                 done = &mut work => return done,
                 () = tokio::time::sleep(self.ack_wait / 3) => {
                     if let Err(error) = message.ack_with(AckKind::Progress).await {
-                        tracing::debug!(%error, "a sign of life was not sent");
+                        tracing::debug!(%error, "a heartbeat was not sent");
                     }
                 }
             }
@@ -414,7 +418,7 @@ impl Serving {
         self.crib.report(command, answer, &meta).await
     }
 
-    /// What is to be done: as it was sent beforehand, or as the crib says when it is asked.
+    /// Returns the arguments of a command: from a prefetched card, or from the server.
     async fn arguments(&self, command: &Command, deliveries: i64) -> Result<Asked, Trouble> {
         self.ahead.follow(&Crib::place(command));
         let card_id = command.card_id.as_deref().unwrap_or_default();
@@ -424,8 +428,9 @@ impl Serving {
         }
     }
 
-    /// The crib learns that a call has been taken when its card is asked for: for what takes longer
-    /// that is done while it runs.
+    /// Runs the tool, and announces after a delay that the call was taken. The server learns that
+    /// from the request for the call's card, so for a slow tool the card is requested while the
+    /// tool runs.
     async fn say_soon<T>(&self, command: &Command, running: impl Future<Output = T>) -> T {
         let mut running = std::pin::pin!(running);
         tokio::select! {
@@ -437,7 +442,7 @@ impl Serving {
         }
     }
 
-    /// Whether this process had it last, and gave it back without having begun.
+    /// Returns true if this process had the previous delivery and returned it without starting.
     fn was_returned(&self, command: &Command, deliveries: i64) -> bool {
         self.returned.lock().remove(&command.anchor()) == Some(deliveries - 1)
     }
@@ -448,7 +453,7 @@ impl Serving {
             return Answer::failed(Fault::new(Code::NotFound, message).not_happened());
         };
         let job = command.job(tool_name, args, meta);
-        // Also what it does before there is anything to wait for.
+        // Also catches a panic of the handler before its first await.
         let running = async move { run(job).await };
         match std::panic::AssertUnwindSafe(running).catch_unwind().await {
             Ok(answer) => answer,
@@ -463,9 +468,9 @@ impl Serving {
                 tracing::warn!(subject, why, "a command became a dead letter");
                 AckKind::Term
             }
-            // Nobody keeps it, and coming again would change nothing.
+            // The dead letter is not stored, and redelivery would change nothing.
             Told::Refused(refused) => {
-                tracing::error!(subject, why, refused, "a command was thrown away");
+                tracing::error!(subject, why, refused, "a command was dropped");
                 AckKind::Term
             }
             Told::Nobody => AckKind::Nak(Some(GIVE_AGAIN)),
@@ -482,7 +487,8 @@ fn unknown_outcome(tool_name: &str) -> Fault {
     Fault::new(Code::OutcomeUnknown, message)
 }
 
-/// Nobody waits for it: it ran out of time, or was canceled. To do it now would surprise everybody.
+/// Returns the result for a call that has already ended by timeout or cancellation. Its effect is
+/// no longer expected, so the tool does not run.
 fn not_begun(tool_name: &str) -> Answer {
     let message = format!("{tool_name} was not begun: its call has ended");
     let fault = Fault::new(Code::Canceled, message).not_happened();

@@ -1,5 +1,5 @@
-//! The connection to NATS: made in the background, kept, and made again. Streams are created when
-//! they are missing, so a broker that lost everything is set up like a new one.
+//! The connection to NATS: established in the background, held open, and re-established after a
+//! failure. Missing streams are created, so a broker that lost its data is set up like a new one.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -21,27 +21,27 @@ use tokio::sync::futures::Notified;
 use super::follow::Followers;
 use super::wire;
 
-/// How long a publish may take before it is tried again.
+/// Timeout of a publish before it is retried.
 const ACK_PATIENCE: Duration = Duration::from_secs(5);
-/// For how long the broker remembers what it was sent. It keeps these ids in memory, so a day of
-/// them would be too many; what is older than this is looked for before it is published again.
+/// Time for which the broker remembers message ids. It holds them in memory, so a full day would be
+/// too many; before an older command is published again, the stream is searched for its id.
 const REMEMBERS: Duration = Duration::from_secs(120);
-/// How long commands are kept.
+/// Time for which commands are stored.
 pub const DAY: Duration = Duration::from_secs(86_400);
 
-/// Why something was not published.
+/// The reason why a message was not published.
 #[derive(Debug, thiserror::Error)]
 pub enum NotPublished {
-    /// As long as the broker's limit is what it is, it never will be.
+    /// Permanent while the broker's limit stays the same.
     #[error("it is over the broker's limit for a message (max_payload)")]
     TooLarge,
-    /// The streams are there, and none of them takes its subject.
+    /// The streams exist, but none of them takes the subject.
     #[error("no stream takes its subject")]
     NoStream,
-    /// It can never be.
+    /// The message can never be published.
     #[error("{0}")]
     Never(String),
-    /// It can be tried again.
+    /// Publishing can be retried.
     #[error("{0}")]
     Later(String),
 }
@@ -56,17 +56,17 @@ impl From<PublishError> for NotPublished {
     }
 }
 
-/// Where to connect to.
+/// The address of a NATS broker.
 #[derive(Debug, Clone)]
 pub struct Address {
     pub url: String,
-    /// A file with NATS credentials.
+    /// Path of a NATS credentials file.
     pub credentials: Option<std::path::PathBuf>,
-    /// The version of the protocol: a part of every subject.
+    /// The protocol version, which is part of every subject.
     pub version: String,
 }
 
-/// A connection. Cheap to clone.
+/// A connection to NATS. Cheap to clone.
 #[derive(Clone)]
 pub struct Link {
     client: Client,
@@ -74,15 +74,15 @@ pub struct Link {
     version: Arc<str>,
     came_up: Arc<Notify>,
     streams_known: Arc<AtomicBool>,
-    /// How long the stream of commands, whoever made it, remembers ids.
+    /// The duplicate window of the command stream, which another program may have created.
     remembers_ms: Arc<AtomicU64>,
     followers: Arc<Followers>,
-    /// Whoever publishes the outbox fell over, and has not come round since.
+    /// True if the outbox publisher has stopped and not yet recovered.
     outbox_down: Arc<AtomicBool>,
 }
 
 impl Link {
-    /// Connects; when the broker is away, goes on trying in the background.
+    /// Connects. If the broker is unavailable, connection attempts continue in the background.
     pub async fn connect(address: &Address, name: &str) -> anyhow::Result<Self> {
         let (came_up, streams_known) = (Arc::new(Notify::new()), Arc::new(AtomicBool::new(false)));
         let (up, known) = (came_up.clone(), streams_known.clone());
@@ -102,14 +102,14 @@ impl Link {
                 async move {
                     match event {
                         async_nats::Event::Connected => {
-                            tracing::info!("NATS is there");
+                            tracing::info!("connected to NATS");
                             if was_up.swap(true, Ordering::AcqRel) {
                                 metrics::counter!("toolcrib_bus_reconnects_total").increment(1);
                             }
                             up.notify_waiters();
                         }
                         async_nats::Event::Disconnected => {
-                            tracing::warn!("NATS is away; what is to be published waits");
+                            tracing::warn!("disconnected from NATS; publishing waits");
                             known.store(false, Ordering::Release);
                         }
                         other => tracing::debug!(event = %other, "NATS"),
@@ -136,60 +136,60 @@ impl Link {
         })
     }
 
-    /// The connection itself.
+    /// Returns the NATS client.
     pub fn client(&self) -> &Client {
         &self.client
     }
 
-    /// The version of the protocol.
+    /// Returns the protocol version.
     pub fn version(&self) -> &str {
         &self.version
     }
 
-    /// Whether the broker answers.
+    /// Returns whether the broker is connected.
     pub fn is_up(&self) -> bool {
         self.client.connection_state() == State::Connected
     }
 
-    /// Returns when the connection is made again.
+    /// Returns a future that completes at the next reconnect.
     pub fn connected_again(&self) -> Notified<'_> {
         self.came_up.notified()
     }
 
-    /// Returns when the broker is there.
+    /// Waits until the broker is connected.
     pub async fn up(&self) {
         while !self.is_up() {
-            // Looked at again in any case: a missed event costs a moment and nothing else.
+            // Polled as well, so that a missed event costs only a short delay.
             let _ = tokio::time::timeout(Duration::from_millis(500), self.came_up.notified()).await;
         }
     }
 
-    /// Who is sent cards beforehand.
+    /// Returns the tool services that receive cards in advance.
     pub fn followers(&self) -> &Followers {
         &self.followers
     }
 
-    /// What is in the outbox is being published, or not.
+    /// Records whether the outbox is being published.
     pub fn publishes(&self, well: bool) {
         self.outbox_down.store(!well, Ordering::Release);
     }
 
-    /// Whether what is in the outbox is not being published although the broker is there.
+    /// Returns true if the outbox is not being published although the broker is connected.
     pub fn outbox_is_down(&self) -> bool {
         self.outbox_down.load(Ordering::Acquire)
     }
 
-    /// The streams have to be looked for again.
+    /// Makes the next publish check the streams again.
     pub fn forget_streams(&self) {
         self.streams_known.store(false, Ordering::Release);
     }
 
-    /// The name of the stream of commands.
+    /// Returns the name of the command stream.
     pub fn command_stream(&self) -> String {
         format!("cg_cmd_{}", self.version)
     }
 
-    /// Creates what is missing.
+    /// Creates the streams that are missing.
     pub async fn ensure_streams(&self) -> Result<(), NotPublished> {
         if self.streams_known.load(Ordering::Acquire) {
             return Ok(());
@@ -212,12 +212,12 @@ impl Link {
         Ok(())
     }
 
-    /// For how long the broker drops a command that it has.
+    /// Returns the time for which the broker drops a command with a known id.
     pub fn remembers_ms(&self) -> u64 {
         self.remembers_ms.load(Ordering::Acquire)
     }
 
-    /// Which of these ids the commands have that were published on a subject since then.
+    /// Returns those of these ids that belong to commands published on a subject since `since_ms`.
     pub async fn published(
         &self,
         subject: &str,
@@ -247,13 +247,13 @@ impl Link {
         Ok(found)
     }
 
-    /// JetStream itself.
+    /// Returns the JetStream context.
     pub fn jetstream(&self) -> &jetstream::Context {
         &self.jetstream
     }
 
-    /// Publishes on a stream; when this returns well, the broker has it. The broker drops what it
-    /// has seen under the same id.
+    /// Publishes to a stream. On success the broker has stored the message. The broker drops a
+    /// message whose id it has seen within the duplicate window.
     pub async fn publish(
         &self,
         subject: String,
@@ -278,7 +278,7 @@ impl Link {
     }
 }
 
-/// The settings of our streams.
+/// Returns the configuration of Toolcrib's streams.
 pub fn stream(name: String, subject: String, max_age: Duration) -> StreamConfig {
     StreamConfig {
         name,

@@ -1,4 +1,4 @@
-//! Reading reports, from whichever door they come, and keeping those that cannot be taken.
+//! Parses reports of any transport, and stores a rejected report as a dead letter.
 
 use serde_json::Value;
 use toolcrib::engine::{Ingested, Rejected, ToolReport, Unreadable};
@@ -9,15 +9,15 @@ use toolcrib::{Caller, Engine};
 
 use super::wire::Headers;
 
-/// A report as it came.
+/// A report as received.
 pub struct Incoming<'a> {
-    /// The subject, or the path.
+    /// The NATS subject, or the HTTP path.
     pub subject: &'a str,
     pub headers: Headers<'a>,
     pub body: &'a [u8],
 }
 
-/// Takes a report. What can never be taken becomes a dead letter.
+/// Ingests a report. A report that can never be accepted becomes a dead letter.
 pub async fn take(
     engine: &Engine,
     caller: &Caller,
@@ -46,7 +46,7 @@ pub async fn take(
     Err(error)
 }
 
-/// Takes a report again that could not be taken before.
+/// Ingests a rejected report again.
 pub async fn take_again(
     engine: &Engine,
     caller: &Caller,
@@ -68,7 +68,7 @@ fn malformed(message: impl Into<String>) -> Rejected {
     Rejected { reason: Some("malformed"), error: fault.into() }
 }
 
-/// The fields of a report: of the payload, or where it has none of the headers.
+/// Parses the fields of a report. A field that the payload lacks is read from the headers.
 fn read(engine: &Engine, project: &str, incoming: &Incoming<'_>) -> Result<ToolReport, Rejected> {
     let limit = engine.limits().max_result_bytes + 16_384;
     if incoming.body.len() > limit {
@@ -81,14 +81,14 @@ fn read(engine: &Engine, project: &str, incoming: &Incoming<'_>) -> Result<ToolR
     let mut body: Value =
         serde_json::from_slice(incoming.body).map_err(|error| unreadable(error.to_string()))?;
     let Value::Object(fields) = &mut body else { return Err(malformed("a report is an object")) };
-    // Taken, not copied: it is most of the report.
+    // Moved, not copied: the card is most of the report.
     let card = fields.get_mut("card").filter(|card| card.is_object()).map(Value::take);
     let fields = &*fields;
     let header = |name: &str| incoming.headers.get(name);
     if header("cg-project-id").is_some_and(|given| given != project) {
         return Err(malformed("CG-Project-Id is not the project that is reported to"));
     }
-    // What came over HTTP came under no channel.
+    // A report over HTTP has no channel.
     let channel = subject::parse(incoming.subject).map(|parts| parts.channel);
     if header("cg-channel-id").is_some_and(|given| channel.is_some_and(|is| is != given)) {
         return Err(malformed("CG-Channel-Id is not the channel that is reported under"));

@@ -1,4 +1,4 @@
-//! The forms of UTP's wire: headers, commands, cards, answers.
+//! The wire format of UTP: headers, commands, cards and replies.
 
 use std::str::FromStr;
 
@@ -11,7 +11,7 @@ use toolcrib::fault::{Error, Fault};
 use toolcrib::source::{Attempt, Command};
 use toolcrib::utp::{Card, InboxItem, Letter, trace};
 
-/// The names of headers that are in every message: made once.
+/// Names of the headers that every message has, built once.
 pub mod names {
     use async_nats::HeaderName;
 
@@ -24,7 +24,7 @@ pub mod names {
     pub const DEPTH: HeaderName = HeaderName::from_static("CG-Recursion-Depth");
 }
 
-/// The headers that every command and event has.
+/// Returns the headers that every command and event has.
 pub fn headers(version: &str, kind: &str, traceparent: &str) -> HeaderMap {
     let mut headers = HeaderMap::new();
     set(&mut headers, names::TRACEPARENT, traceparent);
@@ -35,20 +35,20 @@ pub fn headers(version: &str, kind: &str, traceparent: &str) -> HeaderMap {
     headers
 }
 
-/// Sets a header. Answers whether it could: a value with a line break in it can be none, and is
-/// left out.
+/// Sets a header. Returns `false`, and sets nothing, if the value contains a line break.
 pub fn set(headers: &mut HeaderMap, name: HeaderName, value: &str) -> bool {
     let Ok(value) = HeaderValue::from_str(value) else { return false };
     headers.insert(name, value);
     true
 }
 
-/// Unix milliseconds.
+/// Returns the current time in Unix milliseconds.
 pub fn now_ms() -> i64 {
     jiff::Timestamp::now().as_millisecond()
 }
 
-/// The payload of a command. In the later version identity is in headers, and nothing of it here.
+/// The payload of a command. In version `v1r4` the identity is in the headers and not in the
+/// payload.
 #[derive(Serialize)]
 struct CommandBody<'a> {
     #[serde(flatten)]
@@ -72,7 +72,8 @@ struct Identity<'a> {
     deadline_at_ms: u64,
 }
 
-/// The subject, headers and payload of a command; or why there can be none.
+/// Encodes a command as its subject, headers and payload, or returns the reason why that is
+/// impossible.
 pub fn command(
     version: &str,
     attempt: &Attempt,
@@ -105,7 +106,7 @@ pub fn command(
             (DEADLINE, &attempt.deadline_ms.to_string()),
         ];
         for (name, value) in identity {
-            // Without it nobody could answer.
+            // A tool service could not report without these headers.
             if !set(&mut headers, HeaderName::from_static(name), value) {
                 return Err(format!("{name} cannot be a header: it has a line break in it"));
             }
@@ -133,15 +134,15 @@ pub fn command(
     Ok((subject, headers, payload))
 }
 
-/// The version that has identity in headers.
+/// The version that moves the identity into headers.
 pub const HEADERS_SINCE: &str = "v1r4";
-/// What the payload of that version has no place for: whether it may happen twice, and until when
-/// somebody waits for it.
+/// Headers for fields that the payload of that version lacks: the effect, which says whether the
+/// tool may run twice, and the deadline of the call.
 pub const EFFECT: &str = "Toolcrib-Effect";
 pub const DEADLINE: &str = "Toolcrib-Deadline-At-Ms";
 
-/// The headers and the payload of a letter, in the form of a version. What cannot be a header is
-/// left out.
+/// Encodes the headers and the payload of an outbox message for a protocol version. A value that is
+/// not a valid header is left out.
 pub fn letter(version: &str, letter: &Letter) -> (HeaderMap, Value) {
     let mut headers = headers(version, "dict", "");
     for (name, value) in &letter.headers {
@@ -165,7 +166,7 @@ pub fn letter(version: &str, letter: &Letter) -> (HeaderMap, Value) {
     (headers, payload)
 }
 
-/// A card as it is shown.
+/// The JSON form of a card.
 #[derive(Serialize)]
 pub struct CardBody<'a> {
     card_id: &'a str,
@@ -182,7 +183,7 @@ pub struct CardBody<'a> {
 }
 
 impl<'a> CardBody<'a> {
-    /// This card.
+    /// Returns the JSON form of this card.
     pub fn of(card: &'a Card) -> Self {
         Self {
             card_id: &card.card_id,
@@ -205,18 +206,18 @@ pub struct CardsAhead<'a> {
     pub cards: &'a [Box<RawValue>],
 }
 
-/// A card as a value.
+/// Returns a card as a JSON value.
 pub fn card(card: &Card) -> Value {
     serde_json::to_value(CardBody::of(card)).unwrap_or_default()
 }
 
-/// RFC 3339.
+/// Formats a time as RFC 3339.
 pub fn time(unix_ms: u64) -> String {
     let ms = i64::try_from(unix_ms).unwrap_or_default();
     jiff::Timestamp::from_millisecond(ms).map(|time| time.to_string()).unwrap_or_default()
 }
 
-/// Something in an inbox as it is shown.
+/// Returns the JSON form of an inbox item.
 pub fn inbox_item(item: &InboxItem) -> Value {
     json!({
         "inbox_id": item.inbox_id,
@@ -235,7 +236,7 @@ pub fn inbox_item(item: &InboxItem) -> Value {
     })
 }
 
-/// How a report was taken.
+/// The reply to an accepted report.
 #[derive(Serialize)]
 pub struct IngestedBody<'a> {
     ok: bool,
@@ -247,7 +248,7 @@ pub struct IngestedBody<'a> {
 }
 
 impl<'a> IngestedBody<'a> {
-    /// This one.
+    /// Returns the reply for this receipt.
     pub fn of(ingested: &'a Ingested) -> Self {
         Self {
             ok: true,
@@ -260,12 +261,12 @@ impl<'a> IngestedBody<'a> {
     }
 }
 
-/// The same as a value.
+/// Returns the reply to an accepted report as a JSON value.
 pub fn ingested(ingested: &Ingested) -> Value {
     serde_json::to_value(IngestedBody::of(ingested)).unwrap_or_default()
 }
 
-/// A refusal.
+/// Returns the JSON form of an error.
 pub fn refusal(error: &Error) -> Value {
     let internal = Fault::new(toolcrib::Code::Internal, "internal error; see the server's log");
     let fault = match error {
@@ -285,41 +286,41 @@ pub fn refusal(error: &Error) -> Value {
     json!({ "ok": false, "error": error })
 }
 
-/// Headers as a map of texts, with their names in lower case.
+/// Returns headers as a map with names in lower case.
 pub fn header_map(headers: Option<&HeaderMap>) -> Map<String, Value> {
     Headers::of(headers).map()
 }
 
-/// Headers, looked up in any case.
+/// Headers with case-insensitive lookup.
 #[derive(Debug, Clone, Default)]
 pub struct Headers<'a>(Vec<(&'a str, &'a str)>);
 
 impl<'a> Headers<'a> {
-    /// Those of a message; of several under one name, the first.
+    /// Returns the headers of a message, with the first value of each name.
     pub fn of(headers: Option<&'a HeaderMap>) -> Self {
         let all = headers.into_iter().flat_map(HeaderMap::iter);
         let all = all.filter_map(|(name, values)| Some((name.as_ref(), values.first()?.as_str())));
         Self(all.collect())
     }
 
-    /// Those that somebody wrote down; what is no text is none.
+    /// Reads headers from a JSON object. Values that are not strings are ignored.
     pub fn written(headers: &'a Map<String, Value>) -> Self {
         let all = headers.iter();
         Self(all.filter_map(|(name, value)| Some((name.as_str(), value.as_str()?))).collect())
     }
 
-    /// These, and where they say nothing those.
+    /// Adds the headers of `others` as fallbacks for missing names.
     pub fn or(mut self, others: &Self) -> Self {
         self.0.extend(&others.0);
         self
     }
 
-    /// The value of a header.
+    /// Returns the value of a header.
     pub fn get(&self, name: &str) -> Option<&'a str> {
         self.0.iter().find(|(given, _)| given.eq_ignore_ascii_case(name)).map(|(_, value)| *value)
     }
 
-    /// As a map, with the names in lower case.
+    /// Returns the headers as a map with names in lower case.
     pub fn map(&self) -> Map<String, Value> {
         let all = self.0.iter().rev();
         all.map(|(name, value)| (name.to_lowercase(), Value::from(*value))).collect()

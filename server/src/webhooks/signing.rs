@@ -1,7 +1,7 @@
-//! Signatures as Standard Webhooks wants them, and the keys they are made with.
+//! Signatures as Standard Webhooks defines them, and the keys to sign with.
 //!
-//! A key's value is looked up when it is used, from an environment variable or a file that the
-//! configuration names, and is in no message.
+//! A key is read when it is used, from an environment variable or a file that the configuration
+//! names. No message contains its value.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -11,42 +11,42 @@ use base64::engine::general_purpose::STANDARD;
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 
-/// What every key begins with.
+/// The prefix of every key.
 pub const KEY_PREFIX: &str = "whsec_";
 
-/// As the specification has it.
+/// Allowed key lengths, as Standard Webhooks specifies them.
 const KEY_BYTES: std::ops::RangeInclusive<usize> = 24..=64;
 
-/// Where a key comes from.
+/// The source of a key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeyPlace {
     pub variable: Option<String>,
-    /// Goes before the variable.
+    /// Takes precedence over the variable.
     pub file: Option<PathBuf>,
 }
 
-/// Where the keys of the projects come from.
+/// The sources of all keys: the default, and those of single projects.
 #[derive(Debug, Clone)]
 pub struct KeyRing {
     pub usual: KeyPlace,
     pub projects: BTreeMap<String, KeyPlace>,
 }
 
-/// Keys to sign with: the newest first, older ones while receivers still have them.
+/// Keys to sign with: the newest first, then older ones that receivers still use.
 pub struct Keys(Vec<Vec<u8>>);
 
 impl KeyRing {
-    /// The keys of a project; or a phrase that says what is missing.
+    /// Returns the keys of a project. The error says what is missing.
     pub fn keys(&self, project: &str) -> Result<Keys, String> {
         let place = self.projects.get(project).unwrap_or(&self.usual);
-        // Callers read this: where the file is, is for the operator alone.
+        // Callers see this error, so it does not name the path, which is for the operator only.
         let text = place.text().map_err(|why| {
-            tracing::warn!(why, "the signing key of callbacks cannot be read");
+            tracing::warn!(why, "the webhook signing key cannot be read");
             "the signing key cannot be read; the server's log says why".to_owned()
         })?;
         match text {
             Some(text) => Keys::parse(&text).map_err(|why| {
-                tracing::warn!(place = place.named(), why, "the signing key of callbacks is wrong");
+                tracing::warn!(place = place.named(), why, "the webhook signing key is invalid");
                 format!("the signing key cannot be used: {why}")
             }),
             None => Err(format!(
@@ -57,7 +57,7 @@ impl KeyRing {
         }
     }
 
-    /// What is wrong with a key that is there. None at all is fine until somebody needs it.
+    /// Checks the keys that are set. A missing key is an error only when it is used.
     pub fn check(&self) -> Result<(), String> {
         for place in self.projects.values().chain([&self.usual]) {
             if let Some(text) = place.text()? {
@@ -88,7 +88,7 @@ impl KeyPlace {
 }
 
 impl Keys {
-    /// One or more keys with spaces between them. Says what is wrong, never what was given.
+    /// Parses one or more keys, separated by spaces. The error never contains the given value.
     fn parse(text: &str) -> Result<Self, String> {
         let wrong = "a signing key is whsec_ and then 24 to 64 bytes in base64";
         let mut keys = Vec::new();
@@ -103,7 +103,7 @@ impl Keys {
         if keys.is_empty() { Err(wrong.to_owned()) } else { Ok(Self(keys)) }
     }
 
-    /// The value of `webhook-signature`: one signature by each key.
+    /// Returns the value of `webhook-signature`: one signature for each key.
     pub fn sign(&self, message_id: &str, timestamp: i64, payload: &str) -> String {
         let signed = self.0.iter().filter_map(|key| {
             let mut mac = Hmac::<Sha256>::new_from_slice(key).ok()?;
@@ -115,7 +115,7 @@ impl Keys {
     }
 }
 
-/// A new key, from 32 random bytes.
+/// Encodes 32 random bytes as a new key.
 pub fn new_key(random: &[u8; 32]) -> String {
     format!("{KEY_PREFIX}{}", STANDARD.encode(random))
 }
@@ -126,7 +126,8 @@ mod tests {
 
     const KEY: &str = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
 
-    /// The message of the specification's libraries, which all agree on its signature.
+    /// The test message of the specification, for which all of its libraries produce this
+    /// signature.
     #[test]
     fn a_known_message_has_its_known_signature() {
         let keys = Keys::parse(KEY).unwrap();

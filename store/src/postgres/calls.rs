@@ -1,4 +1,4 @@
-//! Calls: their SQL. New calls and new states go to the server beside each other.
+//! The SQL of calls. Inserts and updates of calls are pipelined.
 
 use futures::StreamExt;
 use tokio::sync::oneshot;
@@ -11,7 +11,7 @@ use super::writer::{Change, Desk, Doing, Numbers};
 use super::{deliveries, limited};
 use crate::row::{CALL_COLUMNS, CallRow, Fields, RecordRow, read_call};
 
-/// The records of one call as columns, for one statement.
+/// The events of one call as columns, for one statement.
 #[derive(Default)]
 pub(super) struct Columns {
     numbers: Vec<i64>,
@@ -40,14 +40,14 @@ impl Columns {
     }
 }
 
-/// A new call on its way.
+/// The insert of a new call.
 pub(super) struct Creating {
     pub(super) row: Box<CallRow>,
     pub(super) records: Columns,
     pub(super) key: Option<IdempotencyKey>,
     pub(super) reply: oneshot::Sender<Result<Created, StoreError>>,
     pub(super) place: i64,
-    /// Somebody else's key; and then what it was used for.
+    /// Set when the idempotency key is already in use; `existing` then holds the call it created.
     pub(super) key_used: bool,
     pub(super) known: Option<Created>,
 }
@@ -134,7 +134,7 @@ impl Change for Creating {
     }
 }
 
-/// A new state of a call on its way; without a call, only more of its history.
+/// The update of a stored call, with its new events.
 pub(super) struct Saving {
     pub(super) row: Box<CallRow>,
     pub(super) records: Columns,
@@ -202,7 +202,7 @@ impl Change for Saving {
     }
 }
 
-/// More of a call's history.
+/// More events of a stored call.
 pub(super) struct Appending {
     pub(super) project: String,
     pub(super) id: CallId,
@@ -246,7 +246,7 @@ impl Change for Appending {
     }
 }
 
-/// What a key was used for before.
+/// Returns the call that was created with this idempotency key, if there is one.
 pub(super) async fn used(
     session: &Session,
     project: &str,
@@ -276,13 +276,13 @@ pub(super) async fn call(
     Ok(found.map(|row| read_call(&row)).transpose()?.map(|(_, call)| call))
 }
 
-/// A page; what a filter does not say is not in the statement, so that the server can choose an
-/// index for the rest.
+/// Lists a page of calls. The statement contains only the conditions that the filter sets, so that
+/// PostgreSQL can choose an index for them.
 pub(super) async fn calls(session: &Session, filter: &CallFilter) -> Result<Vec<Call>, Broke> {
     let mut sql = format!("SELECT {CALL_COLUMNS} FROM calls WHERE project = $1");
     // Every id sorts before this.
     let before = filter.before.as_ref().map_or("u", CallId::as_str);
-    // An id begins with the time its call was made.
+    // An id starts with the creation time of its call.
     let since_ms = filter.since_ms.unwrap_or(0);
     let floor = CallId::floor_at(since_ms.min((1 << 48) - 1));
     let since = i64::try_from(since_ms).unwrap_or(i64::MAX);
@@ -299,7 +299,8 @@ pub(super) async fn calls(session: &Session, filter: &CallFilter) -> Result<Vec<
         bound.push(tool_name);
         sql.push_str(&format!(" AND tool_name = ${}", bound.len()));
     }
-    // Spelled out, because partial indexes are only used for what is known beforehand.
+    // The status is a literal, because PostgreSQL uses a partial index only if its condition is
+    // known when it plans the query.
     if let Some(status) = filter.status {
         sql.push_str(&format!(" AND status = '{}'", status.as_str()));
         sql.push_str(match status {
@@ -338,8 +339,8 @@ pub(super) async fn open_calls(
     session.collect(&sql, &[&after, &limited(limit)], read).await
 }
 
-/// Calls that ended before this, with all that belongs to them; old entries of the audit log, and
-/// runs.
+/// Deletes calls that ended before this time, with everything that belongs to them, and old audit
+/// entries and runs.
 pub(super) async fn purge(
     desk: &mut Desk,
     (before, limit): &(u64, usize),

@@ -1,4 +1,4 @@
-//! Deliveries: their SQL. Only calls that are asked with a callback URL have rows here.
+//! The SQL of webhook deliveries. Only calls with a callback URL have rows here.
 
 use tokio_postgres::types::ToSql;
 use toolcrib::call::Call;
@@ -11,7 +11,7 @@ use super::link::{Broke, Session};
 use super::writer::Desk;
 use crate::row::{DELIVERY_COLUMNS as COLUMNS, Fields, read_delivery, read_try};
 
-/// The delivery that a new call asks for.
+/// Inserts the delivery that a new call requests, if any.
 pub(super) async fn add(session: &Session, call: &Call, place: i64) -> Result<(), Broke> {
     let Some(delivery) = Delivery::of(call) else { return Ok(()) };
     let sql = format!(

@@ -1,5 +1,6 @@
-//! Tools, clients, keys, rules, upstreams and the audit log. The tools of projects and the roster
-//! are in the tables that tool services know: `resource.tools`, `resource.project_agents`.
+//! The directory in PostgreSQL: tools, clients, keys, rules, upstreams and the audit log. The
+//! projects' own tools and the roster of agents are in the tables that tool services know:
+//! `resource.tools` and `resource.project_agents`.
 
 use serde_json::Value;
 use toolcrib::directory::{AuditEntry, Change, Client, Directory, Others};
@@ -37,7 +38,7 @@ const ROSTER: &str = "SELECT project_id, agent_id, worker_target, toolcrib_profi
      toolcrib_allowed_tools, (extract(epoch FROM updated_at) * 1000)::bigint \
      FROM resource.project_agents ORDER BY project_id COLLATE \"C\", agent_id COLLATE \"C\"";
 
-/// All of it, as of one moment.
+/// Loads the whole directory from one snapshot.
 pub(super) async fn load(mut lent: Lent) -> Result<Directory, Broke> {
     lent.begin().await?;
     let session = &*lent;
@@ -74,7 +75,7 @@ fn read_member(row: &tokio_postgres::Row) -> Result<Member, StoreError> {
     })
 }
 
-/// Makes a change, unless the directory is not the one it was decided on.
+/// Applies a change, unless the directory has changed since the caller decided on it.
 pub(super) async fn change(
     desk: &mut Desk,
     (change, decided_on, entry): &(Change, u64, Option<AuditEntry>),
@@ -133,7 +134,7 @@ pub(super) async fn change(
     Ok(Saved::Yes)
 }
 
-/// The changes that are one statement, or two.
+/// Applies a change that takes one or two statements.
 async fn simple(session: &Session, change: &Change) -> Result<(), Broke> {
     let ms = |at_ms: u64| at_ms as i64;
     let done = match change {
@@ -217,7 +218,8 @@ async fn set_upstream_tools(
     Ok(())
 }
 
-/// A tool as the protocol's own table has it, and all of it beside.
+/// Stores a tool in the columns that the protocol defines, with the full definition in a column of
+/// Toolcrib.
 async fn put_tool(session: &Session, tool: &Definition, at_ms: Option<i64>) -> Result<(), Broke> {
     let project = tool.project.clone().unwrap_or_default();
     let (text, version) = (definition_text(tool)?, tool.version());
@@ -255,7 +257,7 @@ async fn put_tool(session: &Session, tool: &Definition, at_ms: Option<i64>) -> R
     Ok(())
 }
 
-/// No new call is made with what a tool was until now.
+/// Marks the stored versions of a tool as replaced: no new call uses them.
 async fn retire_versions(
     session: &Session,
     project: &str,
@@ -315,7 +317,7 @@ async fn register(
     drop_orphans(session, &client.project).await
 }
 
-/// A tool that no client offers any more is gone.
+/// Deletes the tools that no client offers any more.
 async fn drop_orphans(session: &Session, project: &str) -> Result<(), Broke> {
     let sql = "DELETE FROM tools WHERE project = $1 AND NOT EXISTS \
                (SELECT 1 FROM offers o WHERE o.project = tools.project AND o.tool = tools.name)";

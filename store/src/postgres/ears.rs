@@ -1,5 +1,6 @@
-//! Hears of reports that tool services write: a connection of its own that listens, made again when
-//! it is lost. What is said while nobody listened is found by whoever looks now and then.
+//! Listens for reports that tool services write, on a dedicated connection that is reopened when it
+//! is lost. A notification sent while no connection listens is lost; the periodic scan of the
+//! tables finds its report.
 
 use std::time::Duration;
 
@@ -8,10 +9,10 @@ use tokio::task::JoinHandle;
 
 use super::link::Address;
 
-/// How often to look whether the connection is still there.
+/// Interval at which the listener checks its connection, and delay before it reconnects.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// Listens for as long as it is there.
+/// A task that listens until this value is dropped.
 pub(super) struct Ears(JoinHandle<()>);
 
 impl Ears {

@@ -1,4 +1,4 @@
-//! What upstreams' issuers have granted.
+//! Credentials that the issuers of upstreams have granted, in PostgreSQL.
 
 use async_trait::async_trait;
 use toolcrib::store::StoreError;

@@ -1,4 +1,4 @@
-//! What happened: every event has a row, numbered in the order of the commits.
+//! Reads events. Every event has a row, numbered in commit order.
 
 use tokio_postgres::Row;
 use toolcrib::event::{Event, Kind, Record};
@@ -49,7 +49,8 @@ pub(super) async fn newest_event(session: &Session, scope: &EventScope) -> Resul
     let (sql, bound): (String, Bound<'_>) = match scope {
         EventScope::Call { project, id } => (format!("{OF} c.id = $2"), &[project, &id.as_str()]),
         EventScope::Run { project, run_id } => (format!("{OF} c.run_id = $2"), &[project, run_id]),
-        // Of the whole store: whoever follows from here sees what comes from now on.
+        // The newest event of the whole store: a subscriber that starts from it sees everything
+        // that comes later.
         EventScope::Project(_) => (
             "SELECT greatest((SELECT max(number) FROM events), \
              (SELECT max(number) FROM loop_entries), 0::bigint)"
@@ -61,7 +62,7 @@ pub(super) async fn newest_event(session: &Session, scope: &EventScope) -> Resul
     Ok(row.map(|row| row.whole(0)).transpose()?.unwrap_or(0))
 }
 
-/// The newest record of a kind in a call's history.
+/// Returns the newest record of a kind in a call's history.
 pub(super) async fn newest_record(
     session: &Session,
     project: &str,

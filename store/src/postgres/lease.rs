@@ -1,5 +1,5 @@
-//! One server per database: a lock that lives as long as the writer's connection, and a count of
-//! owners that tells whether another has been here in between.
+//! One server per database: an advisory lock that lives as long as the writer's connection, and a
+//! generation that shows if another server has held the lock in between.
 
 use std::time::Duration;
 
@@ -8,28 +8,30 @@ use super::link::{Broke, Session};
 use super::writer::Numbers;
 use crate::row::Fields;
 
-/// "TCRB", as the application id of our SQLite files.
+/// "TCRB", like the `application_id` of Toolcrib's SQLite files.
 const LOCK: i64 = 0x5443_5242;
-/// A server that has just ended may be survived by its connection for a moment.
+/// A new server retries because the connection of a server that has just exited may outlive it for
+/// a moment.
 const LOOKS: u32 = 40;
 const LOOK: Duration = Duration::from_millis(50);
 
-/// This server's right to number and to write.
+/// This server's exclusive right to assign numbers and to write.
 pub(super) struct Lease {
     pub(super) owner: i64,
-    /// The transactions that are known to be committed.
+    /// Number of transactions that are known to be committed.
     pub(super) commits: i64,
-    /// Which of PostgreSQL's processes holds the lock for us: its id, and when it began.
+    /// The PostgreSQL backend that holds the lock for this server: its process id and its start
+    /// time.
     pub(super) holder: (i64, String),
 }
 
-/// Takes the lock, if nobody has it.
+/// Tries to take the lock; returns false if another session holds it.
 pub(super) async fn claim(session: &Session) -> Result<bool, Broke> {
     let row = session.row("SELECT pg_try_advisory_lock($1)::int::bigint", &[&LOCK]).await?;
     Ok(row.map(|row| row.number(0)).transpose()? == Some(1))
 }
 
-/// Which process of PostgreSQL serves this connection.
+/// Returns the PostgreSQL backend that serves this session.
 pub(super) async fn holder(session: &Session) -> Result<(i64, String), Broke> {
     let sql = "SELECT pid::bigint, backend_start::text FROM pg_stat_activity \
                WHERE pid = pg_backend_pid()";
@@ -37,8 +39,8 @@ pub(super) async fn holder(session: &Session) -> Result<(i64, String), Broke> {
     row.map_or(Ok((0, String::new())), |row| Ok((row.number(0)?, row.text(1)?)))
 }
 
-/// Ends the process that served a connection of ours which is lost: the server may not have
-/// noticed that yet, and would keep the lock for it.
+/// Terminates the backend of a lost session of this server. PostgreSQL may not have noticed the
+/// loss yet, and would keep the lock for that session.
 pub(super) async fn end(session: &Session, holder: &(i64, String)) -> Result<(), Broke> {
     let sql = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity \
                WHERE pid::bigint = $1 AND backend_start::text = $2";
@@ -58,7 +60,7 @@ pub(super) async fn lock(session: &Session) -> Result<(), OpenError> {
 }
 
 impl Lease {
-    /// A new owner of a database that is locked and up to date.
+    /// Starts a new generation of a database that is locked and migrated.
     pub(super) async fn take(session: &Session) -> Result<(Self, Numbers), OpenError> {
         let sql = "UPDATE writer SET owner = owner + 1 \
                    RETURNING owner, commits, last_event, last_place";
@@ -69,7 +71,7 @@ impl Lease {
         Ok((Self { owner: number(0)?, commits: number(1)?, holder }, numbers))
     }
 
-    /// Counts the transaction that is under way.
+    /// Counts the current transaction.
     pub(super) async fn mark(&self, session: &Session, numbers: Numbers) -> Result<(), Broke> {
         let sql = "UPDATE writer SET commits = $1, last_event = $2, last_place = $3";
         session.execute(sql, &[&(self.commits + 1), &numbers.event, &numbers.place]).await?;

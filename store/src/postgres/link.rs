@@ -1,4 +1,4 @@
-//! Connections to PostgreSQL: how they are made, and the statements that each keeps prepared.
+//! Sessions with PostgreSQL: opens connections and caches the prepared statements of each.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -15,13 +15,13 @@ use toolcrib::store::StoreError;
 
 use super::OpenError;
 
-/// How long to try to connect.
+/// Maximum time to establish a connection.
 const CONNECT: Duration = Duration::from_secs(5);
 
-/// What a statement is given.
+/// The parameters of a statement.
 pub(super) type Bound<'a> = &'a [&'a (dyn ToSql + Sync)];
 
-/// Where the database is; never shown, because it holds a password.
+/// Opens connections to one database. Never printed, because its configuration holds a password.
 #[derive(Clone)]
 pub(super) struct Address(Config, Handle);
 
@@ -39,7 +39,7 @@ impl Address {
             config.application_name("toolcrib");
         }
         config.connect_timeout(CONNECT);
-        // A network that says nothing any more is noticed, from both sides.
+        // Both sides detect a network that has gone silent.
         config.keepalives_idle(Duration::from_secs(15));
         config.keepalives_interval(Duration::from_secs(5)).keepalives_retries(3);
         config.tcp_user_timeout(Duration::from_secs(30));
@@ -47,8 +47,8 @@ impl Address {
         Ok(Self(config, home))
     }
 
-    /// A new connection, whose notifications go here. It lives in the store's own runtime: who asks
-    /// for it may be gone before it is.
+    /// Opens a connection that forwards its notifications to `told`. The connection lives in the
+    /// store's runtime, because the task that requests it may end before the connection does.
     pub(super) async fn connect(&self, told: Option<Sender<u64>>) -> Result<Session, Broke> {
         let connecting = connect(self.0.clone(), told);
         let gone = |_| Broke::Store(StoreError::Unavailable("the store is closed".to_owned()));
@@ -75,8 +75,8 @@ const BAD_URL: &str = "not a PostgreSQL URL: write postgres://user:password@host
 const NO_TLS: &str = "sslmode=require is not supported: connect through a tunnel, or leave it out \
      on a network you trust";
 
-/// Our tables are found without their schema's name, and a commit that is answered is on the disk
-/// whatever the server's own settings say.
+/// Toolcrib's tables are found without their schema name, and an acknowledged commit is durable
+/// whatever the server's own settings are.
 const SET_UP: &str = "SET search_path TO toolcrib, pg_catalog; \
      SET tcp_keepalives_idle = 15; SET tcp_keepalives_interval = 5; SET tcp_keepalives_count = 3; \
      SELECT set_config('synchronous_commit', 'on', false) \
@@ -85,13 +85,13 @@ const SET_UP: &str = "SET search_path TO toolcrib, pg_catalog; \
 /// One connection.
 pub(super) struct Session {
     client: Client,
-    /// Reads and writes the socket.
+    /// The task that reads and writes the socket.
     driver: AbortHandle,
     statements: Mutex<HashMap<String, Statement>>,
 }
 
 impl Session {
-    /// Ends the connection, whatever is under way on it.
+    /// Ends the connection, even if statements are in flight on it.
     pub(super) fn hang_up(&self) {
         self.driver.abort();
     }
@@ -119,24 +119,24 @@ impl Session {
         Ok(self.client.query(&statement, bound).await?)
     }
 
-    /// The first row, if there is any.
+    /// Returns the first row, if there is one.
     pub(super) async fn row(&self, sql: &str, bound: Bound<'_>) -> Result<Option<Row>, Broke> {
         Ok(self.rows(sql, bound).await?.into_iter().next())
     }
 
-    /// How many rows a statement changed.
+    /// Runs a statement and returns the number of rows it changed.
     pub(super) async fn execute(&self, sql: &str, bound: Bound<'_>) -> Result<u64, Broke> {
         let statement = self.prepared(sql).await?;
         Ok(self.client.execute(&statement, bound).await?)
     }
 
-    /// The rows one by one; those that are not asked for any more are not kept.
+    /// Returns the rows one by one; rows that are not read are not held in memory.
     pub(super) async fn stream(&self, sql: &str, bound: Bound<'_>) -> Result<RowStream, Broke> {
         let statement = self.prepared(sql).await?;
         Ok(self.client.query_raw(&statement, bound.iter().copied()).await?)
     }
 
-    /// What these rows say.
+    /// Runs a query and converts its rows.
     pub(super) async fn collect<T>(
         &self,
         sql: &str,
@@ -148,12 +148,12 @@ impl Session {
     }
 }
 
-/// Why something was not done on a connection.
+/// The reason why an operation on a session failed.
 #[derive(Debug)]
 pub(super) enum Broke {
-    /// The server refused it, or cannot be reached.
+    /// PostgreSQL rejected the operation or cannot be reached.
     Postgres(tokio_postgres::Error),
-    /// It was done, and cannot be understood.
+    /// The operation succeeded, but its result cannot be decoded.
     Store(StoreError),
 }
 
@@ -170,7 +170,8 @@ impl From<StoreError> for Broke {
 }
 
 impl Broke {
-    /// Whether the connection is gone, or going: the server says so, or says nothing.
+    /// Returns true if the connection is lost or about to end: PostgreSQL reports it, or the socket
+    /// failed.
     pub(super) fn is_loss(&self) -> bool {
         let Self::Postgres(error) = self else { return false };
         let Some(code) = error.code() else { return error.is_closed() || is_io(error) };
@@ -178,7 +179,7 @@ impl Broke {
         code.code().starts_with("57P") || code.code().starts_with("08")
     }
 
-    /// For the log and for whoever asked: never the data.
+    /// Returns the message for the log and for the caller, without any data.
     pub(super) fn said(&self) -> String {
         match self {
             Self::Store(error) => error.to_string(),
@@ -199,7 +200,8 @@ fn is_io(error: &tokio_postgres::Error) -> bool {
     source.is_some_and(|source| source.is::<std::io::Error>())
 }
 
-/// What the server or the network says. The details of a refusal can hold data and are left out.
+/// Returns the message of PostgreSQL or of the network. Leaves out the details of a database error,
+/// which can contain data.
 pub(super) fn said(error: &tokio_postgres::Error) -> String {
     if let Some(refusal) = error.as_db_error() {
         return format!("PostgreSQL: {} ({})", refusal.message(), refusal.code().code());

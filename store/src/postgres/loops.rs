@@ -1,5 +1,5 @@
-//! Runs and their journals. Entries of journals take their numbers from the same row as the events
-//! of calls, so who follows a run sees both in the order of the commits.
+//! Runs and their journals in PostgreSQL. Journal entries take their numbers from the same sequence
+//! as call events, so a subscriber of a run sees both in commit order.
 
 use async_trait::async_trait;
 use toolcrib::run::{Entry, Happened, Noted, Run};
@@ -11,7 +11,8 @@ use super::writer::Desk;
 use super::{PostgresStore, history, limited};
 use crate::row::{Fields, LoopRow, read_entry, read_run, run_of};
 
-/// Stores a new run; answers with the body and the fingerprint of the one that the key made before.
+/// Stores a new run. If its idempotency key already created one, returns the body and the
+/// fingerprint of that run instead.
 async fn create(desk: &mut Desk, row: &LoopRow) -> Result<Option<(String, String)>, Broke> {
     let run = &row.run;
     if let Some(key) = &row.key {
@@ -170,7 +171,8 @@ impl LoopStore for PostgresStore {
     ) -> Result<Vec<Happened>, StoreError> {
         let mut lent = self.pool.lend().await?;
         let both = async {
-            // Both as of one moment: what is committed between the two would be passed over.
+            // Both reads use one snapshot: otherwise an entry committed between them could be
+            // skipped.
             lent.begin().await?;
             let noted = entries(&lent, project, run_id, after, limit).await?;
             let (project, run_id) = (project.to_owned(), run_id.to_owned());

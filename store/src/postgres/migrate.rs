@@ -1,5 +1,6 @@
-//! Versioned migrations. Each runs in one transaction together with the new version number, under
-//! a lock, so that two who start at once do not meet in it.
+//! Versioned migrations of the PostgreSQL schema. Each migration runs in one transaction together
+//! with the new version number, under a lock, so that two processes that start at once do not
+//! interfere.
 
 use super::OpenError;
 use super::link::Session;
@@ -7,17 +8,17 @@ use crate::row::Fields;
 
 const MIGRATIONS: [&str; 1] = [include_str!("../../migrations/postgres/0001_init.sql")];
 
-/// The version this program writes.
+/// The schema version that this program writes.
 const VERSION: i64 = MIGRATIONS.len() as i64;
 
-/// Another number than the server's own lock has.
+/// The number of this lock differs from that of the writer lease.
 const BEGIN: &str = "BEGIN; SELECT pg_advisory_xact_lock(1413697091); \
      SET LOCAL client_min_messages = warning; CREATE SCHEMA IF NOT EXISTS toolcrib; \
      CREATE TABLE IF NOT EXISTS toolcrib.schema_version (version BIGINT PRIMARY KEY)";
 
-/// Brings a database to the present version.
+/// Migrates a database to the current schema version.
 pub(super) async fn migrate(session: &Session) -> Result<(), OpenError> {
-    // Who only looks may not be allowed to make a schema.
+    // A read-only user may lack the right to create a schema.
     if present(session).await? == Some(VERSION) {
         return Ok(());
     }
@@ -58,7 +59,7 @@ async fn bring_up(session: &Session) -> Result<(), OpenError> {
     Ok(())
 }
 
-/// Whether somebody else's tables have the names that ours need.
+/// Returns true if tables of another program have the names that Toolcrib needs.
 async fn has_others(session: &Session) -> Result<bool, OpenError> {
     let sql = "SELECT count(*) FROM unnest(ARRAY['public.cards', 'resource.tools', \
                'resource.project_agents', 'state.agent_inbox', 'state.execution_edges']) AS t(n) \

@@ -1,4 +1,4 @@
-//! Reading beside the writer: a few connections that are kept for the next reader.
+//! Reads that run concurrently with the writer, on a few pooled sessions.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -9,22 +9,22 @@ use toolcrib::store::StoreError;
 
 use super::link::{Address, Broke, Session};
 
-/// Most who read at once, and connections that are kept.
+/// Maximum number of sessions in use at once, and of idle sessions that the pool retains.
 const MAX_READING: usize = 8;
 const KEPT: usize = 4;
 
-/// The reading connections that nobody uses now.
+/// A pool of read sessions.
 pub(super) struct Pool {
     address: Address,
     idle: Arc<Mutex<Vec<Arc<Session>>>>,
     turns: Arc<Semaphore>,
 }
 
-/// A connection that is given back when it is let go of.
+/// A session that returns to the pool when it is dropped.
 pub(super) struct Lent {
     session: Arc<Session>,
     idle: Arc<Mutex<Vec<Arc<Session>>>>,
-    /// In the middle of something that cannot be left to the next.
+    /// The session is inside a transaction and must not return to the pool.
     busy: bool,
     _turn: OwnedSemaphorePermit,
 }
@@ -55,7 +55,7 @@ impl Pool {
 }
 
 impl Lent {
-    /// From here to [`Lent::end`] everything is read as of one moment.
+    /// Begins a transaction: all reads until [`PooledSession::end_snapshot`] see one snapshot.
     pub(super) async fn begin(&mut self) -> Result<(), Broke> {
         self.busy = true;
         self.run("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY").await

@@ -1,5 +1,5 @@
-//! UTP's part of the store. Cards, inboxes and edges are in the tables that tool services know;
-//! turns, what is to be published and dead letters are our own.
+//! The UTP part of the store in PostgreSQL. Cards, inboxes and edges are in the tables that tool
+//! services know; turns, the outbox and dead letters are in Toolcrib's own tables.
 
 mod cards;
 mod inbox;
@@ -22,7 +22,7 @@ use super::{PostgresStore, limited};
 use crate::row::{Fields, decode, encode, read_definition};
 
 impl PostgresStore {
-    /// The bodies that a query finds, in its order.
+    /// Returns the bodies that a query finds, in its order.
     async fn bodies<T: DeserializeOwned>(
         &self,
         sql: &str,

@@ -1,13 +1,15 @@
-//! The one writer: takes everything that waits, makes one transaction of it, tells everybody.
+//! The single writer: takes all queued changes, commits them in one transaction, then replies to
+//! every caller.
 //!
-//! New calls and new states of calls go to the server without waiting for each other's answers.
-//! Each transaction also counts itself in the row of `writer`. When the connection is lost, the
-//! writer connects again and reads that count: then it knows whether its last transaction was
-//! committed, and says so, or makes it again. So nobody is ever told that something was not stored
-//! that was; until it is known they wait, and who comes meanwhile is refused.
+//! New calls and updates of calls are pipelined: none waits for the response to another. Each
+//! transaction also increments a counter in the row of `writer`. After a lost connection the writer
+//! reconnects and reads that counter, which shows if its last transaction was committed; it then
+//! either reports success or runs the transaction again. A change that was stored is therefore
+//! never reported as lost. Callers in the transaction wait until its fate is known; changes sent
+//! meanwhile are refused.
 //!
-//! When the server refuses a transaction, each change in it is made again alone: what one of them
-//! has wrong does not become the others' problem.
+//! When PostgreSQL rejects a transaction, the writer runs each of its changes separately, so that
+//! one invalid change does not fail the others.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -21,41 +23,41 @@ use super::lease::{Lease, claim, end, holder};
 use super::link::{Address, Broke, Session};
 use crate::row::Fields;
 
-/// Most changes that share a transaction.
+/// Maximum number of changes that share a transaction.
 const MAX_GROUP: usize = 512;
-/// What may wait for the writer; more is refused, because it could only wait longer.
+/// Maximum number of queued changes. More are refused, because they would only wait longer.
 const MAX_WAITING: usize = 65_536;
-/// How long to wait before connecting again.
+/// First and longest delay before an attempt to reconnect.
 const AGAIN_FIRST: Duration = Duration::from_millis(100);
 const AGAIN_MOST: Duration = Duration::from_secs(2);
 
-/// Something that is being done on the writer's connection.
+/// Work in progress on the writer's connection.
 pub(super) type Doing<'a, T> = BoxFuture<'a, Result<T, Broke>>;
 
-/// A change, and whom to tell. It may have to be made more than once.
+/// A change, with the channel for its reply. It may have to be made more than once.
 pub(super) trait Change: Send {
-    /// What goes to the server beside others, and waits for none of them.
+    /// Starts the statements that can be pipelined with those of other changes.
     fn send<'a>(&'a mut self, desk: &'a Desk) -> Option<Doing<'a, ()>>;
-    /// The numbers that it needs, before anything is sent.
+    /// Assigns the numbers that the change needs, before anything is sent.
     fn number(&mut self, _numbers: &mut Numbers) {}
-    /// What must be done alone, after the rest.
+    /// Runs what must run alone, after the pipelined statements of the group.
     fn run<'a>(&'a mut self, desk: &'a mut Desk) -> Option<Doing<'a, ()>>;
-    /// After the commit, or when there is none.
+    /// Sends the result to the caller, after the commit or the failure.
     fn tell(self: Box<Self>, committed: Result<(), StoreError>);
 }
 
-/// The last numbers that were given.
+/// The last numbers that were assigned.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Numbers {
     pub(super) event: i64,
     pub(super) place: i64,
 }
 
-/// The writer's side of its connection.
+/// The writer's connection, with its counters and its lease.
 pub(super) struct Desk {
     pub(super) session: Session,
     pub(super) numbers: Numbers,
-    /// None where this process is not the one that numbers.
+    /// `None` when this process does not serve the database and therefore assigns no numbers.
     lease: Option<Lease>,
 }
 
@@ -64,7 +66,8 @@ impl Desk {
         Self { session, numbers, lease }
     }
 
-    /// Only the server itself gives numbers to calls and events.
+    /// Fails unless this process serves the database: only the server assigns numbers to calls and
+    /// events.
     pub(super) fn may_number(&self) -> Result<(), Broke> {
         if self.lease.is_some() {
             return Ok(());
@@ -74,7 +77,7 @@ impl Desk {
     }
 }
 
-/// Why nothing can be written now; shared with whoever wants to write.
+/// The reason why nothing can be written at present, shared with the senders of changes.
 #[derive(Clone, Default)]
 pub(super) struct Trouble(Arc<Mutex<Option<String>>>);
 
@@ -88,7 +91,7 @@ impl Trouble {
     }
 }
 
-/// A handle to the writer's task.
+/// A handle to the writer task.
 pub(super) struct Writer {
     line: mpsc::Sender<Box<dyn Change>>,
     trouble: Trouble,
@@ -138,11 +141,12 @@ impl Clerk {
         }
     }
 
-    /// Commits a group, or tells everybody in it why not.
+    /// Commits a group, or reports to every caller in it why it failed.
     async fn commit(&mut self, mut group: Group) {
         let (began, size) = (Instant::now(), group.len());
         loop {
-            // It was lost while nobody wrote: nothing is under way that had to be waited for.
+            // The connection was lost while the writer was idle: no transaction is in flight whose
+            // fate has to be determined.
             if self.desk.session.is_closed() && !self.connect_once().await {
                 let why = self.trouble.is().unwrap_or_default();
                 return refuse(group, &why);
@@ -165,7 +169,7 @@ impl Clerk {
                 let error = broke.into_error();
                 return group.into_iter().for_each(|one| one.tell(Err(copy(&error))));
             }
-            tracing::debug!(why = broke.said(), size, "a group is taken apart");
+            tracing::debug!(why = broke.said(), size, "retrying the changes of a group separately");
             for one in group {
                 Box::pin(self.commit(vec![one])).await;
             }
@@ -176,7 +180,7 @@ impl Clerk {
         group.into_iter().for_each(|one| one.tell(Ok(())));
     }
 
-    /// Makes one transaction of a group and commits it. The numbers stand only when it did.
+    /// Commits a group in one transaction. Restores the counters if the transaction fails.
     async fn write(&mut self, group: &mut [Box<dyn Change>]) -> Result<(), Broke> {
         let before = self.desk.numbers;
         let written = self.attempt(group).await;
@@ -212,9 +216,9 @@ impl Clerk {
         Ok(())
     }
 
-    /// After a lost connection: what became of the transaction that was under way.
+    /// Determines what became of the transaction in flight when the connection was lost.
     async fn resolve(&mut self) -> Became {
-        // It may only look lost from here: nothing more must happen on it.
+        // The connection may only appear lost from this side: nothing more must happen on it.
         self.desk.session.hang_up();
         let Some(lease) = &self.desk.lease else { return Became::Unknown };
         let counted = lease.commits + 1;
@@ -227,8 +231,8 @@ impl Clerk {
         }
     }
 
-    /// Connects again, for as long as it takes; who waits meanwhile is told so. False when another
-    /// server has taken over.
+    /// Reconnects, with as many attempts as it takes, and fails the changes queued meanwhile.
+    /// Returns false when another server has taken over the database or the store is closed.
     async fn reconnect(&mut self) -> bool {
         let mut pause = AGAIN_FIRST;
         while !self.connect_once().await {
@@ -243,7 +247,7 @@ impl Clerk {
         true
     }
 
-    /// Tries to connect again, and says to everybody what came of it.
+    /// Tries once to reconnect, and publishes the result to the senders of changes.
     async fn connect_once(&mut self) -> bool {
         if self.trouble.is().as_deref() == Some(GONE) {
             return false;
@@ -284,7 +288,7 @@ impl Clerk {
     }
 }
 
-/// What a transaction came to whose answer was not heard.
+/// The fate of a transaction whose COMMIT was not answered.
 enum Became {
     Committed,
     Nothing,
@@ -308,7 +312,7 @@ fn copy(error: &StoreError) -> StoreError {
     }
 }
 
-/// Any change that is made alone on the connection, with what it needs.
+/// A change made by a function that runs alone on the connection, with its input.
 pub(super) struct Job<A, T> {
     given: A,
     doing: Work<A, T>,
@@ -316,7 +320,7 @@ pub(super) struct Job<A, T> {
     reply: oneshot::Sender<Result<T, StoreError>>,
 }
 
-/// What a job does.
+/// The function of a [`FunctionChange`].
 pub(super) type Work<A, T> = for<'a> fn(&'a mut Desk, &'a A) -> Doing<'a, T>;
 
 impl<A, T> Job<A, T> {
@@ -344,7 +348,7 @@ impl<A: Send + Sync, T: Send> Change for Job<A, T> {
 
     fn tell(self: Box<Self>, committed: Result<(), StoreError>) {
         let gone = || StoreError::Unavailable("the writer has stopped".to_owned());
-        // Whoever asked may have gone away meanwhile; the change stands all the same.
+        // The caller may have gone away; the change is committed all the same.
         let made = self.made;
         let _ = self.reply.send(committed.and_then(|()| made.ok_or_else(gone)));
     }

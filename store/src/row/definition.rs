@@ -1,4 +1,4 @@
-//! A tool's definition as it is stored.
+//! The stored form of a tool definition.
 
 use serde::{Deserialize, Serialize};
 use toolcrib::json::Json;
@@ -31,7 +31,7 @@ struct StoredDefinition {
     utp: Option<Binding>,
 }
 
-/// A tool's definition as text; its project and name are columns.
+/// Encodes a tool definition as text. Its project and name are columns.
 pub(crate) fn definition_text(tool: &Definition) -> Result<String, StoreError> {
     encode(&StoredDefinition {
         description: tool.description.clone(),
@@ -49,7 +49,7 @@ pub(crate) fn definition_text(tool: &Definition) -> Result<String, StoreError> {
     })
 }
 
-/// A tool's definition from its text.
+/// Decodes a tool definition from its text.
 pub(crate) fn read_definition(
     project: String,
     name: String,

@@ -1,11 +1,11 @@
-//! Deliveries and their tries, read from their rows.
+//! Reads deliveries and their attempts from rows.
 
 use toolcrib::delivery::{Delivery, Try};
 use toolcrib::store::StoreError;
 
 use super::Fields;
 
-/// The columns that a delivery is read from, in this order.
+/// The columns that [`read_delivery`] reads, in this order.
 pub(crate) const DELIVERY_COLUMNS: &str =
     "project, call_id, url, status, due_ms, tries, failures, last_error, version";
 

@@ -1,4 +1,4 @@
-//! The parts of the directory, read from their rows.
+//! Reads the parts of the directory from rows.
 
 use toolcrib::directory::{AuditEntry, Client, Key, Offer, Project, Upstream};
 use toolcrib::policy::{Rule, Verdict};

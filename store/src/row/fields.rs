@@ -1,17 +1,18 @@
-//! A row of any database, read by position: numbers are 64 bits and all else is text.
+//! Reads a row of either database by column position: numbers are 64-bit integers, everything else
+//! is text.
 
 use rusqlite::types::FromSql;
 use toolcrib::id::CallId;
 use toolcrib::store::StoreError;
 
-/// What is read from a row. The columns have the same order in every database.
+/// A row of a query. The columns have the same order in both databases.
 pub(crate) trait Fields {
     fn text(&self, n: usize) -> Result<String, StoreError>;
     fn maybe_text(&self, n: usize) -> Result<Option<String>, StoreError>;
     fn number(&self, n: usize) -> Result<i64, StoreError>;
     fn maybe_number(&self, n: usize) -> Result<Option<i64>, StoreError>;
 
-    /// A time, a version, a number of an event.
+    /// Returns a timestamp, a version or an event number.
     fn whole(&self, n: usize) -> Result<u64, StoreError> {
         self.number(n).map(|number| number as u64)
     }
@@ -20,7 +21,7 @@ pub(crate) trait Fields {
         Ok(self.maybe_number(n)?.map(|number| number as u64))
     }
 
-    /// A small number.
+    /// Returns a value that fits into 32 bits, such as a counter.
     fn count(&self, n: usize) -> Result<u32, StoreError> {
         let number = self.number(n)?;
         u32::try_from(number).map_err(|_| StoreError::Corrupt(format!("a count of {number}")))

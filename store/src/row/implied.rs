@@ -1,22 +1,22 @@
-//! Records that need no row of their own.
+//! Events that need no row because the row of their call contains the same facts.
 
 use serde_json::Value;
 use toolcrib::event::{Kind, Record};
 
-/// A record that follows from the row of its call: when it was asked for, and when its first
-/// attempt began. Nearly every call has both, so nearly every call is spared two rows.
+/// An event that follows from the row of its call: the request, or the start of the first attempt.
+/// Nearly every call has both, so implying them saves nearly every call two rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Implied {
     Requested,
     Started,
-    /// Of a call that had ended when it was stored first.
+    /// The end of a call that had already finished when it was first stored.
     Finished,
 }
 
 impl Implied {
     pub(crate) const ALL: [Self; 3] = [Self::Requested, Self::Started, Self::Finished];
 
-    /// Stands behind the record's number in the call's list.
+    /// Returns the code that follows the event's number in the call's event list.
     pub(crate) fn letter(self) -> char {
         match self {
             Self::Requested => 'r',
@@ -26,20 +26,21 @@ impl Implied {
     }
 }
 
-/// What the row of a call says about its records.
+/// The facts in a call's row from which its events follow.
 pub(crate) struct Facts<'a> {
     pub(crate) tool_name: &'a str,
     pub(crate) args_bytes: usize,
     pub(crate) created_ms: u64,
     pub(crate) started_ms: Option<u64>,
     pub(crate) completed_ms: Option<u64>,
-    /// Only of a call that succeeded.
+    /// Set only for a call that succeeded.
     pub(crate) result_bytes: Option<usize>,
 }
 
 impl Facts<'_> {
-    /// Which implied record this is, if the row says all that it says. Compared fact by fact: to
-    /// make the implied records only to compare them would cost every call more than the rest.
+    /// Returns the implied event that equals this record, if the call's row contains all its facts.
+    /// The facts are compared one by one: building the implied events only to compare them would
+    /// dominate the cost of a call.
     pub(super) fn implies(&self, record: &Record) -> Option<Implied> {
         let says = |name: &str| record.data.get(name);
         let number = |name: &str, value: u64| says(name).and_then(Value::as_u64) == Some(value);
@@ -67,12 +68,12 @@ impl Facts<'_> {
         (same && same_tool).then_some(implied)
     }
 
-    /// As the measures of an outcome have it.
+    /// The same value as in the metrics of an outcome.
     fn queue_ms(&self) -> u64 {
         self.started_ms.map_or(0, |started_ms| started_ms.saturating_sub(self.created_ms))
     }
 
-    /// The implied record; none where the row does not say enough.
+    /// Builds the record of an implied event; `None` when the row lacks a needed fact.
     pub(crate) fn record(&self, implied: Implied) -> Option<Record> {
         match implied {
             Implied::Requested => Some(

@@ -1,15 +1,15 @@
-//! Runs and the entries of their journals, as their rows have them.
+//! The rows of runs and of their journals.
 
 use toolcrib::run::{Entry, Noted, Run};
 use toolcrib::store::{IdempotencyKey, StoreError};
 
 use super::{Fields, decode, encode};
 
-/// A run as its row has it.
+/// A run in the form that the writer binds.
 pub(crate) struct LoopRow {
     pub(crate) run: Run,
     pub(crate) body: String,
-    /// Only with the first.
+    /// Set only when the run is created.
     pub(crate) key: Option<IdempotencyKey>,
     pub(crate) entries: Vec<EntryRow>,
 }

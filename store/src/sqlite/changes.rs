@@ -1,4 +1,4 @@
-//! What the writer does with each kind of change: the SQL, and nothing about groups or flushes.
+//! The SQL of each change to calls. This module knows nothing of change groups or flushes.
 
 use rusqlite::{Connection, OptionalExtension, params};
 use toolcrib::call::Call;
@@ -34,7 +34,7 @@ impl Desk {
         Ok(Created::New)
     }
 
-    /// What comes with a call that has just been written at this place.
+    /// Completes the insert of a call at this place: its events, task and delivery.
     pub(super) fn created(
         &mut self,
         place: i64,
@@ -102,7 +102,7 @@ impl Desk {
         self.record(place, records)
     }
 
-    /// Writes something that nobody reads.
+    /// Writes a value that has no reader.
     pub(super) fn check(&self) -> rusqlite::Result<()> {
         self.connection
             .prepare_cached(
@@ -113,7 +113,7 @@ impl Desk {
             .map(|_| ())
     }
 
-    /// Where a call is. The places of calls that this writer opened are known.
+    /// Finds the place of a call. The places of open calls that this writer inserted are in memory.
     fn place_of(&self, project: &str, id: &CallId) -> rusqlite::Result<Option<i64>> {
         if let Some((owner, place)) = self.places.get(id)
             && **owner == *project
@@ -126,7 +126,7 @@ impl Desk {
             .optional()
     }
 
-    /// Numbers the records, and writes those that their call does not imply.
+    /// Assigns numbers to the events, and inserts those that their call's row does not imply.
     fn record(&mut self, place: i64, records: &[RecordRow]) -> rusqlite::Result<()> {
         for record in records {
             self.last_number += 1;
@@ -147,8 +147,8 @@ impl Desk {
         Ok(())
     }
 
-    /// Goes through the calls in the order they came, up to the first that is too young: a call
-    /// that ended before a time was made before it.
+    /// Deletes ended calls. Scans the calls in insertion order up to the first that is too young: a
+    /// call that ended before a time was also created before it.
     pub(super) fn purge(&mut self, ended_before_ms: u64, limit: usize) -> rusqlite::Result<Purged> {
         let before_ms = i64::try_from(ended_before_ms).unwrap_or(i64::MAX);
         let mut places = Vec::new();
@@ -200,7 +200,8 @@ impl Desk {
             .execute(params![before_ms, limit as i64])?;
         let runs = runs::purge(&self.connection, before_ms, limit)?;
         let loops = loops::purge(&self.connection, before_ms, limit)?;
-        // When the newest calls are gone their places come again: the mark must not be ahead.
+        // SQLite reuses the places of the newest calls after they are purged: the low watermark
+        // must not be ahead of them.
         self.connection
             .prepare_cached(
                 "UPDATE counters SET value = min(value, \
@@ -213,7 +214,7 @@ impl Desk {
     }
 }
 
-/// What a key was used for before.
+/// Returns the call that was created with this idempotency key, if there is one.
 pub(super) fn used(
     connection: &Connection,
     project: &str,

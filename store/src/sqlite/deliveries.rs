@@ -1,5 +1,5 @@
-//! Deliveries and background tasks: their SQL. Only calls that are asked with a callback URL, or
-//! are tasks, have rows here.
+//! The SQL of webhook deliveries and background tasks. Only calls with a callback URL, and
+//! background calls, have rows here.
 
 use rusqlite::{Connection, OptionalExtension, ToSql, params};
 use toolcrib::call::Call;
@@ -12,7 +12,7 @@ use super::writer::Desk;
 use crate::row::{DELIVERY_COLUMNS as COLUMNS, read_delivery as read, read_try};
 
 impl Desk {
-    /// What a new call brings besides itself.
+    /// Inserts the task and the delivery that belong to a new call.
     pub(super) fn add_extras(&self, call: &Call, place: i64) -> rusqlite::Result<()> {
         if call.asked.background {
             self.connection
@@ -39,7 +39,7 @@ impl Desk {
         Ok(())
     }
 
-    /// The call at this place has ended: its delivery is due.
+    /// Marks the delivery of the call at this place as due: the call has ended.
     pub(super) fn make_due(&self, place: i64, at_ms: u64) -> rusqlite::Result<()> {
         self.connection
             .prepare_cached(

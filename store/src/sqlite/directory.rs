@@ -1,4 +1,4 @@
-//! Tools, clients, keys, rules and the audit log in SQLite.
+//! The directory in SQLite: tools, clients, keys, rules and the audit log.
 
 use rusqlite::{Connection, Row, params};
 use toolcrib::directory::{AuditEntry, Change, Client, Directory, Key, Others, Project};
@@ -22,7 +22,7 @@ pub(super) fn version(connection: &Connection) -> Result<u64, StoreError> {
         .map_err(|error| failed(&error))
 }
 
-/// All of it, as of one moment.
+/// Loads the whole directory from one snapshot.
 pub(super) fn load(connection: &Connection) -> Result<Directory, StoreError> {
     let moment = connection.unchecked_transaction().map_err(|error| failed(&error))?;
     let directory = Directory {
@@ -96,7 +96,7 @@ fn put_tool(
     Ok(())
 }
 
-/// No new call is made with what a tool was until now.
+/// Marks the stored versions of a tool as replaced: no new call uses them.
 fn retire_versions(
     connection: &Connection,
     project: &str,
@@ -137,7 +137,7 @@ fn keys(connection: &Connection) -> Result<Vec<Key>, StoreError> {
     all(connection, sql, |row| read_key(row))
 }
 
-/// A change of a project's own tools, or of who can be woken in it.
+/// Applies a change to the projects, their own tools or their roster of agents.
 fn change_project(
     connection: &Connection,
     change: &Change,
@@ -172,7 +172,7 @@ fn change_project(
     Ok(())
 }
 
-/// Makes a change, unless the directory is not the one it was decided on.
+/// Applies a change, unless the directory has changed since the caller decided on it.
 pub(super) fn change(
     connection: &Connection,
     change: &Change,
@@ -290,7 +290,7 @@ fn drop_client(connection: &Connection, project: &str, client_id: &str) -> rusql
     drop_orphans(connection, project)
 }
 
-/// A tool that no client offers any more is gone.
+/// Deletes the tools that no client offers any more.
 fn drop_orphans(connection: &Connection, project: &str) -> rusqlite::Result<()> {
     connection.execute(
         "DELETE FROM tools WHERE project = ?1 AND NOT EXISTS \

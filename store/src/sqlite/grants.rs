@@ -1,4 +1,4 @@
-//! What upstreams' issuers have granted, in SQLite.
+//! Credentials that the issuers of upstreams have granted, in SQLite.
 
 use async_trait::async_trait;
 use rusqlite::{OptionalExtension, params};

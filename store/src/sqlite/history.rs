@@ -1,5 +1,5 @@
-//! Reading what happened. A call keeps the numbers of its events; a letter behind a number says
-//! that the call's own row implies the event, and there is no row for it.
+//! Reads events. A call's row lists the numbers of its events; a code after a number marks an event
+//! that the row itself implies and that has no row in `events`.
 
 use rusqlite::{Connection, OptionalExtension, Row, params};
 use toolcrib::event::{Event, Kind, Record};
@@ -9,11 +9,11 @@ use toolcrib::store::{EventScope, StoreError};
 use super::reader::{MANY, collect, counted, failed};
 use crate::row::{Facts, Implied, read_record};
 
-/// The columns that a history is read from, in this order.
+/// The columns that [`CallHistory`] reads, in this order.
 const COLUMNS: &str = "id, events, tool_name, octet_length(args), created_ms, started_ms, project, \
      run_id, envelope ->> 'call_id', completed_ms, octet_length(result)";
 
-/// One number in a call's list.
+/// One entry of a call's event list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Mark {
     pub(super) number: u64,
@@ -26,7 +26,7 @@ impl Mark {
     }
 }
 
-/// The numbers in a call's list: `12r,13s,40,`.
+/// Parses a call's event list, such as `12r,13s,40,`.
 pub(super) fn marks(list: &str) -> impl Iterator<Item = Mark> {
     list.split(',').filter(|entry| !entry.is_empty()).filter_map(|entry| {
         let digits = entry.trim_end_matches(|c: char| c.is_ascii_alphabetic());
@@ -35,7 +35,7 @@ pub(super) fn marks(list: &str) -> impl Iterator<Item = Mark> {
     })
 }
 
-/// What a call's row says about its events.
+/// The facts about a call's events in its row.
 struct History {
     id: CallId,
     run_id: String,
@@ -114,13 +114,13 @@ pub(super) fn events(
     }
 }
 
-/// Whether a run's events are looked for call by call. Those of a larger one are found by their
-/// numbers: it may be the only run that there ever was.
+/// Returns true if the events of a run are found call by call. Those of a larger run are found by
+/// number: it may contain every call in the database.
 fn is_small(connection: &Connection, project: &str, run_id: &str) -> Result<bool, StoreError> {
     Ok(counted(connection, "calls_by_run", "run_id", project, run_id)? < MANY)
 }
 
-/// The first `limit` events of these calls after a number.
+/// Returns the first `limit` events of these calls after a number.
 fn of_calls(
     connection: &Connection,
     calls: &[History],
@@ -150,7 +150,7 @@ fn row(connection: &Connection, number: u64) -> Result<Option<Record>, StoreErro
     Ok(collect(connection, sql, params![number as i64], |row| read_record(row))?.pop())
 }
 
-/// The newest record of a kind in a call's history, looked for from the end.
+/// Returns the newest record of a kind in a call's history. Searches from the end.
 pub(super) fn newest_record(
     connection: &Connection,
     project: &str,
@@ -174,11 +174,11 @@ pub(super) fn newest_record(
     Ok(None)
 }
 
-/// A project, and a run in it unless all of them are meant.
+/// A project, and optionally one run in it.
 type Within<'a> = (&'a str, Option<&'a str>);
 
-/// Two sorted halves: the events that have rows, and those that new calls imply. Calls come in the
-/// order of their first numbers, so the place to begin at is found by halving.
+/// Merges two sorted lists: events that have rows, and events that new calls imply. Places follow
+/// the order of the calls' first event numbers, so a binary search finds the place to start from.
 fn in_order(
     connection: &Connection,
     within: Within<'_>,
@@ -204,7 +204,7 @@ fn in_order(
             record: read_record(row)?,
         })
     })?;
-    // Beyond the last of a full page there is nothing to look for.
+    // When the page is full, no event after its last one can be part of it.
     let until = all.last().filter(|_| all.len() >= limit).map_or(u64::MAX, |last| last.number);
     all.extend(implied_in(connection, within, (after, until), limit)?);
     all.sort_by_key(|event| event.number);
@@ -212,7 +212,7 @@ fn in_order(
     Ok(all)
 }
 
-/// What calls imply between two numbers: the first `limit` and maybe a few more.
+/// Returns the implied events between two numbers: the first `limit`, and possibly a few more.
 fn implied_in(
     connection: &Connection,
     (project, run_id): Within<'_>,
@@ -242,7 +242,8 @@ fn implied_in(
     Ok(found)
 }
 
-/// The place of the last call whose first number is not above this one, or the first of all.
+/// Returns the place of the last call whose first event number is at most `after`, or the first
+/// place.
 fn first_place(connection: &Connection, after: u64) -> rusqlite::Result<i64> {
     let ends = "SELECT coalesce(min(place), 0), coalesce(max(place), 0) FROM calls";
     let (mut low, mut high): (i64, i64) =
@@ -267,11 +268,12 @@ pub(super) fn newest_event(connection: &Connection, scope: &EventScope) -> Resul
         let all = events(connection, scope, 0, usize::MAX >> 1)?;
         return Ok(all.last().map_or(0, |event| event.number));
     }
-    // Of the whole store: whoever follows from here sees what comes from now on.
+    // The newest event of the whole store: a subscriber that starts from it sees everything that
+    // comes later.
     newest_number(connection).map(|number| number as u64).map_err(|error| failed(&error))
 }
 
-/// The highest number that a row or the newest call has.
+/// Returns the highest event number in use, in a row or in the newest call.
 pub(super) fn newest_number(connection: &Connection) -> rusqlite::Result<i64> {
     let row: Option<i64> =
         connection.query_row("SELECT max(number) FROM events", [], |row| row.get(0))?;

@@ -1,21 +1,21 @@
-//! The line in front of the writer: bounded, and as long in memory as it is in truth.
+//! The queue in front of the writer: bounded, with memory in proportion to its length.
 //!
-//! The channel of the standard library sets all its places aside beforehand, which for a line of
-//! this length is most of what an idle server would need.
+//! The bounded channel of the standard library allocates all its slots in advance. At this capacity
+//! that would be most of the memory of an idle server.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-/// Places that an empty line keeps.
+/// Capacity that an empty queue retains.
 const KEPT: usize = 512;
 
-/// So many are worth waking the taker for while others are still on the way: it then works beside
-/// who sends them, and is not woken for each.
+/// Queue length at which the sleeping consumer is woken although more items have been announced: it
+/// then works in parallel with the producers, and is not woken for each item.
 const WORTH_WAKING: usize = 24;
 
-/// Many join, one takes.
+/// A queue with many producers and one consumer.
 pub(super) struct Line<T> {
     waiting: Mutex<Waiting<T>>,
     came: Condvar,
@@ -25,26 +25,26 @@ pub(super) struct Line<T> {
 struct Waiting<T> {
     line: VecDeque<T>,
     closed: bool,
-    /// The taker sleeps and must be woken.
+    /// The consumer sleeps and must be woken.
     asleep: bool,
-    /// The taker waits for those that are on the way.
+    /// The consumer waits for announced items.
     expects: bool,
 }
 
-/// Why one may not join.
+/// The reason why an item was not queued.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Refused {
     Full,
     Closed,
 }
 
-/// What the taker waited for.
+/// The result of waiting for an item.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Came<T> {
     Somebody(T),
-    /// The time passed.
+    /// The timeout passed.
     Nobody,
-    /// The line is closed, and nobody is left in it.
+    /// The queue is closed and empty.
     Closed,
 }
 
@@ -74,7 +74,7 @@ impl<T> Line<T> {
         Ok(())
     }
 
-    /// Nobody may join any more; who is in the line is still taken.
+    /// Closes the queue: it accepts no more items, and those in it can still be popped.
     pub(super) fn close(&self) {
         let mut waiting = self.waiting.lock();
         waiting.closed = true;
@@ -83,14 +83,14 @@ impl<T> Line<T> {
         self.came.notify_one();
     }
 
-    /// The first in the line, if anybody is there.
+    /// Pops the first item, if there is one.
     pub(super) fn next(&self) -> Option<T> {
         self.waiting.lock().line.pop_front()
     }
 
-    /// The first in the line; where nobody is there but somebody is known to be on the way, waits
-    /// a moment. Who joins meanwhile does not end it, so that several can: some more do, or
-    /// [`Self::all_came`].
+    /// Pops the first item. If the queue is empty but `more` reports announced items, waits
+    /// briefly. A single push does not end this wait, so that several items can arrive:
+    /// [`WAKE_BATCH`] items do, or [`Self::notify_group_complete`].
     pub(super) fn soon(&self, at_most: Duration, more: impl Fn() -> bool) -> Option<T> {
         let mut waiting = self.waiting.lock();
         if waiting.line.is_empty() && more() {
@@ -101,7 +101,7 @@ impl<T> Line<T> {
         waiting.line.pop_front()
     }
 
-    /// Nobody more is on the way.
+    /// Signals that no more items have been announced.
     pub(super) fn all_came(&self) {
         let expects = self.waiting.lock().expects;
         if expects {
@@ -109,7 +109,7 @@ impl<T> Line<T> {
         }
     }
 
-    /// The first in the line; waits for one, at most until then where a time is given.
+    /// Pops the first item and waits for one if the queue is empty, at most for the given time.
     pub(super) fn wait(&self, at_most: Option<Duration>) -> Came<T> {
         let until = at_most.map(|time| Instant::now() + time);
         let mut waiting = self.waiting.lock();
@@ -202,7 +202,7 @@ mod tests {
         assert_eq!(line.soon(long, || together.more()), Some(0));
         joiner.join().unwrap();
         assert_eq!(line.soon(long, || together.more()), Some(1));
-        // Given up on the way, it is waited for no longer.
+        // An announced item that is given up ends the wait.
         drop(together.expect());
         assert_eq!(line.soon(long, || together.more()), None);
     }

@@ -1,9 +1,11 @@
-//! The length of the log (WAL): it is grown once and then written over again and again, because a
-//! flush of blocks that are there already is much cheaper than one that also makes the file longer.
+//! Preallocation of the write-ahead log (WAL). The file is extended once and then overwritten again
+//! and again, because flushing blocks that already exist is much cheaper than a flush that also
+//! extends the file.
 //!
-//! Growing is work for when nobody waits, and is done in small parts: neither the start of a server
-//! nor a call that comes meanwhile waits long for it. What is behind the last commit in a log is
-//! nothing to SQLite, so the log is made longer with zeros, by the one who may write into it.
+//! The writer preallocates while it is idle, one chunk at a time, so that neither the start of a
+//! server nor a call that arrives in the meantime waits long for it. SQLite ignores the content of
+//! a WAL after the last commit, so the file is extended with zeros, under the lock of the only
+//! connection that may write to it.
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt;
@@ -11,29 +13,29 @@ use std::path::{Path, PathBuf};
 
 use rusqlite::Connection;
 
-/// The log is made this long: more than it has when it is copied into the database.
+/// Target length of the WAL: more than it holds when a checkpoint is due.
 const LOG_BYTES: u64 = 20 << 20;
-/// How much of it in one go.
+/// Number of bytes that one step appends.
 const PART: usize = 2 << 20;
 
-/// A log that is being grown.
+/// A WAL that does not have its target length yet.
 pub(super) struct Growing {
     path: PathBuf,
 }
 
 impl Growing {
-    /// The log of this database.
+    /// Returns the preallocator for the WAL of this database.
     pub(super) fn of(database: &Path) -> Self {
         let mut path = database.as_os_str().to_owned();
         path.push("-wal");
         Self { path: path.into() }
     }
 
-    /// Makes it a part longer. None when it is long enough, or cannot be.
+    /// Appends one chunk. Returns `None` when the WAL is long enough or cannot be extended.
     pub(super) fn grown(self, connection: &Connection) -> Option<Self> {
-        // While this is held nobody else writes into the log.
+        // While this transaction is open, no other connection writes to the WAL.
         if let Err(error) = connection.execute_batch("BEGIN IMMEDIATE") {
-            tracing::debug!(%error, "the log is grown later");
+            tracing::debug!(%error, "WAL preallocation is postponed");
             return Some(self);
         }
         let more = self.part();
@@ -41,17 +43,17 @@ impl Growing {
         match (more, ended) {
             (Ok(more), Ok(())) => more.then_some(self),
             (Err(error), _) => {
-                tracing::debug!(%error, "the log is not grown beforehand");
+                tracing::debug!(%error, "the WAL is not preallocated");
                 None
             }
             (_, Err(error)) => {
-                tracing::warn!(%error, "the log is not grown beforehand");
+                tracing::warn!(%error, "the WAL is not preallocated");
                 None
             }
         }
     }
 
-    /// Whether there is more to do.
+    /// Appends zeros; returns true if more remains to be done.
     fn part(&self) -> std::io::Result<bool> {
         let file = OpenOptions::new().write(true).open(&self.path)?;
         let length = file.metadata()?.len();

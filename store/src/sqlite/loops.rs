@@ -1,5 +1,5 @@
-//! Runs and their journals in SQLite. Entries of journals take their numbers from the same row as
-//! the events of calls, so who follows a run sees both in the order of the commits.
+//! Runs and their journals in SQLite. Journal entries take their numbers from the same sequence as
+//! call events, so a subscriber of a run sees both in commit order.
 
 use async_trait::async_trait;
 use rusqlite::{Connection, OptionalExtension, params};
@@ -14,8 +14,8 @@ use super::{SqliteStore, history};
 use crate::row::{LoopRow, read_entry, read_run, run_of};
 
 impl Desk {
-    /// Stores a new run; answers with the body and the fingerprint of the one that the key made
-    /// before.
+    /// Stores a new run. If its idempotency key already created one, returns the body and the
+    /// fingerprint of that run instead.
     pub(super) fn create_loop(
         &mut self,
         row: &LoopRow,
@@ -99,7 +99,7 @@ impl Desk {
     }
 }
 
-/// Runs that ended before this, the oldest first, with their journals.
+/// Deletes runs that ended before this time, oldest first, with their journals.
 pub(super) fn purge(
     connection: &Connection,
     before_ms: i64,
@@ -125,7 +125,7 @@ pub(super) fn purge(
     Ok(count)
 }
 
-/// The highest number that an entry has.
+/// Returns the highest number of a journal entry.
 pub(super) fn newest_number(connection: &Connection) -> rusqlite::Result<i64> {
     let sql = "SELECT coalesce(max(number), 0) FROM loop_entries";
     connection.query_row(sql, [], |row| row.get(0))
@@ -225,7 +225,8 @@ impl LoopStore for SqliteStore {
     ) -> Result<Vec<Happened>, StoreError> {
         let (project, run_id) = (project.to_owned(), run_id.to_owned());
         self.read(move |connection| {
-            // Both as of one moment: what is committed between the two would be passed over.
+            // Both reads use one snapshot: otherwise an entry committed between them could be
+            // skipped.
             let moment = connection.unchecked_transaction().map_err(|error| failed(&error))?;
             let noted = entries(&moment, &project, &run_id, after, limit)?;
             let scope = EventScope::Run { project, run_id };

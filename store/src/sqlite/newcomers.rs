@@ -1,8 +1,8 @@
-//! New calls, several to a statement.
+//! Inserts new calls, several per statement.
 //!
-//! Setting a statement up and finding the place in each index costs about as much as writing the
-//! row. Within one statement SQLite goes on from where the row before was put, so calls that come
-//! together are collected and written a few at a time.
+//! Setting up a statement and searching each index costs about as much as writing the row. Within
+//! one statement SQLite continues from the position of the previous row, so the writer buffers
+//! calls that arrive together and inserts a few at a time.
 
 use std::sync::LazyLock;
 
@@ -13,7 +13,7 @@ use super::op::{Op, Reply, Told};
 use super::writer::Desk;
 use crate::row::{CallRow, Implied, RecordRow};
 
-/// So many rows are written with one statement; what is left over with the next smaller.
+/// Numbers of rows per statement; a remainder uses the next smaller size.
 const SIZES: [usize; 3] = [8, 2, 1];
 
 const COLUMNS: usize = 18;
@@ -30,7 +30,7 @@ fn insert(rows: usize) -> String {
     )
 }
 
-/// A call that is not written yet.
+/// A call that the current group has not written yet.
 pub(super) struct Newcomer {
     pub(super) row: Box<CallRow>,
     pub(super) records: Vec<RecordRow>,
@@ -45,15 +45,15 @@ impl From<Newcomer> for Op {
 }
 
 impl Desk {
-    /// Takes a new call to be written with others, or now when there are enough of them.
+    /// Buffers a new call; writes the buffer once it is full.
     pub(super) fn collect(&mut self, new: Newcomer, told: &mut Vec<Told>) -> rusqlite::Result<()> {
         self.newcomers.push(new);
         if self.newcomers.len() < SIZES[0] { Ok(()) } else { self.write_newcomers(told) }
     }
 
-    /// Writes those that were collected. On a failure those of whom nothing is told yet stay.
+    /// Writes the buffered calls. After a failure, calls without a reply stay in the buffer.
     pub(super) fn write_newcomers(&mut self, told: &mut Vec<Told>) -> rusqlite::Result<()> {
-        // In the order of their ids each goes behind the one before it.
+        // In the order of their ids, each row follows the previous one in the index.
         self.newcomers.sort_unstable_by(|one, other| one.row.call.id.cmp(&other.row.call.id));
         for (size, sql) in SIZES.into_iter().zip(&*INSERTS) {
             while self.newcomers.len() >= size {
@@ -72,13 +72,13 @@ impl Desk {
         Ok(())
     }
 
-    /// Writes one call, and answers with its place.
+    /// Inserts one call and returns its place.
     pub(super) fn insert_one(&self, row: &CallRow, records: &[RecordRow]) -> rusqlite::Result<i64> {
         self.insert([(row, records)].into_iter(), &INSERTS[SIZES.len() - 1])
     }
 
-    /// Writes all of them with one statement, and answers with the place of the first: the others
-    /// have the places behind it.
+    /// Inserts all rows with one statement and returns the place of the first; the others follow it
+    /// consecutively.
     fn insert<'a>(
         &self,
         rows: impl ExactSizeIterator<Item = (&'a CallRow, &'a [RecordRow])>,
@@ -128,7 +128,7 @@ fn bind(
     statement.raw_bind_parameter(next(), events)
 }
 
-/// The numbers that these records will have behind this one, as a call keeps them.
+/// Formats the numbers that these events get after `last`, as the call's event list stores them.
 pub(super) fn numbers(last: i64, records: &[RecordRow]) -> String {
     use std::fmt::Write;
     let mut list = String::with_capacity(records.len() * 12);

@@ -1,4 +1,4 @@
-//! What the writer is asked to do, and whom it tells what came of it.
+//! The changes that the writer accepts, and the replies to their callers.
 
 use rusqlite::Connection;
 use tokio::sync::oneshot;
@@ -9,18 +9,18 @@ use toolcrib::store::{Created, IdempotencyKey, Purged, Run, Saved, StoreError, T
 
 use crate::row::{CallRow, LoopRow, RecordRow};
 
-/// Something to do in a commit; done again when its group is not committed.
+/// A closure to run in a commit. It runs again when its change group was not committed.
 pub(super) type Work = Box<dyn FnMut(&Connection) -> rusqlite::Result<()> + Send>;
 
 pub(super) type Reply<T> = oneshot::Sender<Result<T, StoreError>>;
 
-/// A change, and whom to tell.
+/// A change for the writer, with the channel for its reply.
 pub(super) enum Op {
     Create {
         row: Box<CallRow>,
         records: Vec<RecordRow>,
         key: Option<IdempotencyKey>,
-        /// Those that it came with: they can share a flush.
+        /// The calls that arrived with this one and can share its flush.
         together: Option<Together>,
         reply: Reply<Created>,
     },
@@ -70,14 +70,14 @@ pub(super) enum Op {
         row: Box<LoopRow>,
         reply: Reply<Saved>,
     },
-    /// Anything else.
+    /// Any other change.
     Work {
         work: Work,
         reply: Reply<()>,
     },
 }
 
-/// What an op came to, to be told after the commit.
+/// The result of a change, sent to its caller after the commit.
 pub(super) enum Told {
     Created(Reply<Created>, Created),
     Saved(Reply<Saved>, Saved),
@@ -88,7 +88,7 @@ pub(super) enum Told {
 
 impl Told {
     pub(super) fn tell(self) {
-        // Whoever asked may have gone away meanwhile; the change stands all the same.
+        // The caller may have gone away; the change is committed all the same.
         match self {
             Self::Created(reply, created) => drop(reply.send(Ok(created))),
             Self::Saved(reply, saved) => drop(reply.send(Ok(saved))),
@@ -110,7 +110,7 @@ impl Told {
     }
 }
 
-/// Tells whoever asked for it that it was not done.
+/// Reports to the caller that its change was not made.
 pub(super) fn refuse(op: Op, why: &str) {
     let told = match op {
         Op::Create { reply, .. } => Told::Created(reply, Created::New),

@@ -1,6 +1,7 @@
-//! Which calls have not ended. Only the one writer opens and ends calls, so it can keep their
-//! places in memory instead of paying for an index with every call. What is stored is a mark: no
-//! call before it is open. At the start, what lies behind the mark is looked through once.
+//! The set of open calls: those that have not ended. Only the one writer opens and ends calls, so
+//! it holds their places in memory, which saves every call the cost of an index. The database
+//! stores a low watermark: no call before it is open. At startup the store scans the calls after
+//! the watermark once.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -8,7 +9,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use rusqlite::{Connection, OptionalExtension};
 
-/// The places of the open calls; all clones are the same.
+/// The places of the open calls. All clones share one set.
 #[derive(Clone, Default)]
 pub(super) struct OpenCalls {
     places: Arc<Mutex<BTreeSet<i64>>>,
@@ -35,18 +36,18 @@ impl OpenCalls {
         self.places.lock().remove(&place);
     }
 
-    /// The first place that is open.
+    /// Returns the first place that is open.
     pub(super) fn first(&self) -> Option<i64> {
         self.places.lock().first().copied()
     }
 
-    /// Up to `limit` places after this one, in order.
+    /// Returns up to `limit` places after this one, in ascending order.
     pub(super) fn after(&self, place: u64, limit: usize) -> Vec<i64> {
         let after = i64::try_from(place).unwrap_or(i64::MAX).saturating_add(1);
         self.places.lock().range(after..).take(limit).copied().collect()
     }
 
-    /// All places, the newest first.
+    /// Returns all places, newest first.
     pub(super) fn newest_first(&self) -> Vec<i64> {
         self.places.lock().iter().rev().copied().collect()
     }

@@ -1,4 +1,4 @@
-//! Reading beside the writer: a few connections, used from blocking threads.
+//! Reads that run concurrently with the writer, on a few connections used from blocking threads.
 
 use std::path::PathBuf;
 
@@ -11,13 +11,13 @@ use toolcrib::store::{CallFilter, Open, StoreError};
 use super::open::OpenCalls;
 use crate::row::{CALL_COLUMNS, read_call};
 
-/// Connections that are kept for the next reader.
+/// Maximum number of idle connections that the pool retains.
 const KEPT: usize = 4;
 
-/// More calls than this are many.
+/// Limit up to which calls are counted.
 pub(super) const MANY: i64 = 5_000;
 
-/// The reading connections that nobody uses now.
+/// A pool of idle read connections.
 pub(super) struct Readers {
     path: PathBuf,
     idle: Mutex<Vec<Connection>>,
@@ -55,7 +55,7 @@ impl Readers {
     }
 }
 
-/// What went wrong, for the log: never the data.
+/// Converts an error of SQLite. The message goes to the log and never contains data.
 pub(super) fn failed(error: &rusqlite::Error) -> StoreError {
     use rusqlite::ErrorCode as E;
     match error {
@@ -97,8 +97,8 @@ pub(super) fn call(
     Ok(collect(connection, &sql, params![project, id.as_str()], read)?.pop())
 }
 
-/// A page by the one index that fits the filter best; what that index does not know is checked
-/// row by row.
+/// Lists calls by the one index that fits the filter best; conditions outside that index are
+/// checked row by row.
 pub(super) fn calls(
     connection: &Connection,
     filter: &CallFilter,
@@ -140,12 +140,13 @@ pub(super) fn calls(
         and("tool_name =", Box::new(tool_name.clone()));
     }
     if let Some(since_ms) = filter.since_ms {
-        // An id begins with the time its call was made.
+        // An id starts with the creation time of its call.
         let floor = CallId::floor_at(since_ms.min((1 << 48) - 1));
         and("id >=", Box::new(floor.as_str().to_owned()));
         and("created_ms >=", Box::new(since_ms as i64));
     }
-    // A partial index wants its condition spelled out, so the status is not a parameter.
+    // SQLite uses a partial index only if its condition is a literal, so the status is not a
+    // parameter.
     if let Some(status) = filter.status {
         sql.push_str(&format!(" AND status = '{}'", status.as_str()));
     }
@@ -158,7 +159,7 @@ pub(super) fn calls(
     page(connection, &sql, &bound, filter)
 }
 
-/// How many calls an index has for a value, counted up to [`MANY`].
+/// Counts the calls that an index has for a value, up to [`COUNT_CAP`].
 pub(super) fn counted(
     connection: &Connection,
     index: &str,
@@ -175,7 +176,7 @@ pub(super) fn counted(
     select.query_row(params![project, value], |row| row.get(0)).map_err(broken)
 }
 
-/// As many calls as are wanted.
+/// Reads calls until the page is full.
 fn page(
     connection: &Connection,
     sql: &str,
@@ -195,7 +196,8 @@ fn page(
     Ok(calls)
 }
 
-/// Background tasks are found in their own table; all else is checked row by row.
+/// Lists background calls. They have a table of their own; all other conditions are checked row by
+/// row.
 fn task_page(connection: &Connection, filter: &CallFilter) -> Result<Vec<Call>, StoreError> {
     let sql = format!(
         "SELECT {CALL_COLUMNS} FROM \
@@ -215,7 +217,7 @@ fn task_page(connection: &Connection, filter: &CallFilter) -> Result<Vec<Call>, 
     page(connection, &sql, bound, filter)
 }
 
-/// Open calls are few, and their places are known.
+/// Lists open calls. They are few, and their places are in memory.
 fn open_page(
     connection: &Connection,
     filter: &CallFilter,
@@ -233,7 +235,8 @@ fn open_page(
     let mut page = Vec::new();
     for place in open.newest_first() {
         page.extend(at_place(connection, place)?.map(|open| open.call).filter(fits));
-        // Ids and places have nearly the same order; a little more than a page sorts it out.
+        // Ids and places have nearly the same order; reading slightly more than a page and sorting
+        // it gives the right one.
         if page.len() >= filter.limit.saturating_add(64) {
             break;
         }
@@ -251,8 +254,8 @@ fn at_place(connection: &Connection, place: i64) -> Result<Option<Open>, StoreEr
     Ok(found.into_iter().next())
 }
 
-/// A page of open calls. What has ended since its place was looked up is left out; an empty page
-/// means that there are no more.
+/// Returns a page of open calls. Calls that ended after their place was looked up are left out; an
+/// empty page means that there are no more.
 pub(super) fn open_calls(
     connection: &Connection,
     open: &OpenCalls,

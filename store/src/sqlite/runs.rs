@@ -1,4 +1,4 @@
-//! What is kept of runs beside their calls, in SQLite.
+//! The tool definitions of runs (table `runs`), in SQLite.
 
 use rusqlite::{Connection, params};
 use toolcrib::store::{Run, StoreError};
@@ -37,7 +37,8 @@ pub(super) fn put(connection: &Connection, run: &Run) -> rusqlite::Result<()> {
         .map(|_| ())
 }
 
-/// Runs that were last changed before this and have no calls left, the oldest first.
+/// Deletes the tool definitions of runs that were last changed before this time and have no calls
+/// left, oldest first.
 pub(super) fn purge(
     connection: &Connection,
     before_ms: i64,

@@ -1,4 +1,4 @@
-//! Servers that tools are brought in from, and their tools, in SQLite.
+//! Upstreams and the tools imported from them, in SQLite.
 
 use rusqlite::{Connection, params};
 use toolcrib::directory::{Change, Upstream};

@@ -1,5 +1,5 @@
-//! UTP's part of the store in SQLite. What is written goes through the one writer like everything
-//! else and shares its commits.
+//! The UTP part of the store in SQLite. Its writes go through the single writer like all others and
+//! share its commits.
 
 mod letters;
 mod turns;
@@ -18,20 +18,20 @@ use super::SqliteStore;
 use super::reader::failed;
 use crate::row::read_definition;
 
-/// A value as the text of a `body`.
+/// Encodes a value as the text of a `body` column.
 fn body<T: Serialize>(value: &T) -> rusqlite::Result<String> {
     serde_json::to_string(value)
         .map_err(|error| rusqlite::Error::ToSqlConversionFailure(Box::new(error)))
 }
 
-/// The value of a `body`.
+/// Decodes the value of a `body` column.
 fn of_body<T: DeserializeOwned>(text: &str) -> rusqlite::Result<T> {
     let kind = rusqlite::types::Type::Text;
     serde_json::from_str(text)
         .map_err(|error| rusqlite::Error::FromSqlConversionFailure(0, kind, Box::new(error)))
 }
 
-/// The bodies that a query finds, in its order.
+/// Returns the bodies that a query finds, in its order.
 fn bodies<T: DeserializeOwned>(
     connection: &Connection,
     sql: &str,
@@ -46,8 +46,8 @@ fn bodies<T: DeserializeOwned>(
     Ok(all)
 }
 
-/// Bodies with their numbers. Bound are the number that they come after and how many at most, and
-/// what else the statement asks for.
+/// Returns bodies with their numbers. The parameters are the number to start after, the limit, and
+/// any others that the statement needs.
 fn numbered<T: DeserializeOwned>(
     connection: &Connection,
     sql: &str,

@@ -1,12 +1,13 @@
-//! The one writer: takes everything that waits, commits it as one transaction, tells everybody.
+//! The single writer: takes all queued changes, commits them in one transaction, then replies to
+//! every caller.
 //!
-//! Group commit is what makes `synchronous=FULL` affordable: one flush for all who wait. The log
-//! (WAL) is grown once and then written over again and again. It is copied into the database
-//! between groups, when nobody waits or when it has become long.
+//! Group commit makes `synchronous=FULL` affordable: one flush serves all waiting callers. The WAL
+//! is preallocated once and then overwritten again and again. Checkpoints run between groups, when
+//! the writer is idle or the WAL has become long.
 //!
-//! When a group fails (disk full, locked), all of it is rolled back and everybody in it is told
-//! so: nothing of it happened. When a flush fails, nobody can know what is on the disk: the writer
-//! takes nothing more until the process is started again.
+//! When a group fails (disk full, database locked), the writer rolls all of it back and reports the
+//! failure to every caller: none of its changes happened. When a flush fails, the state of the disk
+//! is unknown: the writer accepts no more changes until the process restarts.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -27,24 +28,24 @@ use super::open::OpenCalls;
 use super::reader::failed;
 use super::{directory, runs};
 
-/// How long another process may hold the database before we give up on a group.
+/// Maximum time a group waits for another process to release the database.
 pub(super) const BUSY: Duration = Duration::from_secs(5);
-/// Most changes that share a flush.
+/// Maximum number of changes that share a flush.
 const MAX_GROUP: usize = 512;
-/// What may wait for the writer; more is refused, because it could only wait longer.
+/// Maximum number of queued changes. More are refused, because they would only wait longer.
 const MAX_WAITING: usize = 65_536;
-/// How long a group waits for a call that is on its way.
+/// Maximum time a group waits for a call that has been announced.
 const FOLLOWS_WITHIN: Duration = Duration::from_micros(50);
-/// The log is copied into the database when it has this many pages, by SQLite itself, and after
-/// this many changes when nobody waits.
+/// SQLite runs a checkpoint when the WAL has this many pages; the idle writer runs one after this
+/// many changes.
 const LOG_PAGES: u32 = 4_096;
 const CHANGES_IDLE: u32 = 1_000;
-/// Nobody waits when nobody came for so long.
+/// The writer is idle when no change arrived for this long.
 const IDLE_AFTER: Duration = Duration::from_millis(100);
-/// The mark of the first open call is moved after so many calls have ended.
+/// Number of ended calls after which the writer advances the low watermark.
 const MARK_EVERY: usize = 1_000;
 
-/// Whether the log is to be grown.
+/// Controls whether the writer preallocates the WAL.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Log {
     Grown,
@@ -91,7 +92,7 @@ impl Writer {
         Ok(Self { line, broken, thread: Some(thread) })
     }
 
-    /// All that were to come together have come.
+    /// Signals that all announced calls have been queued.
     pub(super) fn all_came(&self) {
         self.line.all_came();
     }
@@ -109,7 +110,8 @@ impl Writer {
     }
 }
 
-/// The line as its taker has it. Whatever ends the thread, nobody waits in vain afterwards.
+/// The writer thread's handle to the queue. However the thread ends, dropping the guard closes the
+/// queue and drops every queued change, so that no caller waits forever.
 struct Taken(Arc<Line<Op>>);
 
 impl Drop for Taken {
@@ -119,7 +121,7 @@ impl Drop for Taken {
     }
 }
 
-/// Everything that was sent is committed before the store is gone.
+/// Commits everything that was sent before the store is gone.
 impl Drop for Writer {
     fn drop(&mut self) {
         self.line.close();
@@ -132,7 +134,8 @@ impl Drop for Writer {
 const BROKEN: &str =
     "a flush to disk failed, so nobody can know what is stored; restart the server";
 
-/// Event numbers go on where they were, also when the newest events were purged.
+/// Returns the last event number in use. Numbering continues after it even if the newest events
+/// were purged.
 fn last_number(connection: &Connection) -> rusqlite::Result<i64> {
     let newest = newest_number(connection)?;
     let counted: Option<i64> = connection
@@ -141,25 +144,25 @@ fn last_number(connection: &Connection) -> rusqlite::Result<i64> {
     Ok(newest.max(counted.unwrap_or(0)))
 }
 
-/// The thread's side.
+/// The state of the writer thread.
 pub(super) struct Desk {
     pub(super) connection: Connection,
     pub(super) last_number: i64,
     broken: Arc<AtomicBool>,
-    /// Since the log was last copied.
+    /// Number of changes since the last checkpoint.
     changes: u32,
     open: OpenCalls,
-    /// What the group under way opened and ended; true once it is committed.
+    /// Calls that the current group opened and ended; applied to `open_calls` after the commit.
     pub(super) opened: Vec<(i64, CallId)>,
     pub(super) ended: Vec<(i64, CallId)>,
-    /// The open calls that this writer wrote first: their project and place.
+    /// Project and place of each open call that this writer inserted.
     pub(super) places: HashMap<CallId, (Box<str>, i64)>,
-    /// New calls that the group under way has not written yet.
+    /// New calls that the current group has not written yet.
     pub(super) newcomers: Vec<Newcomer>,
     ended_since_mark: usize,
-    /// Only the server's own writer knows what is open.
+    /// Only the writer of a server knows all open calls.
     keeps_mark: bool,
-    /// The log, until it has its length.
+    /// Set until the WAL has its target length.
     growing: Option<Growing>,
 }
 
@@ -180,11 +183,11 @@ impl Desk {
             group.push(op);
             self.commit(&mut group, line);
         }
-        // What is in the log is safe there; copying it now makes the next start faster.
+        // Everything in the WAL is already durable; a checkpoint now makes the next start faster.
         self.checkpoint(1);
     }
 
-    /// Commits a group, or tells everybody in it why not.
+    /// Commits a group, or reports to every caller in it why it failed.
     fn commit(&mut self, group: &mut Vec<Op>, line: &Line<Op>) {
         let began = Instant::now();
         let mut told = Vec::with_capacity(MAX_GROUP);
@@ -216,8 +219,9 @@ impl Desk {
             self.broken.store(true, Ordering::Release);
             why = BROKEN.to_owned();
         }
-        // Who came while the lock of another process was waited for must not wait for it all over
-        // again. Taken out of the line before anybody is told: who comes after that is not meant.
+        // Changes that were queued while this group waited for another process's lock must not wait
+        // for that lock again. They leave the queue before any caller gets its reply, so changes
+        // sent after a reply are not affected.
         if error.sqlite_error_code() == Some(rusqlite::ErrorCode::DatabaseBusy) {
             group.extend(std::iter::from_fn(|| line.next()));
         }
@@ -225,7 +229,7 @@ impl Desk {
         group.drain(..).for_each(|op| refuse(op, &why));
     }
 
-    /// Writes what waits, and what comes while it does, and commits it all.
+    /// Writes the queued changes, and those that arrive meanwhile, and commits them all.
     fn write_group(
         &mut self,
         group: &mut Vec<Op>,
@@ -238,7 +242,7 @@ impl Desk {
         self.connection.prepare_cached("BEGIN IMMEDIATE")?.execute([])?;
         let mut together: Option<Together> = None;
         while told.len() + self.newcomers.len() < MAX_GROUP {
-            // Ops leave the group one by one; on a failure who is left is still to be told.
+            // Changes leave the group one by one; after a failure the rest still need a reply.
             let waits = group.pop().or_else(|| line.next());
             let more = || together.as_ref().is_some_and(Together::more);
             let Some(op) = waits.or_else(|| line.soon(FOLLOWS_WITHIN, more)) else { break };
@@ -269,14 +273,15 @@ impl Desk {
         Ok(())
     }
 
-    /// Moves the mark up to the first open call, now and then. It may lag; it is never ahead.
+    /// Advances the low watermark to the first open call, at intervals. It may lag behind; it is
+    /// never ahead.
     fn keep_mark(&mut self) -> rusqlite::Result<()> {
         self.ended_since_mark += self.ended.len();
         if !self.keeps_mark || self.ended_since_mark < MARK_EVERY {
             return Ok(());
         }
         self.ended_since_mark = 0;
-        // As of the last commit: what this group ends only makes it lag.
+        // The set is as of the last commit: calls that this group ends only make the watermark lag.
         let opened = self.opened.iter().map(|(place, _)| *place).min();
         let Some(first) = self.open.first().into_iter().chain(opened).min() else {
             return Ok(());
@@ -287,7 +292,7 @@ impl Desk {
             .map(|_| ())
     }
 
-    /// Writes one op; gives it back with the error when the whole group must be given up.
+    /// Applies one change. Returns it with the error when the whole group must be rolled back.
     fn write(&mut self, op: Op) -> Result<Told, Box<(Op, rusqlite::Error)>> {
         match op {
             Op::Create { row, records, key, together, reply } => {
@@ -340,7 +345,7 @@ impl Desk {
                     Err(error) => Err(Box::new((Op::Deliver { delivery, tried, reply }, error))),
                 }
             }
-            // A check that writes nothing would find a full disk in order.
+            // A probe that writes nothing would not detect a full disk.
             Op::Check { reply } => match self.check() {
                 Ok(()) => Ok(Told::Done(reply)),
                 Err(error) => Err(Box::new((Op::Check { reply }, error))),
@@ -360,7 +365,7 @@ impl Desk {
         }
     }
 
-    /// Copies the log into the database when it is long enough to be worth it.
+    /// Runs a checkpoint if enough changes were written since the last one.
     fn checkpoint(&mut self, at_changes: u32) {
         if self.changes < at_changes {
             return;
@@ -368,15 +373,16 @@ impl Desk {
         self.changes = 0;
         let copied = self.connection.query_row("PRAGMA wal_checkpoint(PASSIVE)", [], |_| Ok(()));
         if let Err(error) = copied {
-            tracing::warn!(%error, "the log could not be copied into the database");
+            tracing::warn!(%error, "a WAL checkpoint failed");
         }
     }
 }
 
-/// After a failed flush the system may have thrown the pages away: trying again proves nothing.
+/// Returns true if a flush failed. The operating system may have discarded the pages, so a later
+/// flush that succeeds proves nothing.
 fn is_flush_failure(error: &rusqlite::Error) -> bool {
     let rusqlite::Error::SqliteFailure(code, _) = error else {
-        tracing::debug!(error = %failed(error), "not a flush");
+        tracing::debug!(error = %failed(error), "the error is not a flush failure");
         return false;
     };
     matches!(

@@ -1,4 +1,4 @@
-//! The example does what it says.
+//! Runs the example and checks its output.
 
 #[path = "../../examples/durable.rs"]
 #[allow(dead_code, reason = "the example's main is not called here")]

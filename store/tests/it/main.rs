@@ -1,4 +1,5 @@
-//! The tests of the stores: one suite that every store passes, and what only one of them has.
+//! Tests of the stores: one conformance suite that every store passes, and tests of what only one
+//! of them has.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -8,7 +9,7 @@ mod sqlite;
 mod suite;
 mod support;
 
-// A new store gets the whole suite with one line.
+// One line runs the whole suite against a store.
 suite::conformance!(memory, Some(crate::support::memory()));
 suite::conformance!(sqlite_file, Some(crate::support::sqlite()));
 suite::conformance!(postgres_database, crate::support::database::store().await);

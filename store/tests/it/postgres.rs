@@ -1,4 +1,5 @@
-//! What only the PostgreSQL store has: a server that may go away, other servers, other programs.
+//! Tests of what only the PostgreSQL store has: a database server that may disappear, competing
+//! Toolcrib servers, other programs in the same tables.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,7 +21,7 @@ async fn a_second_server_is_refused_until_the_first_is_gone() {
     assert!(refused.to_string().contains("another toolcrib"), "{refused}");
     let kept = call();
     put(&first, &kept).await;
-    // An operator may look and change the directory meanwhile, but makes no calls.
+    // Meanwhile an administrator may read and change the directory, but cannot create calls.
     let beside = PostgresStore::open_briefly(&database.url).await.unwrap();
     assert_eq!(read(&beside, &kept).await, kept);
     let made = creating(&beside, &call(), vec![requested()], None).await;
@@ -64,8 +65,8 @@ async fn a_connection_that_is_cut_between_two_calls_is_made_again() {
     database.drop().await;
 }
 
-/// Cuts the connection again and again while calls are made: whoever is told that a call is stored
-/// finds it, and whoever is told that it is not does not.
+/// Cuts the connection repeatedly while calls are created: a call reported as stored is found, and
+/// a call reported as not stored is not.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_was_told_is_true_however_often_the_connection_is_cut() {
     let Some(database) = Database::new().await else { return };
@@ -93,7 +94,7 @@ async fn what_was_told_is_true_however_often_the_connection_is_cut() {
             let is_there = loop {
                 match store.call("p", &call.id).await {
                     Ok(found) => break found.is_some(),
-                    // A reading connection was cut as well.
+                    // The cut ended a read connection as well.
                     Err(_) => tokio::task::yield_now().await,
                 }
             };
@@ -132,7 +133,7 @@ async fn a_server_that_was_overtaken_writes_no_more() {
     let Some(database) = Database::new().await else { return };
     let first = PostgresStore::open(&database.url).await.unwrap();
     put(&first, &call()).await;
-    // What another server leaves behind that was started and stopped while this one was cut off.
+    // The state left by another server that started and stopped while this one was disconnected.
     let client = database.client().await;
     client.batch_execute("UPDATE toolcrib.writer SET owner = owner + 1").await.unwrap();
     database.cut().await;

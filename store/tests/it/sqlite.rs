@@ -1,5 +1,5 @@
-//! What only the SQLite store has: a file, a schema that refuses contradictions, one writer that
-//! commits in groups, and disks and other programs that get in the way.
+//! Tests of what only the SQLite store has: a file, a schema that rejects contradictions, a single
+//! writer that commits in groups, and interference by disks and other programs.
 
 mod constraints;
 mod durability;
@@ -18,14 +18,14 @@ use toolcrib_store::SqliteStore;
 
 use crate::support::database_in;
 
-/// A store in a directory of its own.
+/// Opens a store in a new temporary directory.
 fn fresh() -> (TempDir, SqliteStore) {
     let directory = tempfile::tempdir().unwrap();
     let store = SqliteStore::open_briefly(&database_in(&directory)).unwrap();
     (directory, store)
 }
 
-/// The same file, as any other program sees it.
+/// Opens the same file as another program would.
 fn raw(path: &Path) -> Connection {
     Connection::open(path).unwrap()
 }

@@ -1,7 +1,7 @@
-//! What every store does: one function per behaviour over `&dyn Store`.
+//! The behavior of every store: one function per behavior over `&dyn Store`.
 //!
-//! `conformance!(name, open)` makes a test of each of them for one store. A behaviour that is not
-//! in the list below is dead code, which the lints refuse.
+//! `conformance!(name, open)` turns each of them into a test of one store. A behavior that is
+//! missing from the list below is dead code, which the lints reject.
 
 pub mod calls;
 pub mod deliveries;
@@ -14,7 +14,7 @@ pub mod purge;
 pub mod runs;
 pub mod utp;
 
-/// Every behaviour, as tests of the store that this expression opens.
+/// Every behavior, as tests of the store that this expression opens.
 macro_rules! conformance {
     ($store:ident, $open:expr) => {
         mod $store {
@@ -149,11 +149,11 @@ macro_rules! conformance {
     };
 }
 
-/// One test per behaviour, each with a store of its own.
+/// One test per behavior, each with its own store.
 macro_rules! tests {
     ($open:expr; $($topic:ident { $($behaviour:ident)+ })+) => {
         $(mod $topic {
-            // Some behaviours block a thread; a store may need another for its connections.
+            // Some behaviors block a thread; a store may need another for its connections.
             $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $behaviour() {
                 let Some(opened) = $open else { return };

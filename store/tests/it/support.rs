@@ -1,4 +1,4 @@
-//! Stores, calls and records to test with.
+//! Stores, calls and event records for the tests.
 
 pub mod database;
 
@@ -20,10 +20,10 @@ use toolcrib::store::{
 use toolcrib::tool::{Effect, Executor};
 use toolcrib_store::SqliteStore;
 
-/// The time at which the tests play.
+/// The current time in the tests.
 pub const NOW: u64 = 1_790_000_000_000;
 
-/// A store, with the directory or the database it lives in.
+/// A store, with its temporary directory or database.
 pub struct Opened {
     pub store: Box<dyn Store>,
     _directory: Option<TempDir>,
@@ -53,14 +53,14 @@ pub fn database_in(directory: &TempDir) -> PathBuf {
     directory.path().join("toolcrib.db")
 }
 
-/// The database's file with this ending: `-wal`, `-shm`.
+/// Returns the path of the database's file with this suffix: `-wal`, `-shm`.
 pub fn beside(path: &Path, ending: &str) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(ending);
     name.into()
 }
 
-/// A new id that sorts by this time, as the engine's do.
+/// Returns a new id that sorts by this time, like the engine's ids.
 pub fn id_at(at_ms: u64) -> CallId {
     static LAST: AtomicU64 = AtomicU64::new(0);
     let next = LAST.fetch_add(1, Ordering::Relaxed);
@@ -72,7 +72,7 @@ pub fn json(text: &str) -> Json {
     Json::parse(text).unwrap()
 }
 
-/// A call of project `p` that waits for a place.
+/// A pending call of project `p` in the queue.
 pub fn call() -> Call {
     call_at(NOW)
 }
@@ -125,7 +125,7 @@ pub fn call_of(project: &str, run_id: &str, tool: &str) -> Call {
     Call { project, run_id, tool_name, args, target, ..call() }
 }
 
-/// The next version of a call: being executed.
+/// The next version of a call: running.
 pub fn running(call: &Call) -> Call {
     Call {
         status: Status::Running,
@@ -140,7 +140,7 @@ pub fn running(call: &Call) -> Call {
     }
 }
 
-/// The next version of a call: ended like this, then.
+/// The next version of a call: ended with this status at this time.
 pub fn ended(call: &Call, status: Status, completed_ms: u64) -> Call {
     let ok = status == Status::Succeeded;
     let (created_ms, started_ms) = (call.created_ms, call.started_ms);
@@ -160,7 +160,7 @@ pub fn ended(call: &Call, status: Status, completed_ms: u64) -> Call {
     }
 }
 
-/// A call brought to this status in as few versions as it takes.
+/// Stores a call and brings it to this status in as few versions as possible.
 pub async fn put_with_status(store: &dyn Store, call: &Call, status: Status) -> Call {
     put(store, call).await;
     let next = match status {
@@ -184,10 +184,10 @@ pub fn key(agent: &str, key: &str, fingerprint: &str) -> IdempotencyKey {
     IdempotencyKey { agent: agent.into(), key: key.into(), fingerprint: fingerprint.into() }
 }
 
-/// An answer of the store that is still to come.
+/// A pending reply of the store.
 pub type Answer<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>>;
 
-/// Asks for a new call to be stored.
+/// Starts to store a new call.
 pub fn creating<'a>(
     store: &'a dyn Store,
     call: &Call,
@@ -197,28 +197,28 @@ pub fn creating<'a>(
     store.create(NewCall { call: Arc::new(call.clone()), records, key, coming: None })
 }
 
-/// Asks for the next version of a call to be stored.
+/// Starts to store the next version of a call.
 pub fn saving<'a>(store: &'a dyn Store, call: &Call, records: Vec<Record>) -> Answer<'a, Saved> {
     store.save(Arc::new(call.clone()), records)
 }
 
-/// Stores a new call with one record and no key.
+/// Stores a new call with one event and no idempotency key.
 pub async fn put(store: &dyn Store, call: &Call) {
     let created = creating(store, call, vec![requested()], None).await.unwrap();
     assert!(matches!(created, Created::New));
 }
 
-/// Stores a new call with one record and this key, and says what came of it.
+/// Stores a new call with one event and this idempotency key, and returns the result.
 pub async fn put_keyed(store: &dyn Store, call: &Call, key: &IdempotencyKey) -> Created {
     creating(store, call, vec![requested()], Some(key.clone())).await.unwrap()
 }
 
-/// Saves the next version of a call, without a record.
+/// Saves the next version of a call, without an event.
 pub async fn save(store: &dyn Store, call: &Call) {
     assert_eq!(saving(store, call, vec![]).await.unwrap(), Saved::Yes);
 }
 
-/// The call with this one's id, as it is stored.
+/// Reads the stored call with this one's id.
 pub async fn read(store: &dyn Store, call: &Call) -> Call {
     found(store, call).await.expect("the call is stored")
 }
@@ -227,12 +227,12 @@ pub async fn found(store: &dyn Store, call: &Call) -> Option<Call> {
     store.call(&call.project, &call.id).await.unwrap()
 }
 
-/// Writes down one more thing about a call.
+/// Appends one event to a call.
 pub async fn append(store: &dyn Store, call: &Call, record: Record) {
     store.append(&call.project, &call.id, vec![record]).await.unwrap();
 }
 
-/// Every call of a project, newest first.
+/// Returns the ids of all calls of a project, newest first.
 pub async fn ids_of(store: &dyn Store, project: &str) -> Vec<CallId> {
     ids(store, CallFilter { project: project.into(), limit: 10_000, ..CallFilter::default() }).await
 }
@@ -241,7 +241,7 @@ pub async fn ids(store: &dyn Store, filter: CallFilter) -> Vec<CallId> {
     store.calls(filter).await.unwrap().into_iter().map(|call| call.id).collect()
 }
 
-/// Every event in scope.
+/// Returns every event in scope.
 pub async fn history(store: &dyn Store, scope: EventScope) -> Vec<Event> {
     store.events(scope, 0, 10_000).await.unwrap()
 }
@@ -258,7 +258,7 @@ pub fn of_run(project: &str, run_id: &str) -> EventScope {
     EventScope::Run { project: project.to_owned(), run_id: run_id.to_owned() }
 }
 
-/// Runs the same work on several threads at once and gives what each came to.
+/// Runs the same work on several threads at once and returns the result of each.
 pub fn on_threads<T: Send>(threads: usize, work: impl AsyncFn(usize) -> T + Sync) -> Vec<T> {
     let work = &work;
     let one = |n| tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(work(n));

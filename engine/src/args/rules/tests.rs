@@ -1,4 +1,4 @@
-//! One test for each rule.
+//! Tests of the argument rules, one per rule.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! What a client may offer beside what is there already.
+//! Checks a client's registration against the tools that already exist.
 
 use serde_json::json;
 
@@ -36,7 +36,7 @@ pub(super) fn check_against(
         }
     }
     let owned = catalog.own.count(&caller.project);
-    // To offer a tool again is no tool more.
+    // A tool that the project already has does not count as another one.
     let is_new = |tool: &&Definition| catalog.own.get(&caller.project, &tool.name).is_none();
     let new = registration.tools.iter().filter(is_new).count();
     if new > 0 && owned + new > limit {
@@ -46,7 +46,7 @@ pub(super) fn check_against(
     Ok(())
 }
 
-/// Why a tool cannot be offered by this client.
+/// Returns the reason why this client cannot offer a tool, if there is one.
 fn trouble(
     catalog: &Catalog,
     caller: &Caller,
@@ -57,7 +57,8 @@ fn trouble(
     if catalog.shared.contains_key(name) {
         return Some(format!("\"{name}\" is a built-in tool; choose another name"));
     }
-    // Models call a built-in by this name: another tool of the name would be called in its place.
+    // Models call a built-in tool by this name. A tool that has it as its exact name would be
+    // called instead.
     if let Some(meant) = catalog.shared.keys().find(|shared| names::for_model(shared) == *name) {
         let message = format!("models know \"{meant}\" as \"{name}\"; choose another name");
         return Some(message);
@@ -93,8 +94,8 @@ fn same_schemas(one: &Definition, two: &Definition) -> bool {
     one.input_schema == two.input_schema && one.output_schema == two.output_schema
 }
 
-/// What is different about the same tool beside its schemas: what decides how it is executed, and
-/// what models are told of it.
+/// Returns the first field, other than the schemas, in which two definitions of one tool differ.
+/// The fields compared decide how the tool is executed and how models see it.
 fn difference(one: &Definition, two: &Definition) -> Option<&'static str> {
     let same = [
         ("effect", one.effect == two.effect),

@@ -1,11 +1,11 @@
-//! What is kept by project and name, looked up without making a text of the two.
+//! A map by project and name. Lookups need no allocated key.
 
 use std::collections::HashMap;
 
-/// Things by project and name.
+/// Values by project and name.
 pub(super) struct Places<T>(ByName<ByName<T>>);
 
-/// Things by name.
+/// Values by name.
 pub(in crate::engine) type ByName<T> = HashMap<String, T, foldhash::fast::RandomState>;
 
 impl<T> Default for Places<T> {
@@ -19,12 +19,12 @@ impl<T> Places<T> {
         self.0.get(project)?.get(name)
     }
 
-    /// All of a project.
+    /// Returns the values of one project.
     pub(super) fn of(&self, project: &str) -> impl Iterator<Item = &T> {
         self.0.get(project).into_iter().flat_map(HashMap::values)
     }
 
-    /// How many a project has.
+    /// Returns the number of values of one project.
     pub(super) fn count(&self, project: &str) -> usize {
         self.0.get(project).map_or(0, HashMap::len)
     }
@@ -39,7 +39,7 @@ impl<T> Places<T> {
 }
 
 impl<T: Default> Places<T> {
-    /// What is there, or the first of its kind.
+    /// Returns the value at this place, inserting the default if there is none.
     pub(super) fn at(&mut self, project: &str, name: &str) -> &mut T {
         self.0.entry(project.to_owned()).or_default().entry(name.to_owned()).or_default()
     }

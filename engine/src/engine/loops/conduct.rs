@@ -1,7 +1,8 @@
-//! Driving one run: turn after turn, each stored before the next.
+//! Drives one run: step after step, each committed before the next.
 //!
-//! An answer of the model is stored before anything that it calls is done, so it is never asked for
-//! again; calls have keys made of the run, the step and their place, so none is made again.
+//! A reply of the model is committed before any of its tool calls is executed, so it is never
+//! requested again. The calls have idempotency keys made of the run, the step and their position,
+//! so none is made twice.
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
@@ -20,7 +21,7 @@ use crate::model::{Chosen, Reply};
 use crate::run::{Entry, EntryKind, Run, RunStatus, Trouble};
 use crate::turn::{FinalAnswer, Happening, Loop, Next, Talk, Terms};
 
-/// Drives a run until it is over, or until somebody else must.
+/// Drives a run until it has ended, the server shuts down, or another process takes it over.
 pub(super) async fn conduct(engine: Engine, live: Arc<LiveRun>) {
     let inner = engine.inner.clone();
     loop {
@@ -40,7 +41,7 @@ pub(super) async fn conduct(engine: Engine, live: Arc<LiveRun>) {
         let driven = tokio::select! {
             biased;
             () = inner.stopping.cancelled() => return,
-            // Who canceled it stores that.
+            // The task that cancels the run commits the cancellation.
             () = live.stop.notified() => Ok(()),
             driven = AssertUnwindSafe(carry_on(&engine, &live)).catch_unwind() => {
                 driven.unwrap_or_else(|_| Err(Error::Internal("a run panicked".into())))
@@ -52,7 +53,7 @@ pub(super) async fn conduct(engine: Engine, live: Arc<LiveRun>) {
             return;
         }
         match &error {
-            // The crib is in trouble, not the run: it goes on when that is over.
+            // Toolcrib lacks capacity; the run itself has not failed. It continues after a delay.
             Error::Refused { fault, retry_after_ms }
                 if matches!(fault.code, Code::Overloaded | Code::RateLimited) =>
             {
@@ -68,7 +69,7 @@ pub(super) async fn conduct(engine: Engine, live: Arc<LiveRun>) {
     }
 }
 
-/// Takes a run that is over out of hand; not when somebody took it up again meanwhile.
+/// Releases a run that has ended. Returns false if it was reopened in the meantime.
 async fn leave(engine: &Engine, live: &Arc<LiveRun>) -> bool {
     let mut state = live.state.lock().await;
     if !state.run.status.is_over() {
@@ -90,7 +91,7 @@ fn told(error: Error) -> Fault {
     }
 }
 
-/// Keeps everything, and says why it does not go on.
+/// Commits the failure of a run. The conversation is preserved, so the run can be resumed.
 async fn fail(engine: &Engine, live: &Arc<LiveRun>, fault: Fault) {
     let state = live.state.clone().lock_owned().await;
     if state.gone || state.run.status.is_over() {
@@ -103,7 +104,7 @@ async fn fail(engine: &Engine, live: &Arc<LiveRun>, fault: Fault) {
         vec![Entry::new(EntryKind::Failed, now_ms, json!({ "error": trouble }))]
     });
     if let Err(error) = engine.inner.surely(failed).await {
-        tracing::warn!(%error, "a run that failed could not be stored");
+        tracing::warn!(%error, "could not store the failure of a run");
         let inner = &engine.inner;
         tokio::select! {
             () = inner.clock.sleep_until(inner.clock.now_ms() + 1_000) => {}
@@ -112,7 +113,7 @@ async fn fail(engine: &Engine, live: &Arc<LiveRun>, fault: Fault) {
     }
 }
 
-/// What the watcher saw since the last commit.
+/// Loop events recorded since the last commit.
 #[derive(Default)]
 struct Seen {
     calls: Vec<Value>,
@@ -159,7 +160,7 @@ fn chosen(engine: &Engine, name: &str) -> Result<Chosen, Error> {
     })
 }
 
-/// Tells who follows, and notes what the journal will say.
+/// Publishes a loop event to subscribers, or records it for the next journal commit.
 fn noted(live: &LiveRun, seen: &Mutex<Seen>, happening: &Happening<'_>) {
     match happening {
         Happening::Settled { settled, .. } => seen.lock().calls.push(settled_value(settled)),
@@ -187,18 +188,18 @@ fn settled_value(settled: &Settled) -> Value {
     })
 }
 
-/// A run under way.
+/// A run that this task drives.
 struct Driven<'a> {
     engine: &'a Engine,
     caller: Caller,
-    /// It acts for a key, which may be revoked.
+    /// True if the run acts for an API key, which may be revoked.
     keyed: bool,
     live: &'a Arc<LiveRun>,
     turns: Loop<'a>,
     talk: Talk,
-    /// How many messages are in the journal.
+    /// Number of messages in the journal.
     kept: usize,
-    /// How many of those that the user said are in the conversation, and not yet in the journal.
+    /// Number of user messages that are in the conversation but not yet in the journal.
     said: usize,
     seen: &'a Mutex<Seen>,
 }
@@ -212,7 +213,7 @@ impl Driven<'_> {
             }
             self.take_said().await;
             self.check_standing()?;
-            // One that was stored before is in the journal.
+            // A reply that was pending before is already in the journal.
             let is_new = self.talk.progress.reply.is_none();
             self.turns.ask(&mut self.talk).await?;
             let progress = &self.talk.progress;
@@ -249,7 +250,7 @@ impl Driven<'_> {
         }
     }
 
-    /// Refuses to go on for who has no key any more.
+    /// Fails if the API key that the run acts for was revoked.
     fn check_standing(&self) -> Result<(), Error> {
         if !self.keyed || self.engine.has_key_of(&self.caller) {
             return Ok(());
@@ -261,7 +262,7 @@ impl Driven<'_> {
         Err(Error::refused(Code::Unauthenticated, message))
     }
 
-    /// Until a late result comes, or the user speaks.
+    /// Waits until a late result arrives or the user adds a message.
     async fn sleep(&mut self) -> Result<(), Error> {
         loop {
             tokio::select! {
@@ -275,7 +276,7 @@ impl Driven<'_> {
         }
     }
 
-    /// What the user said goes with the next request.
+    /// Adds queued user messages to the conversation, for the next request to the model.
     async fn take_said(&mut self) {
         if self.talk.progress.reply.is_some() {
             return;
@@ -288,7 +289,7 @@ impl Driven<'_> {
         }
     }
 
-    /// Commits how far it has come.
+    /// Commits the progress of the run.
     async fn keep(
         &mut self,
         what: Option<(EntryKind, Value)>,
@@ -299,7 +300,7 @@ impl Driven<'_> {
         let late = std::mem::take(&mut self.seen.lock().late);
         let state = self.live.state.clone().lock_owned().await;
         if state.gone || state.run.status.is_over() {
-            // It was canceled meanwhile.
+            // The run was canceled in the meantime.
             return Ok(state.run.clone());
         }
         let inner = self.engine.inner.clone();
@@ -313,7 +314,7 @@ impl Driven<'_> {
             if let Some(last) = entries.last_mut() {
                 last.messages = messages;
             }
-            // Who spoke meanwhile has not been answered.
+            // A message added in the meantime has no reply yet, so the run must not end or wait.
             if let Some(turned) = turned.filter(|_| run.said.is_empty()) {
                 entries.push(turned.apply(run, now_ms));
             }
@@ -325,7 +326,7 @@ impl Driven<'_> {
     }
 }
 
-/// What a turn makes of a run.
+/// Change of a run's status at the end of a step.
 enum Turned {
     Waits,
     Answered(FinalAnswer),

@@ -1,7 +1,8 @@
-//! Who listens to a run while it goes on: each with what it has not taken yet.
+//! Subscribers of an active run, each with a buffer of undelivered deltas.
 //!
-//! Words that wait are joined, so a burst of small pieces is few notes, and nobody misses any of
-//! them. Who takes nothing while megabytes are said is told in their place that they are missing.
+//! Buffered text is merged, so a burst of small deltas becomes a few large ones and none is lost.
+//! If a subscriber reads nothing while megabytes arrive, the buffer drops the excess and marks the
+//! gap.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
@@ -11,18 +12,18 @@ use tokio::sync::Notify;
 
 use super::LiveNote;
 
-/// How much of an answer may wait for one who listens.
+/// Maximum size of buffered deltas per subscriber.
 const WAITING_BYTES: usize = 1 << 20;
 
-/// How many notes may.
+/// Maximum number of buffered deltas per subscriber.
 const WAITING_NOTES: usize = 4_096;
 
-/// Everybody who listens to a run.
+/// All subscribers of a run.
 #[derive(Default)]
 pub(super) struct Ears(Mutex<Vec<Weak<Ear>>>);
 
 impl Ears {
-    /// One more, who hears what is said from now on.
+    /// Adds a subscriber, which receives deltas from now on.
     pub(super) fn listen(&self) -> Arc<Ear> {
         let ear = Arc::new(Ear::default());
         let mut ears = self.0.lock();
@@ -33,12 +34,12 @@ impl Ears {
 
     pub(super) fn tell(&self, note: LiveNote) {
         let mut ears = self.0.lock();
-        // Who has gone hears nothing.
+        // Dropped subscribers are removed here.
         ears.retain(|ear| ear.upgrade().inspect(|ear| ear.hear(note.clone())).is_some());
     }
 }
 
-/// One who listens.
+/// One subscriber.
 #[derive(Default)]
 pub(super) struct Ear {
     waiting: Mutex<Waiting>,
@@ -81,7 +82,7 @@ impl Waiting {
             || (more > 0 && self.bytes > 0 && self.bytes + more > WAITING_BYTES);
         let last = self.notes.back_mut();
         if is_full {
-            // What waits has no gap in it; what follows is missing.
+            // The buffered deltas have no gap; the gap starts here.
             let step = note.step();
             if last.is_none_or(|last| *last != LiveNote::Missed { step }) {
                 self.notes.push_back(LiveNote::Missed { step });
@@ -97,7 +98,7 @@ impl Waiting {
     }
 }
 
-/// Adds more of the same to a note; answers with what is something else.
+/// Merges a delta into the previous one. Returns it if the two cannot be merged.
 fn joined(last: &mut LiveNote, note: LiveNote) -> Option<LiveNote> {
     match (last, note) {
         (LiveNote::Text { step, text }, LiveNote::Text { step: same, text: more })

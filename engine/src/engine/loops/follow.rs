@@ -1,4 +1,4 @@
-//! Following a run: what is stored of it, in order, and what it says while it goes on.
+//! Streams a run: its stored events in order, and its live deltas.
 
 use std::sync::Arc;
 
@@ -12,23 +12,23 @@ use crate::model::Piece;
 use crate::run::{Happened, Noted, Trouble, without_doubles};
 use crate::turn::Happening;
 
-/// Something that is told while it happens, and not kept.
+/// A live update of a run. It is streamed and never stored.
 #[derive(Debug, Clone, PartialEq)]
 pub enum LiveNote {
-    /// The model is asked.
+    /// A request to the model has started.
     Asking { step: u32, last: bool },
-    /// More of its answer.
+    /// More text of the reply.
     Text { step: u32, text: String },
-    /// More of a call in its answer, which is not executed before all of it is there.
+    /// More of a tool call in the reply. The call is executed only once it is complete.
     Call { step: u32, index: usize, id: Option<String>, name: Option<String>, arguments: String },
-    /// There was no answer, and what was told of it is void; it is asked again after a wait.
+    /// The request failed and its deltas are void. It is retried after `wait_ms`.
     AskingAgain { step: u32, retry: u32, wait_ms: u64, why: Trouble },
-    /// Who listens was too slow: here are pieces missing. The whole answer is kept.
+    /// The subscriber was too slow and deltas are missing here. The whole reply is stored.
     Missed { step: u32 },
 }
 
 impl LiveNote {
-    /// The step that it is about.
+    /// Returns the step that the delta belongs to.
     pub fn step(&self) -> u32 {
         match self {
             Self::Asking { step, .. }
@@ -60,7 +60,7 @@ impl LiveNote {
     }
 }
 
-/// What a run says while it goes on.
+/// A subscription to the live deltas of a run.
 pub struct RunNews {
     ear: Option<Arc<Ear>>,
 }
@@ -70,9 +70,9 @@ impl RunNews {
         Self { ear: live.map(|live| live.listen()) }
     }
 
-    /// The next thing it says. Never returns where it says nothing more: what is kept of the run
-    /// tells that. Who is too slow misses some, and is told [`LiveNote::Missed`] in their place;
-    /// the whole answer is kept.
+    /// Returns the next delta. Never returns once there are no more: the run's stored events show
+    /// its end. A subscriber that is too slow receives [`RunDelta::Lagged`] in place of the deltas
+    /// it missed; the whole reply is stored.
     pub async fn next(&mut self) -> LiveNote {
         match &self.ear {
             Some(ear) => ear.next().await,
@@ -80,33 +80,33 @@ impl RunNews {
         }
     }
 
-    /// What it has said and nobody has taken yet.
+    /// Returns the next buffered delta, if there is one.
     pub fn take(&mut self) -> Option<LiveNote> {
         self.ear.as_ref()?.take()
     }
 }
 
 impl Engine {
-    /// Listens to what a run says while it goes on, from now on.
+    /// Subscribes to the deltas of a run from now on.
     pub fn listen_to_run(&self, caller: &Caller, run_id: &str) -> RunNews {
         RunNews::of(self.inner.loops.get(&caller.project, run_id).as_ref())
     }
 
-    /// Whether a run is in hand, that is, not over.
+    /// Returns true if this process drives the run and it has not ended.
     pub fn run_is_live(&self, caller: &Caller, run_id: &str) -> bool {
         let live = self.inner.loops.get(&caller.project, run_id);
         live.is_some_and(|live| !live.shown.lock().is_over())
     }
 
-    /// A run's whole journal, in order.
+    /// Returns a run's whole journal, in order.
     pub async fn journal(&self, caller: &Caller, run_id: &str) -> Result<Vec<Noted>, Error> {
         let read = self.inner.store.loops().journal(&caller.project, run_id).await;
         read.map(without_doubles).map_err(unavailable)
     }
 
-    /// What happened in a run and to its calls after this number, waiting until there is
-    /// something. Empty when there can be no more: the run is over, or the engine is being shut
-    /// down. A run that is only a name that calls are grouped by is never over.
+    /// Returns the events of a run and its calls after this number, and waits until there is one.
+    /// Returns an empty list when there can be no more: the run has ended, or the engine is
+    /// shutting down. A run id that only groups calls never ends.
     pub async fn run_events(
         &self,
         caller: &Caller,

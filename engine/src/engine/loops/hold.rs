@@ -1,4 +1,4 @@
-//! The runs in hand: each with the one lock under which it is changed, and the task that drives it.
+//! Active runs: each with the one lock that guards its changes, and the task that drives it.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -17,34 +17,34 @@ use crate::run::{Entry, Run, RunStatus};
 use crate::store::loops::RunCreated;
 use crate::store::{IdempotencyKey, Saved};
 
-/// The runs that are in hand of this process.
+/// The runs that this process drives.
 #[derive(Default)]
 pub(crate) struct Loops {
     pub(super) live: Mutex<HashMap<(String, String), Arc<LiveRun>>>,
-    /// How many recorded ones are played again.
+    /// Number of replays in progress.
     pub(super) replays: AtomicUsize,
 }
 
-/// A run in hand.
+/// A run that this process drives.
 pub(super) struct LiveRun {
-    /// As it was last committed.
+    /// The last committed state.
     pub(super) state: Arc<Held<State>>,
-    /// Whoever drives it looks at it anew.
+    /// Interrupts the driver, which then re-reads the state.
     pub(super) stop: Notify,
-    /// Held while it is driven.
+    /// Held while the run is driven.
     pub(super) driving: Held<()>,
-    /// The user has spoken.
+    /// Signals that the user added a message.
     pub(super) said: Notify,
     ears: Ears,
-    /// Its status, for who only looks.
+    /// The run's status, readable without the state lock.
     pub(super) shown: Mutex<RunStatus>,
 }
 
 pub(super) struct State {
     pub(super) run: Run,
-    /// The conversation of a run that has just begun: it need not be read again.
+    /// Initial messages of a new run, which saves a read of the journal.
     pub(super) beginning: Option<Vec<Value>>,
-    /// Nobody drives it any more: who wants to change it takes it in hand anew.
+    /// True once no task drives this entry. A later change must load the run again.
     pub(super) gone: bool,
 }
 
@@ -61,18 +61,18 @@ impl LiveRun {
         })
     }
 
-    /// Hears what is said from now on.
+    /// Adds a subscriber, which receives deltas from now on.
     pub(super) fn listen(&self) -> Arc<Ear> {
         self.ears.listen()
     }
 
-    /// Tells who listens.
+    /// Publishes a delta to all subscribers.
     pub(super) fn tell(&self, note: LiveNote) {
         self.ears.tell(note);
     }
 }
 
-/// The right to change a run.
+/// The exclusive right to change a run.
 pub(super) struct InHand {
     pub(super) live: Arc<LiveRun>,
     pub(super) state: OwnedMutexGuard<State>,
@@ -96,7 +96,7 @@ impl Inner {
         entry: Entry,
         listens: bool,
     ) -> Result<StartedRun, Error> {
-        // In hand before it is stored: who looks for runs that nobody drives must not find it.
+        // Registered before it is stored: the search for orphaned runs must not find it.
         let live = LiveRun::new(run.clone());
         let mut state = live.state.clone().lock_owned().await;
         state.beginning = Some(entry.messages.clone());
@@ -130,7 +130,8 @@ impl Inner {
         }
     }
 
-    /// The right to change a run, which is driven from then on.
+    /// Locks a run for a change. If this process does not drive it yet, loads it and starts a
+    /// driver.
     pub(super) async fn in_hand(
         self: &Arc<Self>,
         project: &str,
@@ -148,7 +149,7 @@ impl Inner {
             let look = || self.store.loops().loop_run(project, run_id);
             let found = look().await.map_err(unavailable)?;
             let live = LiveRun::new(found.ok_or_else(|| no_run(run_id))?);
-            // Before anybody else knows of it, so that it is driven only after the change.
+            // Locked before it is registered, so that the driver starts only after the change.
             let mut state = live.state.clone().lock_owned().await;
             {
                 let mut all = self.loops.live.lock();
@@ -159,7 +160,7 @@ impl Inner {
             }
             let engine = Engine { inner: self.clone() };
             self.tasks.spawn(conduct::conduct(engine, live.clone()));
-            // Somebody may have had it in hand since it was looked up.
+            // Another task may have changed the run since it was loaded.
             match look().await {
                 Ok(Some(run)) => (state.run, *live.shown.lock()) = (run.clone(), run.status),
                 other => {
@@ -172,7 +173,7 @@ impl Inner {
         }
     }
 
-    /// Commits a change of a run with its journal, and tells who follows it.
+    /// Commits a change of a run with its journal records, and wakes its listeners.
     pub(super) async fn commit(
         self: Arc<Self>,
         live: Arc<LiveRun>,
@@ -185,7 +186,7 @@ impl Inner {
         (next.version, next.updated_ms) = (next.version + 1, now_ms);
         let saved = self.store.loops().save_loop(next.clone(), entries).await;
         if saved.map_err(unavailable)? == Saved::Stale {
-            // Another process has it in hand. What is known here is of no more use.
+            // Another process drives the run, so the state in memory is stale.
             state.gone = true;
             let place = (next.project.clone(), next.id.clone());
             self.loops.live.lock().remove(&place);

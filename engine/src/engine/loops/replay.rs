@@ -1,5 +1,6 @@
-//! A recorded run once more: the model is asked again, its calls are answered with what was
-//! recorded, and the world is not touched. What is told at the end is where it went another way.
+//! Replays a recorded run: the model gets its requests again, its tool calls are answered with
+//! recorded results, and nothing is executed. The report lists the steps at which the model acted
+//! differently.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -13,16 +14,16 @@ use crate::model::{Reply, Wanted};
 use crate::run::{EntryKind, Noted};
 use crate::turn::{self, Closing, Limits, Next, Talk, Terms, Watch};
 
-/// Where the model went another way.
+/// A step at which the model acted differently.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Difference {
     pub step: u32,
-    /// What it called and said when the run was recorded; none where there was no such step.
+    /// The recorded reply; `None` if the recording has no such step.
     pub recorded: Option<Reply>,
     pub now: Option<Reply>,
 }
 
-/// What a replay came to.
+/// Result of a replay.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Replayed {
     pub answer: String,
@@ -30,19 +31,19 @@ pub struct Replayed {
     pub differences: Vec<Difference>,
     pub steps: u32,
     pub usage: crate::model::Usage,
-    /// Calls that have no recorded result; the model was told so.
+    /// Number of calls without a recorded result. The model received an error for each.
     pub unrecorded: u32,
 }
 
 impl Engine {
-    /// Whether there is such a run that the caller may play again.
+    /// Checks that the run exists and that the caller may replay it.
     pub async fn check_replay(&self, caller: &Caller, run_id: &str) -> Result<(), Error> {
         super::require_runs(caller)?;
         self.check_open()?;
         self.loop_run(caller, run_id).await.map(|_| ())
     }
 
-    /// Plays a run again against what was recorded. Nothing of it is stored or executed.
+    /// Replays a run against its recording. Nothing is stored or executed.
     pub async fn replay_run(
         &self,
         caller: &Caller,
@@ -81,9 +82,10 @@ impl Engine {
         let mut talk = Talk::new(std::mem::take(&mut tape.beginning));
         let mut differences = Vec::new();
         let mut turns = turn::Loop::lenient(self, caller, chosen.model.as_ref(), &terms, watch)?;
-        // Where it waited for late results it may have said nothing.
+        // Where the recorded run waited for late results, its reply may have been empty.
         turns.may_be_silent = true;
-        // The place on the tape; none once the model goes on where it had answered then.
+        // `place` is the position in the recording. `beyond` is true while the model continues past
+        // a step that was final in the recording.
         let (mut place, mut beyond) = (0, false);
         loop {
             if !beyond {
@@ -132,7 +134,7 @@ impl Engine {
     }
 }
 
-/// One more, for as long as it lives.
+/// Increments a counter for as long as the guard lives.
 struct Counted<'a>(&'a AtomicUsize);
 
 impl<'a> Counted<'a> {
@@ -148,7 +150,7 @@ impl Drop for Counted<'_> {
     }
 }
 
-/// Steps are counted from one.
+/// Returns the number of the step at this index. Steps are numbered from 1.
 fn number(place: usize) -> u32 {
     u32::try_from(place + 1).unwrap_or(u32::MAX)
 }
@@ -161,46 +163,47 @@ fn not_recorded(call: &Wanted) -> String {
     crate::dialect::fault_content(&Fault::new(Code::NotFound, message).not_happened())
 }
 
-/// What was recorded.
+/// The journal of a run, arranged for a replay.
 #[derive(Default)]
 struct Tape {
     beginning: Vec<Value>,
     steps: Vec<Step>,
-    /// What the model was told, by what it called.
+    /// Recorded results, by call (name and arguments).
     results: HashMap<String, VecDeque<Told>>,
-    /// Which ids stand for these now.
+    /// Call ids of this replay by their recorded ids.
     ids: HashMap<String, String>,
     unrecorded: u32,
 }
 
-/// What the model was told of a call.
+/// A recorded result of a call, as the model received it.
 #[derive(Clone)]
 struct Told {
-    /// The id that it used then.
+    /// The call's id in the recording.
     id: String,
     content: String,
-    /// The call was made, and counted; others were only answered.
+    /// True if the call was executed and counted; false if it was only answered.
     made: bool,
 }
 
-/// One answer of the model, and what it was told since the one before, beside its results.
+/// A recorded reply of the model, with the inputs it received since the previous reply, other than
+/// tool results.
 struct Step {
     given: Vec<Given>,
     reply: Reply,
-    /// It was the end of a turn: an answer, or a pause until late results came.
+    /// True if the reply ended the exchange: a final answer, or a pause until late results arrived.
     answers: bool,
-    /// The run was taken up again before it was acted on.
+    /// True if the run was resumed before the reply's calls were executed.
     anew: bool,
 }
 
 enum Given {
-    /// By the user.
+    /// A message of the user.
     Said(Value),
-    /// That a limit is reached.
+    /// The notice that a limit is reached.
     Closing(Closing, Value),
-    /// That a result has come.
+    /// The notice of a late result.
     Told(Value),
-    /// Nothing: the run was taken up again.
+    /// No message: the run was resumed.
     Anew,
 }
 
@@ -272,7 +275,7 @@ impl Tape {
         }
     }
 
-    /// Tells the model what it was told before it gave this answer.
+    /// Adds the inputs that preceded this recorded reply to the conversation.
     fn give(&self, place: usize, talk: &mut Talk) {
         for given in self.steps.get(place).into_iter().flat_map(|step| &step.given) {
             match given {
@@ -287,8 +290,8 @@ impl Tape {
         }
     }
 
-    /// The result of this call in the order they were recorded, and whether it was made; the last
-    /// one stands for all that come after.
+    /// Returns the next recorded result of this call, in order, and whether the call was executed.
+    /// The last result repeats for all further calls.
     fn result(&mut self, call: &Wanted) -> (String, bool) {
         let told = self.results.get_mut(&turn::same_call(call));
         let next = told.and_then(|told| match told.len() {
@@ -304,12 +307,13 @@ impl Tape {
     }
 }
 
-/// Whether the model was told this, rather than said it or called for it.
+/// Returns true if the message is an input to the model, neither its reply nor a tool result.
 fn is_given(message: &Value) -> bool {
     message["role"] != "assistant" && message["role"] != "tool"
 }
 
-/// Whether the model does the same: the same calls, in whatever words it says so.
+/// Returns true if the model acts the same: equal calls, whatever the text beside them. Replies
+/// without calls must have equal text.
 fn same(recorded: &Reply, now: &Reply) -> bool {
     let calls = |reply: &Reply| -> Vec<String> {
         let mut calls: Vec<String> = reply.calls.iter().map(turn::same_call).collect();
@@ -320,7 +324,7 @@ fn same(recorded: &Reply, now: &Reply) -> bool {
     calls(recorded) == calls(now) && !said
 }
 
-/// For who watches a replay as JSON.
+/// JSON form, for clients that stream a replay.
 impl From<&Difference> for Value {
     fn from(difference: &Difference) -> Self {
         let Difference { step, recorded, now } = difference;

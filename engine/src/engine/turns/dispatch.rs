@@ -1,5 +1,5 @@
-//! Dispatching the calls of a step. What cannot even be called has failed at once, with cards and
-//! a place in the inbox like everything else, so that the agent need not tell the two apart.
+//! Dispatches the calls of a step. A call that cannot be made fails at once, with cards and an
+//! inbox item like any other, so that the agent can handle both cases the same way.
 
 use futures::future::join_all;
 use serde_json::{Map, Value, json};
@@ -19,32 +19,32 @@ use crate::utp::{InboxItem, Route, Turn, TurnStatus, Waiting, is_token};
 
 use super::super::invoke::Invocation;
 
-/// Most calls of one step.
+/// Maximum number of calls in one step.
 const MAX_CALLS: usize = 128;
 
-/// One call of a step.
+/// A request for one call of a step.
 #[derive(Debug, Clone)]
 pub struct StepCall {
-    /// Unique in its turn.
+    /// Unique within its turn.
     pub tool_call_id: String,
     pub tool_name: String,
-    /// An object, or the text of one, as models write it.
+    /// An object, or its JSON text as models write it.
     pub arguments: Value,
     pub timeout_ms: Option<u64>,
 }
 
-/// The calls of a step.
+/// A request to dispatch the calls of a step.
 #[derive(Debug, Clone)]
 pub struct Dispatch {
     pub epoch: u64,
-    /// Made up unless given.
+    /// Generated if `None`.
     pub step_id: Option<String>,
     pub calls: Vec<StepCall>,
-    /// Whether the turn is suspended by this.
+    /// True if the dispatch suspends the turn.
     pub suspend: bool,
 }
 
-/// A turn whose calls are out.
+/// A turn and the calls of its dispatched step.
 #[derive(Debug, Clone)]
 pub struct Dispatched {
     pub turn: Turn,
@@ -52,7 +52,8 @@ pub struct Dispatched {
 }
 
 impl Engine {
-    /// Sends the calls of a step out, all at once. The same again gives the same calls.
+    /// Dispatches the calls of a step concurrently. The operation is idempotent: the same request
+    /// again returns the same calls.
     pub async fn dispatch(
         &self,
         caller: &Caller,
@@ -69,12 +70,12 @@ impl Engine {
             Err(error) if error.code() == Code::Conflict => error,
             other => return other,
         };
-        // The same request may have come twice at once: then these are its calls.
+        // The same request may have arrived twice concurrently. Then these are its calls.
         let turn = self.turn(caller, agent_id, turn_id).await?;
         self.dispatched(turn, &asked).await?.ok_or(error)
     }
 
-    /// The step as it was sent out already; none when it was not.
+    /// Returns the step if it was dispatched before.
     async fn dispatched(&self, turn: Turn, asked: &Dispatch) -> Result<Option<Dispatched>, Error> {
         let runs_on = turn.status == TurnStatus::Running && !asked.suspend;
         let stands = runs_on || turn.status == TurnStatus::Suspended;
@@ -140,8 +141,9 @@ impl Engine {
         Ok(Dispatched { turn, calls })
     }
 
-    /// What went out before one call was refused stays out: the same request again finds it, and
-    /// `stop` cancels it. In a turn that has gone on meanwhile nobody would.
+    /// Leaves the calls that started before one was refused: a repetition of the request finds
+    /// them, and `stop_turn` cancels them. If the turn has moved to another epoch, neither would
+    /// happen, so they are canceled here.
     async fn leave_begun(&self, caller: &Caller, turn: &Turn, calls: &[Waiting]) {
         let now = self.turn(caller, &turn.agent_id, &turn.turn_id).await;
         if now.is_ok_and(|now| now.epoch != turn.epoch) {
@@ -149,8 +151,7 @@ impl Engine {
         }
     }
 
-    /// Stores a step whose calls are out. A lease that was renewed meanwhile does not stand in its
-    /// way.
+    /// Stores a step whose calls have started. Retries after a concurrent renewal of the lease.
     async fn store_step(
         &self,
         caller: &Caller,
@@ -181,7 +182,7 @@ impl Engine {
         Err(too_fast())
     }
 
-    /// The calls of a step that there is not are canceled; those that are another step's are not.
+    /// Cancels the calls of a step that was not stored, except those that belong to a stored step.
     async fn take_back(&self, caller: &Caller, calls: &[Waiting]) {
         for call in calls {
             let (turn, id) = (Some(call.turn_id.as_str()), &call.tool_call_id);
@@ -193,7 +194,7 @@ impl Engine {
         }
     }
 
-    /// A call may have ended before its step was stored.
+    /// Delivers the outcomes of calls that ended before their step was stored.
     async fn deliver_what_ended(&self, turn: &Turn, calls: &[Waiting]) -> Result<(), Error> {
         for call in calls {
             let Some(id) = call.call_id.as_deref().and_then(|id| id.parse().ok()) else { continue };
@@ -205,8 +206,8 @@ impl Engine {
         Ok(())
     }
 
-    /// An id that was used in another step of the turn would get that step's result, and a step
-    /// that was sent out before has its calls.
+    /// Checks that the ids are unused. A call id used in another step of the turn would receive
+    /// that step's result, and a step that was dispatched before already has its calls.
     async fn refuse_used(
         &self,
         turn: &Turn,
@@ -234,7 +235,7 @@ impl Engine {
         Ok(())
     }
 
-    /// The same step again has the same calls.
+    /// Checks that a repeated step has the same calls.
     async fn refuse_other(
         &self,
         turn: &Turn,
@@ -256,7 +257,7 @@ impl Engine {
         }
     }
 
-    /// The arguments of a call of a step, while they are kept.
+    /// Loads the arguments of a dispatched call, if they are still stored.
     async fn asked_before(&self, known: &Waiting) -> Result<Option<Value>, Error> {
         if let Some(id) = known.call_id.as_deref().and_then(|id| id.parse().ok()) {
             let call = self.inner.call_of(&known.project, &id).await?;
@@ -311,19 +312,19 @@ impl Engine {
     }
 }
 
-/// A call that is out, or has failed at once.
+/// A call that was accepted, or failed at once.
 pub(super) struct Sent {
     pub(super) waiting: Waiting,
     pub(super) deadline_ms: u64,
     pub(super) inbox: Option<InboxItem>,
 }
 
-/// What became of the calls of a step.
+/// Summary of the calls of a step.
 struct Gathered {
     change: TurnChange,
-    /// When the last of them must be in.
+    /// Latest deadline of all calls.
     deadline_ms: u64,
-    /// Why one of them could not be sent.
+    /// The first error that prevented a call from being sent.
     refused: Option<Error>,
 }
 
@@ -376,7 +377,7 @@ fn check(asked: &Dispatch) -> Result<(), Error> {
     Ok(())
 }
 
-/// The arguments as an object, and what is wrong when they are not even JSON.
+/// Parses the arguments as an object. Also returns the fault if they are not valid JSON.
 fn arguments(given: &Value) -> (Value, Option<Fault>) {
     let value = match given {
         Value::Null => Value::Object(Map::new()),
@@ -396,7 +397,7 @@ fn arguments(given: &Value) -> (Value, Option<Fault>) {
     }
 }
 
-/// The card of a call that is out.
+/// Returns the id of the card of an accepted call.
 fn call_card(call: &Waiting) -> Option<String> {
     let id = call.call_id.as_deref()?.parse().ok()?;
     Some(card::id_of(&id, TOOL_CALL))

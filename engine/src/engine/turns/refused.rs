@@ -1,4 +1,4 @@
-//! Calls of a step that cannot even be made.
+//! Step calls that are refused before a call exists.
 
 use serde_json::{Map, Value, json};
 
@@ -11,14 +11,15 @@ use crate::policy::matches;
 use crate::utp::card::{self, Card, TOOL_CALL, TOOL_RESULT, into_map};
 use crate::utp::{AfterExecution, InboxItem, Route, Turn, trace};
 
-/// A card of a call that there could not be.
+/// Returns the id of a card that belongs to a refused call.
 pub(super) fn failed_card(project: &str, turn_id: &str, tool_call_id: &str, end: &str) -> String {
     let inbox_id = inbox_id_of(project, turn_id, tool_call_id);
     format!("{end}{}", inbox_id.trim_start_matches("inbox_"))
 }
 
 impl Inner {
-    /// What the roster and the protocol refuse before the engine is asked.
+    /// Returns the fault if the roster or the protocol forbids the call. Checked before the call is
+    /// invoked.
     pub(super) fn refuse_call(
         &self,
         agent: &Caller,
@@ -44,7 +45,7 @@ impl Inner {
         None
     }
 
-    /// A call that there cannot be: its cards, and its place in the inbox.
+    /// Records a refused call: stores its cards and builds its inbox item.
     pub(super) async fn failed_at_once(
         &self,
         turn: &Turn,

@@ -1,4 +1,4 @@
-//! How a turn ends that its agent does not end: it is stopped, or its lease runs out.
+//! Ends a turn without its agent: the turn is stopped, or its lease expires.
 
 use serde_json::json;
 
@@ -14,8 +14,8 @@ use crate::utp::news::{News, Task};
 use crate::utp::{InboxItem, Turn, TurnStatus, Waiting, trace};
 
 impl Engine {
-    /// Stops a turn wherever it stands: its open calls are canceled, results that come later are
-    /// refused, and the agent finds a `stop` in its inbox.
+    /// Stops a turn in any state: its open calls are canceled, later results are refused, and the
+    /// agent receives a `stop` item in its inbox.
     pub async fn stop_turn(
         &self,
         caller: &Caller,
@@ -48,8 +48,8 @@ impl Engine {
                 Err(error) if error.code() == Code::Conflict => continue,
                 Err(error) => return Err(error),
             };
-            // Whichever step it was made in, and also one whose step there is not: its dispatch was
-            // refused half way.
+            // Covers the calls of every step, including those of a step that was never stored
+            // because its dispatch failed halfway.
             let own = |call: &Call| {
                 call.asked.turn.as_ref().is_some_and(|route| route.turn_id == turn_id)
             };
@@ -60,11 +60,11 @@ impl Engine {
         Err(too_fast())
     }
 
-    /// What has ended meanwhile need not be canceled.
+    /// Cancels a call. Failure is ignored: the call may have ended in the meantime.
     pub(super) async fn cancel_quietly(&self, caller: &Caller, call: &Waiting, why: &str) {
         let Some(id) = call.call_id.as_deref().and_then(|id| id.parse().ok()) else { return };
         if let Err(error) = self.cancel(caller, &id, Some(why.to_owned())).await {
-            tracing::debug!(call = %id, %error, "not canceled");
+            tracing::debug!(call = %id, %error, "call not canceled");
         }
     }
 }
@@ -96,14 +96,14 @@ impl Inner {
         }
     }
 
-    /// A lease that ran out: whoever had it can do no more under it.
+    /// Expires a turn whose lease has expired. Its former holder can no longer change it.
     pub(crate) async fn expire(&self, turn: Turn) -> Result<(), Error> {
         let mut turn = next(turn);
         turn.epoch += 1;
         turn.status = TurnStatus::Expired;
         turn.reason = Some("the lease ran out".to_owned());
         match self.save_turn(turn, TurnChange::default(), News::default()).await {
-            // Somebody was faster: then it is not what it was.
+            // The turn was changed concurrently, so it no longer needs to expire.
             Err(error) if error.code() == Code::Conflict => Ok(()),
             other => other.map(drop),
         }

@@ -1,4 +1,4 @@
-//! Calls that come after another.
+//! Tests of calls with a predecessor.
 
 use super::*;
 use crate::fault::Happened;

@@ -1,4 +1,4 @@
-//! What is said a second time: a failure that led to another attempt, an attempt that is taken.
+//! Tests of duplicates: a failure that led to another attempt, an attempt acknowledged twice.
 
 use super::*;
 
@@ -17,17 +17,17 @@ fn a_failure_that_is_tried_again_is_answered_the_same_when_it_is_reported_again(
     }
     let other = step(&waits, &report(Some(1), Fault::runtime("no ink")), NOW + 1);
     assert!(matches!(other, Err(Refusal::WrongAttempt(_))), "{other:?}");
-    // Also while the next one is out, if it says which it means.
+    // A numbered duplicate is also recognized while the next attempt is in flight.
     let claim = Event::Claim { node: "n".into() };
     let next = step(&waits, &claim, DEADLINE - 1).unwrap().call;
     assert_eq!((next.status, next.attempt), (Status::Running, 2));
     assert_eq!(step(&next, &report(Some(1), fault()), DEADLINE - 1), Err(Refusal::Repeated));
     let late = step(&next, &report(Some(1), Fault::runtime("no ink")), DEADLINE - 1);
     assert!(matches!(late, Err(Refusal::WrongAttempt(_))), "{late:?}");
-    // Without a number it means the one that is out, which may fail in the same way.
+    // Without a number the report is about the attempt in flight, which may fail in the same way.
     let taken = step(&next, &report(None, fault()), DEADLINE - 1).unwrap().call;
     assert_eq!(taken.status, Status::Failed, "there was no time for a third");
-    // And after the end the first is still known.
+    // After the end the first failure is still known.
     let ended = step(&next, &done(result()), DEADLINE - 1).unwrap().call;
     assert_eq!(step(&ended, &report(Some(1), fault()), DEADLINE), Err(Refusal::Repeated));
 }

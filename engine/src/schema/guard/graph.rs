@@ -1,10 +1,10 @@
-//! Reads a schema document as a graph: which subschemas there are and how evaluation moves
-//! between them.
+//! Reads a schema document as a graph of subschemas and the evaluation edges between them.
 //!
-//! It never judges the graph beyond references that lead nowhere or outside; that is `load.rs`.
+//! This module refuses only references that lead nowhere or outside the document; `cost.rs` judges
+//! the graph itself.
 //!
-//! One idea: references are resolved by the same resolver the compiler will use, and a target
-//! counts as "inside" only when it is, by address, a value of this very document.
+//! References are resolved by the same resolver that the compiler uses, and a target counts as
+//! inside only if it is, by address, a value of this document.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -17,11 +17,11 @@ use super::{Doc, MAX_ANCHORS, MAX_SUBSCHEMAS, SchemaError, address, dialect, fau
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Slot<'a> {
     Property(&'a str),
-    /// A pattern counts as a name of its own: two different patterns rarely meet in one name.
+    /// A pattern counts as a separate name: two different patterns rarely match the same name.
     Pattern(&'a str),
     Names,
     Index(usize),
-    /// Whatever no other slot of the same subschema covers.
+    /// Members that no other selector of the same subschema covers.
     Rest,
     /// All members, covered or not (`contains`).
     Every,
@@ -30,9 +30,11 @@ pub(super) enum Slot<'a> {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Stay {
     pub(super) to: usize,
-    /// Of the edges of one group only those of one option apply to any given instance.
+    /// Group and option: of the edges of one group, only those of one option apply to any given
+    /// instance.
     pub(super) choice: Option<(usize, usize)>,
-    /// Applies whenever the parent does (`$ref`, `allOf`), so it can pin a union's tag.
+    /// True if the edge applies whenever its parent does (`$ref`, `allOf`), so that it can fix a
+    /// union's tag.
     certain: bool,
 }
 
@@ -43,7 +45,7 @@ pub(super) struct Site<'a> {
     pub(super) stay: Vec<Stay>,
     pub(super) object: Vec<(Slot<'a>, usize)>,
     pub(super) array: Vec<(Slot<'a>, usize)>,
-    /// Index ranges of `stay` that hold the branches of one `anyOf` or `oneOf`.
+    /// Index ranges of the in-place edges that hold the branches of one `anyOf` or `oneOf`.
     unions: Vec<(usize, usize)>,
 }
 
@@ -54,7 +56,7 @@ pub(super) struct Graph<'a, 'r> {
     pub(super) sites: Vec<Site<'a>>,
     /// Values by the name of their `$dynamicAnchor`.
     anchors: HashMap<&'a str, Vec<usize>>,
-    /// Site by index of its value in the document.
+    /// Subschema by the index of its value in the document.
     at: HashMap<usize, usize>,
 }
 
@@ -82,8 +84,8 @@ impl<'a, 'r> Graph<'a, 'r> {
         self.doc.values[site.index].0
     }
 
-    /// Finds every subschema, first below the root and then wherever references lead, which may
-    /// be a keyword this file has never heard of (`#/components/schemas/X`).
+    /// Finds every subschema, first below the root and then at the targets of references, which may
+    /// lie under a keyword that this file does not know (`#/components/schemas/X`).
     fn grow(&mut self, base: Arc<Uri<String>>) -> Result<(), SchemaError> {
         self.site(0, &base)?;
         let mut next = 0;
@@ -96,7 +98,7 @@ impl<'a, 'r> Graph<'a, 'r> {
         Ok(())
     }
 
-    /// The site for the value at `index`, made when it is new.
+    /// Returns the subschema of the value at `index`, creating it if it is new.
     fn site(&mut self, index: usize, parent: &Arc<Uri<String>>) -> Result<usize, SchemaError> {
         if let Some(&known) = self.at.get(&index) {
             return Ok(known);
@@ -111,7 +113,7 @@ impl<'a, 'r> Graph<'a, 'r> {
             return Err(fault(pointer, "a subschema must be in the dialect of the whole schema"));
         }
         let resolver = self.registry.resolver(parent.as_ref().clone());
-        // A reference by identifier arrives with the base that the target's own `$id` makes.
+        // A reference by identifier already has the base URI that the target's own `$id` defines.
         let arrived = resolver.lookup("").is_ok_and(|found| std::ptr::eq(found.contents(), value));
         let base = if arrived {
             Arc::clone(parent)
@@ -136,8 +138,8 @@ impl<'a, 'r> Graph<'a, 'r> {
         Ok(self.sites.len() - 1)
     }
 
-    /// The site of a value that stands where a subschema may stand; `None` when it is no schema,
-    /// which the meta-schema will report in better words than this file could.
+    /// Returns the subschema of a value in a subschema position, or `None` if it is not a schema;
+    /// the meta-schema reports that with a better message.
     fn child(&mut self, of: usize, value: &Value) -> Result<Option<usize>, SchemaError> {
         let index = self.doc.by_address.get(&address(value)).copied();
         let base = Arc::clone(&self.sites[of].base);
@@ -174,8 +176,8 @@ impl<'a, 'r> Graph<'a, 'r> {
                 _ => {}
             }
         }
-        // Draft-07 ignores whatever stands beside `$ref`; those siblings stay known as places
-        // that references may lead to, but no evaluation passes through here to them.
+        // Draft-07 ignores the siblings of `$ref`. They remain valid targets of references, but
+        // evaluation does not pass through here to them.
         if let (Draft::Draft7, Some(Value::String(target))) = (self.draft, map.get("$ref")) {
             let (to, _) = self.resolve(me, "$ref", target)?;
             let to = self.at.get(&to).copied();
@@ -203,14 +205,14 @@ impl<'a, 'r> Graph<'a, 'r> {
                 _ => return self.expand_one(me, keyword, value),
             }
         }
-        // An empty object is a schema too, but an empty map of schemas holds none.
+        // An empty object is a schema too, but an empty map of schemas contains none.
         if members.is_empty() { self.expand_one(me, keyword, value) } else { Ok(()) }
     }
 
     fn expand_one(&mut self, me: usize, keyword: &str, v: &'a Value) -> Result<(), SchemaError> {
         match keyword {
             "not" | "if" => self.stay(me, v, None, false),
-            // Only one of the two is ever taken, hence one group with two options.
+            // Only one of the two ever applies, hence one group with two options.
             "then" => self.stay(me, v, Some((1, 0)), false),
             "else" => self.stay(me, v, Some((1, 1)), false),
             "additionalProperties" | "unevaluatedProperties" => self.step(me, Slot::Rest, v),
@@ -264,8 +266,8 @@ impl<'a, 'r> Graph<'a, 'r> {
         if key != "$dynamicRef" {
             return Ok(());
         }
-        // Which of the equally named anchors is meant depends on how evaluation got here, so all
-        // of them are options of one choice.
+        // The evaluation path decides which of the anchors with the same name applies, so all of
+        // them are options of one choice.
         let name = to.rsplit_once('#').map_or("", |(_, name)| name);
         let mut options = self.anchors.get(name).cloned().unwrap_or_default();
         if !options.contains(&index) {
@@ -283,7 +285,7 @@ impl<'a, 'r> Graph<'a, 'r> {
         Ok(())
     }
 
-    /// Where a reference leads, by the same resolver that the compiler will use.
+    /// Resolves a reference with the same resolver that the compiler uses.
     fn resolve(
         &self,
         me: usize,
@@ -308,8 +310,8 @@ impl<'a, 'r> Graph<'a, 'r> {
         })
     }
 
-    /// Marks the branches of unions that are told apart by a tag (`kind: {const: "a"}`) as
-    /// options of one choice: recursion through such a union follows one branch per value.
+    /// Marks the branches of unions with a tag (`kind: {const: "a"}`) as options of one choice:
+    /// recursion through such a union follows one branch per value.
     fn split_unions(&mut self) {
         for me in 0..self.sites.len() {
             for (group, (from, to)) in self.sites[me].unions.clone().into_iter().enumerate() {
@@ -338,7 +340,7 @@ impl<'a, 'r> Graph<'a, 'r> {
         }
     }
 
-    /// The properties that a subschema fixes to one string.
+    /// Collects the properties that a subschema fixes to one string.
     fn pins(&self, at: usize, budget: &mut u32, found: &mut BTreeMap<&'a str, &'a str>) {
         *budget = budget.saturating_sub(1);
         let (value, _) = self.doc.values[self.sites[at].index];

@@ -1,12 +1,12 @@
-//! Bounds the work a schema can cause, from its graph alone.
+//! Bounds the work that a schema can cause, from its graph alone.
 //!
-//! It never looks at an instance. The bound is an approximation from above for ordinary schemas;
-//! what it lets through wrongly (two patterns that match one name, a union whose tag is missing)
-//! is stopped by the step budget of `meter.rs` while it runs.
+//! The analysis never sees an instance. For ordinary schemas the bound is an upper estimate; the
+//! cases that it underestimates (two patterns that match one name, a union whose tag is missing)
+//! are stopped at run time by the step budget of `meter.rs`.
 //!
-//! One idea: work explodes either in place (one value, many paths: counted) or by recursion (a
-//! value's member evaluated twice for each evaluation of the value: refused). So components of
-//! the graph are measured from the leaves up, each subschema once.
+//! Work explodes either in place (one value, many paths: counted) or by recursion (a value's member
+//! is evaluated twice for each evaluation of the value: refused). The components of the graph are
+//! therefore measured from the leaves up, each subschema once.
 
 use std::collections::BTreeMap;
 
@@ -16,15 +16,15 @@ use super::graph::{Graph, Site, Slot};
 use super::{MAX_CHAIN, MAX_PATHS, Passed, SchemaError, fault};
 use crate::schema::pattern;
 
-/// Most steps this analysis itself may take, so that the guard is no bomb either.
+/// Maximum number of steps of this analysis, so that the guard itself cannot be abused.
 const MAX_WORK: usize = 1_000_000;
 
-/// What evaluating one subschema does to one member of the instance.
+/// The load that evaluating one subschema puts on one member of the instance.
 #[derive(Debug, Clone, Copy, Default)]
 struct Load {
-    /// How many evaluations lead back into the same component, that is, recurse.
+    /// Number of evaluations that lead back into the same component, that is, recurse.
     back: u64,
-    /// How many evaluations the rest amounts to at the busiest value further down.
+    /// Number of other evaluations at the busiest value further down.
     on: u64,
 }
 
@@ -66,7 +66,7 @@ impl<'a> Loads<'a> {
     }
 }
 
-/// What is known about one measured subschema.
+/// The measured cost of one subschema.
 #[derive(Debug, Clone, Default)]
 struct Measured<'a> {
     /// Evaluations on the value itself.
@@ -103,7 +103,8 @@ pub(super) fn measure(graph: &Graph) -> Result<Passed, SchemaError> {
     let names = graph.sites.iter().flat_map(|site| &site.object);
     let names = names.filter(|(slot, _)| *slot == Slot::Names);
     let per_name = names.map(|(_, to)| measuring.done[*to].paths).max().unwrap_or(0);
-    // Which patterns `propertyNames` reaches is not worth finding out: the heaviest stands in.
+    // Finding the patterns that `propertyNames` reaches is not worth the effort; assume the
+    // heaviest.
     let through_names = if per_name > 0 { heaviest } else { 0 };
     Ok(Passed {
         draft: graph.draft,
@@ -122,14 +123,15 @@ fn patterns(schema: &Value) -> usize {
 struct Measuring<'a, 'g, 'r> {
     graph: &'g Graph<'a, 'r>,
     component: Vec<usize>,
-    /// By component: evaluations at the busiest single value, from one evaluation of a member.
+    /// By component: evaluations at the busiest single value per evaluation of a member.
     busiest: Vec<u64>,
     done: Vec<Measured<'a>>,
     work: usize,
 }
 
 impl<'a> Measuring<'a, '_, '_> {
-    /// Everything `me` leads to is measured already, but for what recurses.
+    /// Measures one subschema. Everything that `me` leads to has been measured, except recursive
+    /// edges.
     fn site(&mut self, me: usize) -> Result<(), SchemaError> {
         let graph = self.graph;
         let site = &graph.sites[me];
@@ -152,7 +154,7 @@ impl<'a> Measuring<'a, '_, '_> {
             options.values().for_each(|option| heaviest.merge(option, Load::max));
             total.merge(&heaviest, Load::add);
         }
-        // Draft-07 ignores what stands beside `$ref`, so there it excludes nothing either.
+        // Draft-07 ignores the siblings of `$ref`, so they exclude no type there.
         let alone = graph.draft == jsonschema::Draft::Draft7 && value.get("$ref").is_some();
         if !alone && !admits(value, "object", Value::is_object) {
             total.object = Loads::default();
@@ -183,7 +185,7 @@ impl<'a> Measuring<'a, '_, '_> {
         Ok(())
     }
 
-    /// The steps that the subschema itself takes into members.
+    /// Returns the cost of the subschema's own edges into members.
     fn own(&self, me: usize, site: &Site<'a>) -> Measured<'a> {
         let load = |to: usize| match self.component[to] == self.component[me] {
             true => Load { back: 1, on: 0 },
@@ -207,8 +209,8 @@ impl<'a> Measuring<'a, '_, '_> {
         Measured { paths: 1, object: gather(&site.object), array: gather(&site.array) }
     }
 
-    /// A child's loads in the terms of its parent: what recurses within the child's component
-    /// does not recurse within the parent's, unless they are the same.
+    /// Returns a child's cost from its parent's perspective: recursion within the child's component
+    /// is not recursion within the parent's, unless both are the same component.
     fn seen_from(&mut self, me: usize, child: usize) -> Measured<'a> {
         let mut seen = self.done[child].clone();
         self.work += seen.object.named.len() + seen.array.named.len();
@@ -227,8 +229,8 @@ impl<'a> Measuring<'a, '_, '_> {
     }
 }
 
-/// Whether a value of this type can pass `type`, `const` and `enum`; nothing below a subschema
-/// that excludes a type matters for values of that type.
+/// Returns whether a value of this type can pass `type`, `const` and `enum`. If a subschema
+/// excludes a type, nothing below it matters for values of that type.
 fn admits(schema: &Value, name: &str, is: fn(&Value) -> bool) -> bool {
     let by_type = match schema.get("type") {
         Some(Value::String(only)) => only == name,
@@ -241,7 +243,7 @@ fn admits(schema: &Value, name: &str, is: fn(&Value) -> bool) -> bool {
 }
 
 impl<'a> Graph<'a, '_> {
-    /// For every site the longest chain of in-place edges below it; refuses loops on the way.
+    /// Returns the longest chain of in-place edges below each subschema; refuses loops.
     fn chains(&self) -> Result<Vec<u32>, SchemaError> {
         let mut known = vec![None; self.sites.len()];
         for site in 0..self.sites.len() {
@@ -281,7 +283,8 @@ impl<'a> Graph<'a, '_> {
         Ok(longest + 1)
     }
 
-    /// The strongly connected components, numbered so that edges lead to smaller or equal ones.
+    /// Returns the strongly connected components, numbered so that edges lead to smaller or equal
+    /// numbers.
     fn components(&self) -> Vec<usize> {
         let next = |site: &Site| -> Vec<usize> {
             let steps = site.object.iter().chain(&site.array).map(|(_, to)| *to);
@@ -302,7 +305,7 @@ impl<'a> Graph<'a, '_> {
                         next(&self.sites[at]).into_iter()
                     }
                 };
-                // A child that was just finished hands its low mark up through `low` below.
+                // A finished child propagates its low link through `low` below.
                 if let Some(to) = edges.next() {
                     stack.push((at, Some(edges)));
                     if order[to] == 0 {

@@ -1,6 +1,6 @@
-//! The small words of problem messages: types, formats, lists, and values cut to fit a sentence.
+//! Phrases of problem messages: types, formats, lists, and values truncated to fit a sentence.
 //!
-//! It never returns text of unbounded length, and cuts only between characters.
+//! Never returns text of unbounded length, and truncates only between characters.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -9,10 +9,10 @@ use serde_json::Value;
 
 use super::Problem;
 
-/// Longest rendering of a value that was given, in characters.
+/// Maximum length of a rendered value, in characters.
 const GIVEN: usize = 80;
 
-/// The first `limit` characters, the last of them an ellipsis when something was left out.
+/// Returns the first `limit` characters; the last is an ellipsis if something was omitted.
 pub(in crate::schema) fn cut(text: &str, limit: usize) -> String {
     if text.chars().nth(limit).is_none() {
         return text.to_string();
@@ -20,7 +20,7 @@ pub(in crate::schema) fn cut(text: &str, limit: usize) -> String {
     text.chars().take(limit.saturating_sub(1)).chain(['…']).collect()
 }
 
-/// A value by its type and what it holds, in at most 80 characters.
+/// Describes a value by its type and content, in at most 80 characters.
 pub(in crate::schema) fn given(value: &Value) -> String {
     let kind = match value {
         Value::Null => return "null".to_string(),
@@ -43,9 +43,9 @@ pub(super) fn quoted(name: &str) -> String {
     format!("\"{}\"", cut(name, GIVEN))
 }
 
-/// JSON cut to that many characters, without writing out more of the value than needed.
+/// Returns JSON truncated to `limit` characters, without serializing more of the value than needed.
 fn json(value: &Value, limit: usize) -> String {
-    // No character takes more than four bytes; the cut below then decides on characters.
+    // No character takes more than four bytes; the final truncation counts characters.
     let mut sink = Sink { bytes: Vec::new(), room: 4 * limit + 4 };
     let _ = serde_json::to_writer(&mut sink, value);
     let text = match String::from_utf8(sink.bytes) {
@@ -73,7 +73,7 @@ impl io::Write for Sink {
     }
 }
 
-/// Values in a row, the first twenty of them and no more than some 400 characters.
+/// Joins values into a list: the first twenty of them, in about 400 characters at most.
 pub(super) fn listed(values: &[Value]) -> String {
     let mut shown: Vec<String> = Vec::new();
     let mut length = 0;
@@ -142,7 +142,7 @@ pub(super) fn format_words(format: &str) -> String {
     format!("{worded} (format {format})")
 }
 
-/// The same problem for somebody who must not see the value that has it.
+/// Returns the problem without the value, for readers who must not see it.
 pub(in crate::schema) fn unquoted(problem: Problem, instance: &Value) -> Problem {
     if problem.given == "nothing" {
         return problem;
@@ -161,7 +161,7 @@ pub(in crate::schema) fn unquoted(problem: Problem, instance: &Value) -> Problem
     Problem { pointer, expected, given: given.to_owned(), message }
 }
 
-/// A problem as one of several alternatives of the value at `here`.
+/// Phrases a problem as one of several alternatives of the value at `here`.
 pub(super) fn brief(problem: &Problem, here: &str) -> String {
     let inner = problem.pointer.strip_prefix(here).unwrap_or(&problem.pointer);
     match inner.strip_prefix('/') {
@@ -173,9 +173,10 @@ pub(super) fn brief(problem: &Problem, here: &str) -> String {
     }
 }
 
-/// The known name that an unknown one is most likely a slip of.
+/// Returns the known name that an unknown one is most likely a misspelling of.
 pub(super) fn nearest<'n>(name: &str, known: &BTreeSet<&'n str>) -> Option<&'n str> {
-    // Comparing costs the product of both lengths, and nobody mistypes a name that long.
+    // A comparison costs the product of both lengths, and a name that long is unlikely to be a
+    // typo.
     if name.len() > 64 {
         return None;
     }
@@ -189,7 +190,7 @@ pub(super) fn nearest<'n>(name: &str, known: &BTreeSet<&'n str>) -> Option<&'n s
     (distance <= (given.chars().count() / 3).max(1)).then_some(other)
 }
 
-/// Why a pattern was refused.
+/// Returns the reason why a pattern was refused.
 pub(in crate::schema) fn about_pattern(pattern: &str) -> String {
     let mut escaped = false;
     let mut backwards = false;

@@ -1,4 +1,4 @@
-//! How problems are worded, and where they are said to be.
+//! Tests of the wording of problems and of their locations.
 
 use serde_json::json;
 
@@ -9,7 +9,7 @@ fn messages(schema: Value, instance: Value) -> Vec<String> {
     problems(schema, instance).into_iter().map(|problem| problem.message).collect()
 }
 
-/// One problem: where, and the sentence.
+/// Returns the pointer and the message of the only problem.
 fn one(schema: Value, instance: Value) -> (String, String) {
     let mut found = problems(schema, instance);
     assert_eq!(found.len(), 1, "{found:#?}");
@@ -21,7 +21,7 @@ fn said(pointer: &str, message: &str) -> (String, String) {
     (pointer.to_string(), message.to_string())
 }
 
-/// The sentence is the same at the top and below, but for the place it names.
+/// Asserts that the message is the same at the top level and below, except for the location.
 fn assert_worded(schema: Value, instance: Value, message: &str) {
     let at_root = one(schema.clone(), instance.clone());
     assert_eq!(at_root, said("", &format!("the value must {message}")));

@@ -1,8 +1,8 @@
-//! Changes of the directory, in memory.
+//! Changes of the in-memory directory.
 
 use crate::directory::{Change, Directory, Offer, Others};
 
-/// A change of what is neither a project's own nor brought in from an upstream.
+/// Applies a change that concerns neither project tools nor upstreams.
 pub(super) fn apply(directory: &mut Directory, change: Change) {
     match change {
         Change::PutTools(_)
@@ -85,7 +85,7 @@ fn drop_rule(directory: &mut Directory, project: &str, agent: &str, pattern: &st
     });
 }
 
-/// A tool that no client offers any more is gone.
+/// Removes tools that no client provides any more.
 fn drop_orphans(directory: &mut Directory) {
     let offers = std::mem::take(&mut directory.offers);
     directory.tools.retain(|tool| {

@@ -1,4 +1,4 @@
-//! What upstreams' issuers have granted, in memory.
+//! Upstream credentials in memory.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use super::MemoryStore;
 use crate::store::StoreError;
 use crate::store::grants::GrantStore;
 
-/// By project and name of the upstream.
+/// Credentials by project and name of the upstream.
 pub(super) type Grants = BTreeMap<(String, String), String>;
 
 #[async_trait]

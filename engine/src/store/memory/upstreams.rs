@@ -1,10 +1,10 @@
-//! Servers that tools are brought in from, in memory.
+//! Upstreams and their tools in memory.
 
 use super::State;
 use crate::directory::Change;
 
 impl State {
-    /// A change of upstreams or of their tools.
+    /// Applies a change to upstreams or their tools.
     pub(super) fn change_upstream(&mut self, change: Change) {
         let known = &mut self.directory.upstreams;
         match change {

@@ -1,4 +1,4 @@
-//! UTP's part of the store in memory: one lock over plain collections.
+//! UTP's part of the in-memory store: one lock over plain collections.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -15,7 +15,7 @@ type Place = (String, String);
 
 #[derive(Default)]
 struct State {
-    /// Each with when it was replaced.
+    /// Each definition with the time when it was replaced.
     versions: HashMap<(String, String, String), (Definition, Option<u64>)>,
     cards: HashMap<Place, Card>,
     turns: HashMap<Place, Turn>,
@@ -26,12 +26,12 @@ struct State {
     dead: BTreeMap<String, DeadLetter>,
 }
 
-/// Keeps everything in memory.
+/// Stores everything in memory.
 #[derive(Default)]
 pub(super) struct Utp(Mutex<State>);
 
 impl Utp {
-    /// Remembers a definition for the calls that use it.
+    /// Stores a definition for the calls that use it.
     pub(super) fn remember(&self, tool: &Definition, at_ms: Option<u64>) {
         let project = tool.project.clone().unwrap_or_default();
         self.retire(&project, &tool.name, at_ms);
@@ -39,7 +39,7 @@ impl Utp {
         self.0.lock().versions.insert(place, (tool.clone(), None));
     }
 
-    /// No new call is made with what a tool was until now.
+    /// Marks a tool's definitions as replaced: no new call uses them.
     pub(super) fn retire(&self, project: &str, name: &str, at_ms: Option<u64>) {
         let mut state = self.0.lock();
         let mine = |place: &(String, String, String)| place.0 == project && place.1 == name;
@@ -48,7 +48,7 @@ impl Utp {
         }
     }
 
-    /// Definitions that were replaced before this are not needed any more.
+    /// Deletes definitions that were replaced before this time.
     pub(super) fn forget(&self, before_ms: u64) {
         let old = |at_ms: u64| at_ms + REPLACED_FOR_MS < before_ms;
         self.0.lock().versions.retain(|_, (_, replaced_ms)| !replaced_ms.is_some_and(old));
@@ -77,7 +77,7 @@ impl State {
         })
     }
 
-    /// Puts it in, unless the outcome of that call is there already.
+    /// Adds the item, unless the inbox already has the outcome of that call.
     fn put_into_inbox(&mut self, item: InboxItem) -> Delivered {
         let known = self.inbox.values().find(|(known, _)| {
             (&known.project, &known.turn_id, &known.tool_call_id)
@@ -336,7 +336,7 @@ impl UtpStore for Utp {
             goes
         };
         state.cards.retain(|_, card| !goes(card.created_ms < before_ms));
-        // Also what nobody took: the call and its cards are gone by now.
+        // Also deletes unread items: their calls and cards are gone by now.
         state.inbox.retain(|_, (item, _)| !goes(item.created_ms < before_ms));
         state.dead.retain(|_, letter| !goes(letter.created_ms < before_ms));
         let old: HashSet<Place> = state

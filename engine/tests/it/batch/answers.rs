@@ -1,4 +1,4 @@
-//! What a batch is answered with: forms, budgets, limits, names.
+//! Tests of a batch's response: formats, budgets, limits, names.
 
 use serde_json::{Value, json};
 use toolcrib::batch::{Mode, State};
@@ -71,7 +71,7 @@ async fn messages_keep_to_their_budget_and_results_are_whole() {
     assert_eq!(answer.messages[1].value()["content"].as_str().unwrap().len(), 1_000 * 29);
 }
 
-/// Fails with more words and facts than any budget has.
+/// A tool that fails with a message and details larger than any budget.
 fn wordy() -> FnTool {
     FnTool::new("t.wordy", "Fails at length", |_: Numbered| async move {
         let fault = Fault::runtime("it went wrong, and here is why. ".repeat(500));

@@ -1,4 +1,5 @@
-//! What has not begun when the wait is over: its turn comes when the call before it has ended.
+//! Tests of batch calls that have not started when the wait ends: each starts after its
+//! predecessor.
 
 use std::time::Duration;
 
@@ -9,13 +10,13 @@ use toolcrib::store::{MemoryStore, NewCall, Store};
 
 use super::*;
 
-/// Tools that end when they are told to, and what they did.
+/// Tools that end on request, and a record of what they did.
 #[derive(Clone)]
 struct Bench {
     store: Arc<MemoryStore>,
     go: Arc<Semaphore>,
     notes: Arc<Mutex<Vec<String>>>,
-    /// How many run now, and how many ran at most.
+    /// Number of running tools now, and the maximum so far.
     running: Arc<(AtomicUsize, AtomicUsize)>,
 }
 
@@ -127,7 +128,7 @@ async fn a_turn_comes_also_after_a_restart() {
         assert_eq!(ended(&engine, &call.id).await.status, Status::Succeeded);
     }
     assert_eq!(*bench.notes.lock(), ["+0", "-0", "+1", "-1", "+2", "-2"]);
-    // One whose turn came while nobody was there to see it.
+    // A call whose predecessor ended while no engine was running.
     engine.shut_down(Duration::ZERO).await;
     let last = calls[2].id.clone();
     let missed = Call {
@@ -160,8 +161,8 @@ async fn who_has_to_wait_is_not_in_the_way_and_its_end_is_no_turn() {
     let id = |n: usize| answer.results[n].call().unwrap().id.clone();
     let after = |n: usize| answer.results[n].call().unwrap().asked.after.clone();
     assert_eq!((after(1), after(2), after(4)), (Some(id(0)), Some(id(1)), Some(id(1))));
-    // Canceled before its turn: nothing of it is done, and it does not let the next begin early
-    // by more than its own end.
+    // A call canceled before it started has no effect. The cancellation is its end: its successors
+    // may start then, and not earlier.
     let canceled = engine.cancel(&caller(), &id(1), None).await.unwrap();
     assert_eq!(canceled.status, Status::Canceled);
     assert_eq!(canceled.started_ms, None);

@@ -1,5 +1,5 @@
-//! What goes wrong around a run: tools that are withdrawn, cancels half-way, time that runs out in
-//! the middle of a request, and somebody else of the same name.
+//! Tests of failures around a run: withdrawn tools, cancels midway, a time limit that passes during
+//! a model request, and another caller of the same name.
 
 use super::*;
 use toolcrib::engine::NewKey;
@@ -12,7 +12,7 @@ fn counted(name: &'static str, made: &Arc<AtomicUsize>) -> FnTool {
     })
 }
 
-/// A tool that says that it has begun and never ends.
+/// A tool that signals its start and never ends.
 fn endless(began: &Arc<tokio::sync::Notify>) -> FnTool {
     let began = began.clone();
     let endless = FnTool::new("calc.wait", "Waits", move |_: Add| {
@@ -91,7 +91,7 @@ async fn what_a_cancel_prevented_is_not_made_when_the_user_speaks_again() {
     assert_eq!(asked.last().unwrap()["content"], "do not pay anything");
 }
 
-/// Thinks for ever as long as there are tools to think about, when it has failed so often.
+/// A model that first fails this often, then hangs as long as the prompt has tools.
 struct Ponders {
     failures: AtomicUsize,
 }
@@ -113,7 +113,7 @@ impl Model for Ponders {
 
 #[tokio::test]
 async fn time_that_is_over_in_the_middle_of_a_request_is_a_limit_and_no_failure() {
-    // A try is left; none is; and the last one it is.
+    // A retry is left; no retry is left; the last retry is in flight.
     for (retries, failures) in [(1, 0), (0, 0), (1, 1)] {
         let failures = AtomicUsize::new(failures);
         let engine = Site::new().engine(Arc::new(Ponders { failures })).await;

@@ -1,10 +1,10 @@
-//! What a run says while it goes on, to who is slow to listen: whole, or with a word that something
-//! is missing.
+//! Tests of a run's live stream with a slow subscriber: it is complete, or says that something is
+//! missing.
 
 use super::*;
 use toolcrib::model::Piece;
 
-/// Says so many pieces of this size, all at once.
+/// A model that sends this many deltas of this size, all at once.
 struct Chatters(usize, usize);
 
 impl Chatters {
@@ -24,7 +24,7 @@ impl Model for Chatters {
     }
 }
 
-/// What was told to who listened only when all was over, and the answer.
+/// Returns the deltas that a subscriber reads after the end of the run, and the answer.
 async fn heard(model: Chatters) -> (Vec<LiveNote>, String) {
     let engine = Site::new().engine(Arc::new(model)).await;
     let new = NewRun { listens: true, ..new_run("Tell me everything") };

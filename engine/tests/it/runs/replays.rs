@@ -1,4 +1,4 @@
-//! Recorded runs played again: the model hears what it heard then, in that order.
+//! Tests of replayed runs: the model receives the recorded messages in their order.
 
 use super::*;
 use toolcrib::engine::Replayed;
@@ -17,10 +17,10 @@ async fn a_replay_touches_nothing_and_says_where_the_model_went_another_way() {
     let script = Script::default()
         .calls(&[("c1", "calc__add", SUM)])
         .says("It is 42.")
-        // The same again.
+        // The same reply again.
         .calls(&[("x", "calc__add", SUM)])
         .says("It is 42.")
-        // And once otherwise.
+        // A different reply.
         .calls(&[("y", "calc__add", r#"{"a":1,"b":1}"#)])
         .says("I do not know.");
     let script = Arc::new(script);
@@ -48,7 +48,7 @@ async fn what_the_user_said_later_is_said_again() {
         .calls(&[("x1", "calc__add", SUM)])
         .says("It is 42.")
         .says("You are welcome.")
-        // Once more, with an answer at once and a detour at the end.
+        // Once more, with an immediate answer and an extra call at the end.
         .says("No idea.")
         .calls(&[("y1", "calc__add", SUM)])
         .says("You are welcome.");
@@ -132,7 +132,7 @@ async fn what_was_closed_is_closed_again() {
     assert!(script.asked(3).tools.is_empty(), "it is asked for its last word");
 }
 
-/// Says these twice: once when the run is recorded, and once when it is played again.
+/// A script that says these lines twice: for the recording and for the replay.
 fn twice(lines: impl Fn(Script) -> Script) -> Arc<Script> {
     Arc::new(lines(lines(Script::default())))
 }

@@ -1,11 +1,11 @@
-//! Runs over the end of a process: nothing is done or asked twice, and who sleeps is woken.
+//! Tests of runs across a restart: no call or model request is repeated, and a sleeping run wakes.
 
 use super::*;
 
 #[tokio::test]
 async fn after_a_restart_nothing_is_done_twice_and_nothing_is_asked_twice() {
     let site = Site::new();
-    // The first process asks, calls, and goes down while the model thinks about the result.
+    // The first process requests, calls, and stops while the model processes the result.
     let (never, turn) = oneshot::channel();
     let (first_turn, open) = oneshot::channel();
     first_turn.send(()).unwrap();
@@ -38,7 +38,7 @@ async fn after_a_restart_nothing_is_done_twice_and_nothing_is_asked_twice() {
 async fn an_answer_that_was_stored_is_acted_on_and_its_finished_calls_are_not_repeated() {
     let site = Site::new();
     let began = Arc::new(tokio::sync::Notify::new());
-    // Of the two calls of the answer one is finished when the process goes down.
+    // One of the answer's two calls has finished when the process stops.
     let begins = began.clone();
     let wait = FnTool::new("calc.wait", "Waits", move |_: Add| {
         begins.notify_one();
@@ -65,7 +65,7 @@ async fn an_answer_that_was_stored_is_acted_on_and_its_finished_calls_are_not_re
         .await
         .unwrap();
     let id = engine.start_run(&me(), new_run("How much?")).await.unwrap().run.id;
-    // The second begins when the first has ended.
+    // The second call starts after the first has ended.
     began.notified().await;
     engine.shut_down(Duration::ZERO).await;
 
@@ -145,14 +145,14 @@ async fn a_run_that_waits_only_for_a_late_result_sleeps_through_a_restart_and_is
     assert!(kinds.contains(&"run.late"), "{kinds:?}");
 }
 
-/// The steps whose answers are in the journal, as they stand there.
+/// Returns the steps whose answers are in the journal, in its order.
 async fn answered(engine: &Engine, run_id: &str) -> Vec<u64> {
     let journal = engine.journal(&me(), run_id).await.unwrap();
     let answers = journal.iter().filter(|noted| noted.entry.kind == EntryKind::Replied);
     answers.map(|noted| noted.entry.data["step"].as_u64().unwrap()).collect()
 }
 
-/// Waits in its first call, and adds in the others.
+/// A tool that never ends its first call, and adds in the others.
 fn once_endless(began: &Arc<tokio::sync::Notify>) -> FnTool {
     let (began, first) = (began.clone(), Mutex::new(true));
     let add = FnTool::new("calc.add", "Adds", move |args: Add| {
@@ -169,7 +169,7 @@ fn once_endless(began: &Arc<tokio::sync::Notify>) -> FnTool {
     add.effect(Effect::Idempotent)
 }
 
-/// What a model says that is played again.
+/// The replies of a model in a replay.
 fn played_again(script: Script) -> Script {
     script.calls(&[("x1", "calc__add", SUM)]).says("done")
 }
@@ -205,7 +205,7 @@ async fn a_journal_that_has_an_answer_twice_is_read_as_if_it_had_it_once() {
     let id = engine.start_run(&me(), new_run("How much?")).await.unwrap().run.id;
     began.notified().await;
     engine.shut_down(Duration::ZERO).await;
-    // As it was written by an older server.
+    // As an older server wrote it.
     let journal = store.loops().journal("default", &id).await.unwrap();
     let twice = journal.last().unwrap().entry.clone();
     assert_eq!(twice.kind, EntryKind::Replied);

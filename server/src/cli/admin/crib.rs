@@ -1,5 +1,5 @@
-//! The crib that an operator works on: a data directory, or a server. Both answer in the forms of
-//! HTTP v1, so that what is printed does not depend on which it was.
+//! The target of an administrative command: a data directory or a server. Both respond in the form
+//! of HTTP v1, so that the output does not depend on the target.
 
 use reqwest::Method;
 use serde_json::{Value, json};
@@ -13,7 +13,7 @@ use crate::cli::failure::{Failure, exit};
 use crate::cli::{Context, Place};
 use crate::config::Config;
 
-/// A key to make.
+/// A key to create.
 pub struct KeyWanted {
     pub agent: String,
     pub role: Role,
@@ -26,12 +26,12 @@ pub enum Crib {
 }
 
 impl Crib {
-    /// For a change; makes the data directory if it is not there yet.
+    /// Opens the target for a change. Creates the data directory if it does not exist.
     pub async fn to_change(context: &Context, place: &Place) -> Result<Self, Failure> {
         Self::open(context, place, true).await
     }
 
-    /// For what needs something to be there: a mistyped directory is not to become a new crib.
+    /// Opens a target that must exist: a mistyped directory must not become a new store.
     pub async fn to_look(context: &Context, place: &Place) -> Result<Self, Failure> {
         Self::open(context, place, false).await
     }

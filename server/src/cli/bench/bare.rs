@@ -1,7 +1,7 @@
-//! The least that a durable way over NATS can be: the floor's two flushes, and between them one
-//! command on JetStream to another process, which answers with a message and acknowledges. There
-//! are no cards, no identity, no fences and no inbox: what is slower than this is ours, and what is
-//! not is the broker's and the disk's.
+//! The NATS baseline: the minimum that a durable call over NATS needs. It makes the two flushes of
+//! the baseline server and between them sends one JetStream command to another process, which
+//! replies with a message and acknowledges. It has no cards, no identity, no fencing and no inbox:
+//! any cost above it is Toolcrib's, the rest is the cost of the broker and the disk.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::utp::{DEFAULT_VERSION, Link, wire};
 
 const STREAM: &str = "bench_bare";
 const SUBJECT: &str = "bench_bare.default.public.cmd.bench.run";
-/// The header that says where the answer goes.
+/// The header with the subject for the reply.
 const ANSWER: &str = "CG-Answer";
 
 async fn connect(url: &str) -> anyhow::Result<Link> {
@@ -34,10 +34,10 @@ async fn ready(link: &Link) -> anyhow::Result<async_nats::jetstream::stream::Str
     Ok(link.jetstream().get_or_create_stream(config).await?)
 }
 
-/// Those who wait for a message, by its number.
+/// Waiters for a message, by its number.
 type Waiting = Arc<Mutex<HashMap<u64, oneshot::Sender<()>>>>;
 
-/// Wakes whoever waits for what comes under a subject.
+/// Wakes the waiter of each message that arrives under a subject.
 async fn listen(link: &Link, subject: &str) -> anyhow::Result<Waiting> {
     let waiting = Waiting::default();
     let mut came = link.client().subscribe(format!("{subject}.*")).await?;
@@ -54,7 +54,7 @@ async fn listen(link: &Link, subject: &str) -> anyhow::Result<Waiting> {
     Ok(waiting)
 }
 
-/// A tool that is executed by the other process.
+/// Returns a tool that the other process executes.
 pub async fn tool(url: &str) -> anyhow::Result<Tool> {
     let link = connect(url).await?;
     ready(&link).await?;
@@ -81,7 +81,7 @@ pub async fn tool(url: &str) -> anyhow::Result<Tool> {
     }))
 }
 
-/// The other process, until it is killed.
+/// Runs the other process until it is killed.
 pub async fn service(url: &str) -> anyhow::Result<()> {
     let link = connect(url).await?;
     let config = pull::Config {

@@ -1,5 +1,5 @@
-//! The measured servers: child processes of this same binary, ended by their own handle whatever
-//! happens, and a directory that is removed with everything in it.
+//! The measured servers: child processes of this same binary, which end when their handle is
+//! dropped, and a scratch directory that is removed with its contents.
 
 use std::fs::File;
 use std::os::unix::fs::DirBuilderExt;
@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use toolcrib_bench::{load, process};
 
-/// How long a server may take to answer its first call before it is given up.
+/// Maximum time until a server answers its first call.
 const START_LIMIT: Duration = Duration::from_secs(60);
 
-/// A directory for the measured stores, gone when this is.
+/// A directory for the measured stores, removed on drop.
 pub struct Scratch {
     path: PathBuf,
 }
@@ -32,7 +32,7 @@ impl Scratch {
         &self.path
     }
 
-    /// A new directory in it.
+    /// Creates a subdirectory.
     pub fn dir(&self, name: &str) -> anyhow::Result<PathBuf> {
         let dir = self.path.join(name);
         std::fs::create_dir_all(&dir).with_context(|| format!("cannot make {}", dir.display()))?;
@@ -42,12 +42,12 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // What cannot be removed is left to the system's own cleaning.
+        // Files that cannot be removed are left to the system's cleanup.
         let _ = std::fs::remove_dir_all(&self.path);
     }
 }
 
-/// What is measured.
+/// The kind of a measured server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     Product,
@@ -62,12 +62,12 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts a server on a free port, and says how long it took to its first answered call.
+    /// Starts a server on a free port. Returns the time to its first answered call as well.
     pub async fn start(kind: Kind, dir: &Path) -> anyhow::Result<(Self, Duration)> {
         Self::start_with(kind, dir, &[]).await
     }
 
-    /// The same with settings, as environment variables.
+    /// Same as [`BenchServer::start`], with settings as environment variables.
     pub async fn start_with(
         kind: Kind,
         dir: &Path,
@@ -89,7 +89,7 @@ impl Server {
         let log = dir.with_extension("log");
         let errors =
             File::create(&log).with_context(|| format!("cannot write {}", log.display()))?;
-        // Not here, where a toolcrib.toml could change what is measured.
+        // Not the current directory, where a toolcrib.toml could change what is measured.
         command.current_dir(dir);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors);
         let since = Instant::now();
@@ -118,7 +118,7 @@ impl Server {
         }
     }
 
-    /// What it wrote before it failed.
+    /// Returns the last log lines of a server that failed.
     fn last_words(&self) -> String {
         let log = std::fs::read_to_string(&self.log).unwrap_or_default();
         let lines: Vec<&str> = log.lines().rev().take(5).collect();
@@ -133,13 +133,13 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // It may have ended by itself, which is as good.
+        // The process may already have ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Another process that does one thing and ends.
+/// A helper process of the benchmark.
 pub struct Filling {
     child: Child,
 }
@@ -153,7 +153,7 @@ impl Filling {
         Ok(Self { child })
     }
 
-    /// Waits for its end.
+    /// Waits for the process to end.
     pub async fn done(mut self) -> anyhow::Result<()> {
         loop {
             if let Some(status) = self.child.try_wait()? {
@@ -172,16 +172,16 @@ impl Drop for Filling {
     }
 }
 
-/// A server that speaks NATS, and a tool service as another process.
+/// Starts a server with NATS, and a tool service in another process.
 pub async fn start_utp(dir: &Path, url: &str) -> anyhow::Result<(Server, Filling)> {
     let (server, _) =
         Server::start_with(Kind::Product, dir, &[("TOOLCRIB_NATS__URL", url)]).await?;
     Ok((server, service(dir, url, &[])?))
 }
 
-/// The floor over NATS, and its service as another process.
+/// Starts the NATS baseline, and its tool service in another process.
 pub async fn start_bare(dir: &Path, url: &str) -> anyhow::Result<(Server, Filling)> {
-    // It answers the first call that the server is tried with.
+    // Started first: it answers the call that tests whether the server is ready.
     let service = service(dir, url, &["--bare"])?;
     let (server, _) = Server::start_with(Kind::Floor, dir, &[("TOOLCRIB_BENCH_NATS", url)]).await?;
     Ok((server, service))
@@ -195,7 +195,8 @@ fn service(dir: &Path, url: &str, more: &[&str]) -> anyhow::Result<Filling> {
     Ok(Filling { child })
 }
 
-/// This binary, without settings of ours and of OpenTelemetry from the environment.
+/// Returns the command for this binary, without Toolcrib's and OpenTelemetry's variables from the
+/// environment.
 pub fn this_program() -> anyhow::Result<Command> {
     let mut command = Command::new(std::env::current_exe().context("where is this program?")?);
     for (name, _) in std::env::vars_os() {
@@ -207,10 +208,10 @@ pub fn this_program() -> anyhow::Result<Command> {
     Ok(command)
 }
 
-/// The call that is measured.
+/// Body of the measured call.
 pub const CALL_BODY: &str = r#"{"run_id":"run_bench","args":{}}"#;
 
-/// So many of it at once, as a model asks for them.
+/// Returns the body of a batch of such calls, in the form that a model uses.
 pub fn batch_body(entries: usize) -> String {
     let name = toolcrib::names::for_model(toolcrib_bench::floor::TOOL);
     let function = serde_json::json!({ "name": name, "arguments": "{}" });

@@ -1,7 +1,8 @@
-//! What a digest of a long result costs: time, and memory as a multiple of the result's size.
+//! Measures the cost of a digest of a long result: time, and memory as a multiple of the result's
+//! size.
 //!
-//! Measured in this process. The tokenizer's tables are made ready before, as they are once in the
-//! life of a server; what the time and the memory are of is the digest alone.
+//! The measurement runs in this process. It loads the tokenizer's tables beforehand, as a server
+//! does once in its life, so that time and memory cover the digest alone.
 
 use std::time::Instant;
 
@@ -10,16 +11,16 @@ use toolcrib::digest::{Source, digest};
 use toolcrib::{CallId, Json, tokens};
 use toolcrib_bench::process;
 
-/// The size of the result.
+/// Size of the result.
 const SIZE: usize = 10 << 20;
-/// What a model is given of it.
+/// Token budget of the digest.
 const BUDGET: usize = 2_000;
 const TURNS: usize = 5;
 
-/// The costs of the costliest of several documents of the same size.
+/// Cost of the most expensive of several documents of the same size.
 pub struct Costs {
     pub ms: f64,
-    /// The document and what was needed beside it, as a multiple of the document.
+    /// Memory of the document and its digest, as a multiple of the document's size.
     pub times_its_size: f64,
 }
 
@@ -29,7 +30,8 @@ pub fn measure() -> anyhow::Result<Costs> {
     for make in [table, nested, log] {
         let text = make();
         let data = Json::parse(&text).context("a document of the benchmark is not JSON")?;
-        // What was needed to make the document must not be at hand for its digest.
+        // Occupies the memory freed after building the document, so that the digest cannot reuse
+        // it.
         let filler = vec![1_u8; text.len()];
         let before = process::resident_bytes(std::process::id())?;
         reset_peak();
@@ -55,8 +57,8 @@ fn once(data: &Json) -> anyhow::Result<f64> {
     Ok(took.as_secs_f64() * 1e3)
 }
 
-/// The peak is counted from here on. Where the system cannot do that, the peak is that of the whole
-/// process, and the figure is too high and not too low.
+/// Resets the peak memory counter. On systems without this feature the peak is that of the whole
+/// process, so the figure is too high rather than too low.
 fn reset_peak() {
     let _ = std::fs::write("/proc/self/clear_refs", "5");
 }
@@ -74,14 +76,14 @@ fn filled(begin: &str, end: &str, part: impl Fn(usize) -> String) -> String {
     text
 }
 
-/// Rows of orders.
+/// A document of rows of orders.
 fn table() -> String {
     filled(r#"{"columns":["id","name","sum"],"rows":["#, r#"[0,"",0]]}"#, |n| {
         format!(r#"[{n},"customer number {n}",{}.5],"#, n * 7)
     })
 }
 
-/// Objects of several shapes, in each other.
+/// A document of nested objects of several shapes.
 fn nested() -> String {
     filled(r#"{"page":{"orders":["#, "null]}}", |n| {
         let note = if n % 3 == 0 { r#","note":"fragile""# } else { "" };
@@ -89,7 +91,7 @@ fn nested() -> String {
     })
 }
 
-/// One long text.
+/// A document of one long text.
 fn log() -> String {
     filled("\"", "\"", |n| format!(r"2026-01-01T00:00:00Z INFO order {n} was packed and sent\n"))
 }

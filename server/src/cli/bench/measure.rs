@@ -1,4 +1,4 @@
-//! What is measured, and the limits it is held to.
+//! The measurements and their limits.
 
 mod mcp;
 mod runs;
@@ -22,23 +22,24 @@ use crate::cli::output::{Output, now_ms};
 
 pub(super) const CALLERS: usize = 64;
 const BURST: usize = 100;
-/// Pages fetched for each filter.
+/// Number of pages fetched for each filter.
 const PAGES: usize = 200;
-/// Turns with tracing and without, for each round of the others; how much shorter than a round one
-/// is, and how long at least. What else the machine does makes two turns differ by a tenth and
-/// more, so it takes many of them to see a few parts of a hundred.
+/// Pairs of measurements with and without tracing per round; the divisor that gives the length of
+/// one measurement from that of a round, and its minimum length. Other load on the machine makes
+/// two measurements differ by a tenth and more, so detecting a difference of a few percent takes
+/// many pairs.
 const TURNS: usize = 40;
 const TURNS_OF_A_ROUND: u32 = 20;
 const TURN: Duration = Duration::from_millis(100);
-/// How long the first export may take.
+/// Maximum time until the first export.
 const EXPORT_LIMIT: Duration = Duration::from_secs(15);
-/// How long a server is left alone before its memory counts as idle.
+/// Idle time of a server before its memory is measured.
 const REST: Duration = Duration::from_secs(1);
 
-/// How much is measured.
+/// The scope of a benchmark run.
 #[derive(Debug, Clone)]
 pub struct Plan {
-    /// Product and floor take turns so often.
+    /// Number of rounds, in which Toolcrib and the baseline alternate.
     pub(super) rounds: usize,
     pub(super) round: Duration,
     bursts: usize,
@@ -57,7 +58,7 @@ impl Plan {
         Self { rounds: 3, round, bursts: 10, starts: 3, stored, parts }
     }
 
-    /// Only these parts, if any are named.
+    /// Restricts the plan to these parts, if any are given.
     pub fn only(mut self, parts: Vec<Part>) -> Self {
         if !parts.is_empty() {
             self.parts.retain(|part| parts.contains(part));
@@ -65,7 +66,7 @@ impl Plan {
         self
     }
 
-    /// Steps on the progress bar.
+    /// Returns the number of steps on the progress bar.
     fn steps(&self) -> u64 {
         let filled = if self.stored.is_some() { 3 } else { 0 };
         (8 + self.starts + (15 + TURNS) * self.rounds + filled) as u64
@@ -141,7 +142,7 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// Starts with an empty store; the last server stays.
+    /// Measures startup with an empty store. Returns the last server, which keeps running.
     async fn starts(&mut self) -> anyhow::Result<Server> {
         let mut times = Vec::new();
         for n in 1..self.plan.starts {
@@ -241,7 +242,7 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// Many calls in one batch against one call alone, both by the product.
+    /// Measures many calls in one batch against a single call, both on Toolcrib.
     async fn batch(&mut self, product: &Server) -> anyhow::Result<()> {
         let (body, time) = (batch_body(BURST), self.plan.round);
         let (mut many, mut one) = (Vec::new(), Vec::new());
@@ -260,9 +261,9 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// What exporting traces costs, against the same server without it. What is looked for is
-    /// small, so the two take many short turns, first the one and then the other, and the ratio is
-    /// the median of the turns' own ratios: what else the machine does hits both halves of a turn.
+    /// Measures the cost of exporting traces, against the same server without it. The difference is
+    /// small, so the two alternate in many short pairs, and the result is the median of the ratios
+    /// of the pairs: other load on the machine affects both halves of a pair.
     async fn tracing(&mut self) -> anyhow::Result<()> {
         self.step("start with tracing and without");
         let sink = Sink::start().await?;
@@ -289,7 +290,8 @@ impl<'a> Bench<'a> {
             ratios.push(with / plainly);
             without.push(plainly);
         }
-        // A batch is sent after five seconds at the latest; a figure without any would be a lie.
+        // A batch is sent after five seconds at the latest; a figure without any export would be
+        // false.
         let since = Instant::now();
         while sink.trace_bytes() == 0 {
             ensure!(since.elapsed() < EXPORT_LIMIT, "the traced server exported nothing");
@@ -301,7 +303,7 @@ impl<'a> Bench<'a> {
         self.push(Measure::against_floor(name, "calls/s", with, without, Limit::AtLeast(0.95)));
         Ok(())
     }
-    /// What a long result costs before a model sees it.
+    /// Measures the cost of digesting a long result for a model.
     fn digest(&mut self) -> anyhow::Result<()> {
         self.step("digests of 10 MB");
         let costs = digest::measure()?;
@@ -312,11 +314,11 @@ impl<'a> Bench<'a> {
         Ok(())
     }
 
-    /// The same questions to a store that was used for a while.
+    /// Measures startup, listing and memory on a store that has been in use for a while.
     async fn stored(&mut self, count: u64) -> anyhow::Result<()> {
         self.step(&format!("storing {count} finished calls"));
         let dir = self.scratch.dir("stored")?;
-        // The steady tick shows that something goes on during this long step.
+        // The steady tick shows activity during this long step.
         self.bar.enable_steady_tick(Duration::from_millis(500));
         Filling::start(&dir, count)?.done().await?;
         self.bar.disable_steady_tick();
@@ -338,7 +340,7 @@ impl<'a> Bench<'a> {
 
     async fn pages(&mut self, product: &Server, count: u64) -> anyhow::Result<()> {
         let cursor = deep_cursor(&product.addr).await?;
-        // As the filling writes them: a run for each 100 calls, 20 tools, 10 ms from call to call.
+        // As `bench_fill` writes them: one run per 100 calls, 20 tools, 10 ms between calls.
         let middle_run = count / 200;
         let since = now_ms().saturating_sub(count * 10 / 2);
         let filters = [
@@ -375,7 +377,7 @@ impl<'a> Bench<'a> {
     }
 }
 
-/// The cursor that somebody has who turned many pages.
+/// Returns the cursor after many pages.
 async fn deep_cursor(addr: &str) -> anyhow::Result<String> {
     let client = Client::new(addr, None, None).map_err(|failure| anyhow::anyhow!("{failure}"))?;
     let mut cursor: Option<String> = None;
@@ -398,7 +400,7 @@ fn size_mib(dir: &Path) -> f64 {
     bytes as f64 / f64::from(1 << 20)
 }
 
-/// The middle one; of an even number, the mean of the middle two; of none, no number.
+/// Returns the median: for an even count the mean of the middle two, for none NaN.
 pub(super) fn median(mut figures: Vec<f64>) -> f64 {
     figures.sort_by(f64::total_cmp);
     let middle = figures.len() / 2;

@@ -1,5 +1,5 @@
-//! MCP through the crib against the same MCP server called directly: one upstream as a process of
-//! its own, the same messages to both.
+//! Measures MCP calls through Toolcrib against the same MCP server called directly: one upstream in
+//! another process, the same messages to both.
 
 use std::process::{Child, Stdio};
 use std::sync::Arc;
@@ -21,10 +21,10 @@ use toolcrib_bench::{http, load, process};
 use super::child::{Kind, Server, this_program};
 use super::measure::{Bench, CALLERS, median};
 
-/// What the tool `work` takes of a processor: little, for a tool that does something.
+/// CPU time of the tool `work`: little for a tool with a real task.
 const WORK: Duration = Duration::from_micros(500);
 
-/// The word that the load generator looks for.
+/// The word that the load generator expects in a response.
 const WORD: &str = "SUCCEEDED";
 
 #[derive(Clone)]
@@ -78,7 +78,7 @@ impl ServerHandler for Works {
     }
 }
 
-/// The upstream of the benchmark, until it is killed.
+/// Runs the upstream of the benchmark until it is killed.
 pub async fn serve(listen: &str) -> anyhow::Result<()> {
     let config = StreamableHttpServerConfig::default().with_json_response(true);
     let sessions = Arc::new(LocalSessionManager::default());
@@ -88,7 +88,7 @@ pub async fn serve(listen: &str) -> anyhow::Result<()> {
     axum::serve(listener, router).await.context("the upstream of the benchmark")
 }
 
-/// An upstream; it goes with the value.
+/// An upstream process that is killed on drop.
 struct Upstream {
     child: Child,
     addr: String,
@@ -118,7 +118,7 @@ impl Drop for Upstream {
     }
 }
 
-/// `tools/call`, as it is sent to the upstream and to the crib.
+/// Returns the `tools/call` request that is sent to the upstream and to Toolcrib.
 fn request(addr: &str, tool: &str) -> Vec<u8> {
     let body = json!({ "jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {
         "name": tool, "arguments": {}, "_meta": {
@@ -136,7 +136,7 @@ fn request(addr: &str, tool: &str) -> Vec<u8> {
 }
 
 impl Bench<'_> {
-    /// Measures calls through the crib against the same calls without it.
+    /// Measures calls through Toolcrib against the same calls without it.
     pub(super) async fn upstream(&mut self) -> anyhow::Result<()> {
         self.step("MCP through the crib: start");
         let upstream = Upstream::start().await?;
@@ -171,7 +171,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Calls a second, and the median time of one in microseconds.
+    /// Returns the calls per second, and the median time of one call in microseconds.
     async fn rate(
         &mut self,
         addr: &str,
@@ -186,7 +186,7 @@ impl Bench<'_> {
     }
 }
 
-/// Waits until the crib has the upstream's tools.
+/// Waits until Toolcrib lists the tools of the upstream.
 async fn listed(addr: &str) -> anyhow::Result<()> {
     let client = reqwest::Client::builder().no_proxy().build()?;
     let until = Instant::now() + Duration::from_secs(30);

@@ -1,4 +1,5 @@
-//! Tools over NATS against NATS itself: a broker of its own, a tool service in another process.
+//! Measures tools over NATS against NATS itself, with a dedicated broker and a tool service in
+//! another process.
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -21,8 +22,8 @@ use crate::utp::{DEFAULT_VERSION, Host, Link, wire};
 const TOOL: &str = "bench.utp";
 const TARGET: &str = "bench";
 
-/// The stream of the floor: set up like that of the commands, and gone after each round, so that
-/// what was published for the one is not looked through by the other.
+/// The stream for raw publishes: configured like the stream of commands, and deleted after each
+/// round, so that the messages of one measurement do not slow down the next.
 const RAW: &str = "bench_raw";
 
 async fn raw_stream(link: &Link) -> anyhow::Result<()> {
@@ -37,14 +38,14 @@ async fn no_raw_stream(link: &Link) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A broker; it goes with the value.
+/// A NATS server that is killed on drop.
 struct Broker {
     child: Child,
     url: String,
 }
 
 impl Broker {
-    /// None where there is no nats-server.
+    /// Returns `None` if `nats-server` is not installed.
     async fn start(dir: &Path) -> anyhow::Result<Option<Self>> {
         let port = process::free_port()?;
         let mut command = Command::new("nats-server");
@@ -68,7 +69,7 @@ impl Drop for Broker {
     }
 }
 
-/// The tool service of the benchmark, until it is killed.
+/// Runs the tool service of the benchmark until it is killed.
 pub async fn host(url: &str) -> anyhow::Result<()> {
     let host = Host::connect(url).await?.at_once(256);
     host.tool(TOOL, |_| async { Ok(json!({})) }).serve(TARGET, std::future::pending()).await
@@ -79,7 +80,7 @@ fn call_path() -> String {
 }
 
 impl Bench<'_> {
-    /// Measures tools over NATS, where there is a nats-server.
+    /// Measures tools over NATS, if `nats-server` is installed.
     pub(super) async fn utp(&mut self) -> anyhow::Result<()> {
         let Some(broker) = Broker::start(&self.scratch.dir("nats")?).await? else { return Ok(()) };
         self.step("tools over NATS: start");
@@ -119,8 +120,8 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// What is had at once: of the product, of the least that could be in its place, and of
-    /// publishing alone, over one connection and with one for each as callers have one.
+    /// Reports the concurrent rates: of Toolcrib, of the NATS baseline, and of publishing alone,
+    /// over one connection and over one connection per publisher, as callers have them.
     fn rates(&mut self, [product, bare, publishing, apart]: [f64; 4]) {
         let limit = Limit::AtLeast(0.25);
         let all = [
@@ -150,8 +151,8 @@ async fn define(product: &Server) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// How many messages a second the broker takes and acknowledges, from one publisher for each of
-/// these, which may be the same connection.
+/// Returns the number of messages per second that the broker accepts and acknowledges, with one
+/// publisher per element. Elements may share a connection.
 async fn publish_rate(publishers: &[Link], time: Duration) -> anyhow::Result<f64> {
     let link = publishers.first().context("no publisher")?;
     raw_stream(link).await?;
@@ -183,7 +184,7 @@ async fn publish(link: &Link, id: &str) -> anyhow::Result<()> {
     Ok(link.publish(subject, headers, vec![b'x'; 300], id).await?)
 }
 
-/// The median of one publish and one request with its reply, in microseconds.
+/// Returns the median time of one publish and one request with its reply, in microseconds.
 async fn round_trip_us(link: &Link, time: Duration) -> anyhow::Result<f64> {
     raw_stream(link).await?;
     let mut requests = link.client().subscribe("bench.echo").await?;

@@ -1,4 +1,5 @@
-//! `toolcrib calls answer`: what a tool wants to know before it goes on.
+//! `toolcrib calls answer`: answers an elicitation, a question that a tool asks before it
+//! continues.
 
 use clap::Args;
 use serde_json::{Map, Value, json};
@@ -24,13 +25,13 @@ pub struct AnswerArgs {
     /// The fields as a JSON object
     #[arg(long, value_name = "JSON")]
     args: Option<String>,
-    /// Which question is meant, where there are several
+    /// Key of the question, if there are several
     #[arg(long, value_name = "KEY")]
     question: Option<String>,
-    /// Say no: the tool goes on without it
+    /// Decline: the tool continues without an answer
     #[arg(long, conflicts_with_all = ["pairs", "args", "cancel"])]
     decline: bool,
-    /// Do not answer: the tool is told so
+    /// Cancel: the tool receives a cancellation instead of an answer
     #[arg(long, conflicts_with_all = ["pairs", "args"])]
     cancel: bool,
 }
@@ -59,7 +60,7 @@ pub async fn run(context: &Context, args: AnswerArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The question that is open, if there is one.
+/// Returns the key of the open question. Fails unless there is exactly one.
 async fn only_question(client: &Client, id: &str) -> Result<String, Failure> {
     let call = client.ask(Ask::get(&["v1", "tool_calls", id])).await?;
     let open = match &call["hold"]["questions"] {

@@ -1,4 +1,4 @@
-//! What is looked at, one function each.
+//! The checks, one function each.
 
 use std::path::Path;
 use std::time::Duration;
@@ -12,9 +12,9 @@ use crate::cli::failure::Failure;
 use crate::cli::output::bytes;
 use crate::config::{Config, DEFAULT_FILE, Kept};
 
-/// Below this a server will soon stop taking calls.
+/// Below this a server will soon stop accepting calls.
 const TIGHT_SPACE: u64 = 1 << 30;
-/// Below this it already does.
+/// Below this a server does not accept calls.
 const NO_SPACE: u64 = 64 << 20;
 const NETWORK_LIMIT: Duration = Duration::from_secs(10);
 
@@ -85,7 +85,7 @@ fn space(dir: &Path) -> Finding {
     Finding::good(WHAT, message)
 }
 
-/// Each connection is an open file, and the system has its own limit on them.
+/// Checks the limit on open files: each connection needs one.
 pub fn open_files(config: &Config) -> Finding {
     const WHAT: &str = "files";
     let limits = std::fs::read_to_string("/proc/self/limits").unwrap_or_default();
@@ -105,7 +105,7 @@ pub fn open_files(config: &Config) -> Finding {
     }
 }
 
-/// The store, and whether there are keys in it.
+/// Checks the store. Returns true as well if it contains keys.
 pub async fn store(config: &Config) -> (Finding, bool) {
     const WHAT: &str = "store";
     let path = match config.kept() {
@@ -150,8 +150,8 @@ pub async fn store(config: &Config) -> (Finding, bool) {
     }
 }
 
-/// A server that has the data directory and is not the one on the port: then another does not
-/// start.
+/// Reports a server that locks the data directory but is not the one on the port: another server
+/// would not start.
 pub fn owner(config: &Config, runs: bool) -> Option<Finding> {
     let path = match config.kept() {
         Ok(Kept::File(path)) if !runs => path,
@@ -167,7 +167,7 @@ pub fn owner(config: &Config, runs: bool) -> Option<Finding> {
     })
 }
 
-/// A store in PostgreSQL.
+/// Checks a PostgreSQL store.
 async fn database_store(config: &Config, kept: &Kept) -> (Finding, bool) {
     const WHAT: &str = "store";
     let shown = kept.shown();
@@ -217,7 +217,7 @@ pub async fn database(config: &Config) -> Finding {
             Err(error) => Finding::bad(WHAT, format!("{path}: {error}"), hint),
         };
     }
-    // The URL holds a password: only host and port are shown.
+    // The URL contains a password, so messages show only host and port.
     let parsed = reqwest::Url::parse(url).ok();
     let Some(host) = parsed.as_ref().and_then(|url| url.host_str()) else {
         return Finding::bad(WHAT, "builtin.database.url names no host", hint);
@@ -269,7 +269,7 @@ mod tests {
         assert_eq!(keys(&config("0.0.0.0:8080"), false).state, State::Bad);
         assert_eq!(keys(&config("0.0.0.0:8080"), true).state, State::Good);
         assert_eq!(keys(&config("[::1]:8080"), false).state, State::Good);
-        // Where tokens are taken, nobody comes in without one.
+        // With OAuth configured, every request needs a token.
         let mut issued = config("0.0.0.0:8080");
         issued.auth.oauth = Some(crate::config::OauthSettings::default());
         assert_eq!(keys(&issued, false).state, State::Good);

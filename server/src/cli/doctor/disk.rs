@@ -1,37 +1,37 @@
-//! Facts about a directory: what it lies on, how much room there is, whether it can be written.
+//! Facts about a directory: filesystem, free space and write access.
 
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The directory itself, or the nearest one above it that is there.
+/// Returns the directory itself or its nearest existing ancestor.
 pub fn nearest_existing(dir: &Path) -> PathBuf {
     let absolute = std::path::absolute(dir).unwrap_or_else(|_| dir.to_owned());
     absolute.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/")).to_owned()
 }
 
-/// Writes a small file there and removes it.
+/// Writes a small file in the directory and removes it.
 pub fn try_to_write(dir: &Path) -> io::Result<()> {
     let path = dir.join(format!(".toolcrib-doctor-{}", std::process::id()));
     let written = std::fs::OpenOptions::new().write(true).create_new(true).open(&path);
     written.and_then(|_| std::fs::remove_file(&path))
 }
 
-/// The kind of filesystem, from the mount that holds the directory.
+/// Returns the filesystem type of the mount that holds the directory.
 pub fn filesystem(dir: &Path) -> Option<String> {
     let dir = dir.canonicalize().ok()?;
     let mounts = std::fs::read_to_string("/proc/self/mountinfo").ok()?;
     filesystem_in(&mounts, &dir)
 }
 
-/// A line: `36 35 98:0 /root /mnt rw,noatime master:1 - ext4 /dev/root rw`.
+/// Parses mountinfo lines: `36 35 98:0 /root /mnt rw,noatime master:1 - ext4 /dev/root rw`.
 fn filesystem_in(mounts: &str, dir: &Path) -> Option<String> {
     let mut best: Option<(usize, &str)> = None;
     for line in mounts.lines() {
         let Some((before, after)) = line.split_once(" - ") else { continue };
         let Some(point) = before.split(' ').nth(4) else { continue };
         let Some(kind) = after.split(' ').next() else { continue };
-        // Later mounts cover earlier ones at the same point.
+        // Later mounts hide earlier ones at the same mount point.
         let deeper = best.is_none_or(|(length, _)| point.len() >= length);
         if deeper && dir.starts_with(unescaped(point)) {
             best = Some((point.len(), kind));
@@ -40,24 +40,25 @@ fn filesystem_in(mounts: &str, dir: &Path) -> Option<String> {
     best.map(|(_, kind)| kind.to_owned())
 }
 
-/// The kernel writes a space in a path as `\040`.
+/// The kernel escapes a space in a path as `\040`.
 fn unescaped(point: &str) -> String {
     point.replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
 }
 
-/// Whether it lies on another machine.
+/// Returns true if the filesystem is on another machine.
 pub fn is_remote(kind: &str) -> bool {
     kind.starts_with("nfs")
         || ["cifs", "smb3", "smbfs", "9p", "fuse.sshfs", "ceph", "glusterfs", "virtiofs"]
             .contains(&kind)
 }
 
-/// Whether it is memory, where flushing costs nothing and nothing lasts.
+/// Returns true for an in-memory filesystem, where a flush costs nothing and nothing is durable.
 pub fn is_memory(kind: &str) -> bool {
     matches!(kind, "tmpfs" | "ramfs")
 }
 
-/// Room for an ordinary user. The standard library cannot tell, and `df` is everywhere.
+/// Returns the space available to an ordinary user. The standard library cannot report it, and `df`
+/// is available everywhere.
 pub fn free_bytes(dir: &Path) -> Option<u64> {
     let output = Command::new("df").arg("-Pk").arg("--").arg(dir).output().ok()?;
     free_in(&String::from_utf8_lossy(&output.stdout))
@@ -65,7 +66,7 @@ pub fn free_bytes(dir: &Path) -> Option<u64> {
 
 fn free_in(text: &str) -> Option<u64> {
     let line = text.lines().nth(1)?;
-    // The name of the device may have spaces, so it is counted from the percentage on.
+    // The device name may contain spaces, so the columns are counted from the percentage.
     let words: Vec<&str> = line.split_whitespace().collect();
     let used = words.iter().position(|word| word.ends_with('%'))?;
     let kib: u64 = words.get(used.checked_sub(1)?)?.parse().ok()?;

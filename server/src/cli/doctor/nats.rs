@@ -1,4 +1,4 @@
-//! Whether the NATS server that is configured can be used.
+//! Checks that the configured NATS server is usable.
 
 use std::time::Duration;
 
@@ -71,7 +71,7 @@ async fn look(address: &Address, places: &str) -> Finding {
     )
 }
 
-/// Hosts and ports; a URL may have a password in it.
+/// Returns hosts and ports; a URL may contain a password.
 fn shown(urls: &str) -> String {
     let one = |url: &str| {
         let rest = url.trim().split("://").last().unwrap_or_default().to_owned();

@@ -1,4 +1,4 @@
-//! The port: free, ours already, or taken; and then by whom.
+//! Checks the port: free, used by Toolcrib, or taken by another process.
 
 use std::io::ErrorKind;
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
@@ -12,7 +12,7 @@ use crate::config::Config;
 const WHAT: &str = "port";
 const ANSWER_LIMIT: Duration = Duration::from_secs(3);
 
-/// The port, and whether a toolcrib answers there.
+/// Checks the port. Returns true as well if a Toolcrib server responds on it.
 pub async fn check(context: &Context, config: &Config) -> (Finding, bool) {
     let unanswered = |finding| (finding, false);
     let listen = config.listen.as_str();
@@ -57,7 +57,7 @@ async fn taken(context: &Context, listen: &str, address: SocketAddr) -> (Finding
     (finding, false)
 }
 
-/// Whether whoever listens there is alive and answers in our forms.
+/// Returns true if the process that listens there is alive and responds like Toolcrib.
 async fn is_toolcrib(context: &Context, address: SocketAddr) -> bool {
     let mut address = address;
     if address.ip().is_unspecified() {
@@ -74,14 +74,14 @@ async fn is_toolcrib(context: &Context, address: SocketAddr) -> bool {
         client.is_alive().await
             && match client.ask(Ask::get(&["v1", "tools"])).await {
                 Ok(answer) => answer["tools"].is_array(),
-                // It wants a key, in words from our table.
+                // It requires a key, with an error code from Toolcrib's table.
                 Err(failure) => toolcrib::Code::parse(&failure.code).is_some(),
             }
     };
     tokio::time::timeout(ANSWER_LIMIT, answer).await.unwrap_or(false)
 }
 
-/// The process that listens on a port, as far as this user may see.
+/// Returns the process that listens on a port, as far as this user may see it.
 fn owner(port: u16) -> Option<(u32, String)> {
     let inodes: Vec<String> = ["/proc/net/tcp", "/proc/net/tcp6"]
         .iter()
@@ -106,7 +106,7 @@ fn owner(port: u16) -> Option<(u32, String)> {
     None
 }
 
-/// The inodes of the sockets that listen on a port.
+/// Returns the inodes of the sockets that listen on a port.
 fn listeners(table: &str, port: u16) -> Vec<String> {
     const LISTENING: &str = "0A";
     let wanted = format!(":{port:04X}");
@@ -147,7 +147,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let config = Config { listen: address.to_string(), ..Config::default() };
-        // Accepts and says nothing useful, as a stranger would.
+        // Accepts connections and responds like a program that is not Toolcrib.
         let stranger = std::thread::spawn(move || {
             for stream in listener.incoming().take(1) {
                 use std::io::Write;

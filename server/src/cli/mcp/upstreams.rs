@@ -1,8 +1,8 @@
-//! `toolcrib mcp add`, `ls`, `show`, `accept`, `refresh`, `rm`: the MCP servers behind the crib.
+//! `toolcrib mcp add`, `ls`, `show`, `accept`, `refresh`, `rm`: manage upstream MCP servers.
 //!
-//! They go to the server that is named, or to the one on this machine; where there is none, or it
-//! does not let us, they work on the data directory, and a server on it takes the change up by
-//! itself.
+//! The commands use the server given with `--server`, or the one on this machine. If there is none,
+//! they work on the data directory, and so do `add` and `rm` if the server rejects the key. A
+//! server that uses the directory picks up the change.
 
 mod sign;
 
@@ -21,12 +21,12 @@ use crate::cli::output::{age, now_ms, number, plain, text};
 use crate::cli::{Context, Place};
 use crate::upstreams::{KIND, imported, stored, to_add};
 
-/// How long a new server is waited for.
+/// Maximum time to wait for the first connection to a new MCP server.
 const FIRST_ANSWER: Duration = Duration::from_secs(30);
 
 #[derive(Debug, Subcommand)]
 pub enum Verb {
-    /// Add an MCP server: a program to start, or an address
+    /// Add an MCP server: a program to start, or a URL
     #[command(after_help = "\
 Examples:
   toolcrib mcp add files -- npx -y @modelcontextprotocol/server-filesystem /srv/files
@@ -35,81 +35,82 @@ Examples:
   toolcrib mcp add db --env-from DATABASE_URL --pin -- uvx mcp-server-postgres
   toolcrib mcp add --file ~/.config/client.json")]
     Add(Box<AddArgs>),
-    /// List the MCP servers and how they are
+    /// List the MCP servers and their state
     #[command(alias = "list")]
     Ls,
-    /// Show one with everything that is known: its problem, its changes, what it last said
+    /// Show one MCP server in detail: its problem, its changes and its last output
     Show {
-        /// The server
+        /// Name of the MCP server
         name: String,
     },
-    /// Accept what a pinned server offers now
+    /// Accept the current tools of a pinned MCP server
     Accept {
-        /// The server
+        /// Name of the MCP server
         name: String,
-        /// These tools; all unless said
+        /// Only these tools [default: all]
         #[arg(value_name = "TOOL")]
         tools: Vec<String>,
     },
-    /// Connect to a server again at once, or look at what it offers
+    /// Reconnect to an MCP server now, or read its tools again
     Refresh {
-        /// The server
+        /// Name of the MCP server
         name: String,
     },
-    /// Sign in to a server that asks for it: gives the address to open, and waits
+    /// Sign in to an MCP server that requires it: prints the URL to open, and waits
     SignIn {
-        /// The server
+        /// Name of the MCP server
         name: String,
-        /// Give the address and do not wait
+        /// Print the URL and do not wait
         #[arg(long)]
         no_wait: bool,
     },
-    /// Forget the tokens of a server
+    /// Delete the tokens of an MCP server
     SignOut {
-        /// The server
+        /// Name of the MCP server
         name: String,
     },
-    /// Remove a server, with its tools
+    /// Remove an MCP server and its tools
     #[command(alias = "remove")]
     Rm {
-        /// The server
+        /// Name of the MCP server
         name: String,
     },
 }
 
-/// What can be said of one server only. The rest is said of each server of a file.
+/// Arguments that describe a single server. The others apply to each server of a file.
 const FOR_ONE: [&str; 7] = ["name", "url", "command", "env", "env_from", "header", "cwd"];
 
 #[derive(Debug, clap::Args)]
 pub struct AddArgs {
-    /// The first part of its tools' names: NAME.tool
+    /// Name, and prefix of its tools: NAME.tool
     #[arg(required_unless_present = "file")]
     name: Option<String>,
-    /// Its address, where it is reached over HTTP
+    /// URL of a server that uses HTTP
     #[arg(conflicts_with = "command")]
     url: Option<String>,
-    /// A variable for the program: NAME=VALUE; ${OTHER} is taken from the server's environment
+    /// Environment variable for the program: NAME=VALUE; ${OTHER} comes from the server's
+    /// environment
     #[arg(long, value_name = "NAME=VALUE")]
     env: Vec<String>,
-    /// A variable that the program gets from the server's environment
+    /// Environment variable to pass from the server's environment to the program
     #[arg(long, value_name = "NAME")]
     env_from: Vec<String>,
-    /// A header of every request: 'Name: value'
+    /// Header to send with every request: 'Name: value'
     #[arg(long, value_name = "HEADER")]
     header: Vec<String>,
-    /// The directory the program is started in
+    /// Working directory of the program
     #[arg(long, value_name = "DIR")]
     cwd: Option<String>,
-    /// Refuse tools that change until they are accepted
+    /// Reject tools that change until they are accepted
     #[arg(long)]
     pin: bool,
-    /// What its tools do at the least: read, idempotent or irreversible
+    /// Minimum effect of its tools: read, idempotent or irreversible
     #[arg(long, value_name = "EFFECT")]
     effect: Option<String>,
-    /// How risky they are at the least: low, medium, high or critical
+    /// Minimum risk of its tools: low, medium, high or critical
     #[arg(long, value_name = "RISK")]
     risk: Option<String>,
-    /// A file with mcpServers as desktop clients have it; - for standard input
+    /// File with mcpServers in the format of desktop clients; - for standard input
     #[arg(long, value_name = "FILE", conflicts_with_all = FOR_ONE)]
     file: Option<String>,
     /// The program and its arguments
@@ -117,7 +118,7 @@ pub struct AddArgs {
     command: Vec<String>,
 }
 
-/// What the verbs work on.
+/// The target of the commands: a running server or a data directory.
 enum Crib {
     Server(Client),
     Directory { engine: Engine, caller: Caller },
@@ -145,7 +146,7 @@ impl Crib {
     }
 }
 
-/// What a server says to who asks for its sources; none where no crib answers.
+/// Requests the list of sources from a server. Returns `None` if no Toolcrib server responds.
 async fn answer(client: &Client) -> Option<Result<(), Failure>> {
     if !client.is_alive().await {
         return None;
@@ -154,7 +155,7 @@ async fn answer(client: &Client) -> Option<Result<(), Failure>> {
 }
 
 impl Verb {
-    /// Whether it can be done on the data directory, by who is at the machine and has no key.
+    /// Returns true if the command works on the data directory, for a local user without a key.
     fn works_alone(&self) -> bool {
         matches!(self, Self::Add(_) | Self::Rm { .. })
     }
@@ -174,7 +175,7 @@ pub async fn run(context: &Context, verb: Verb, place: &Place) -> Result<(), Fai
     }
 }
 
-/// What was typed, as the API takes it.
+/// Converts the arguments to the form that the API accepts.
 fn document(args: AddArgs) -> Result<Value, Failure> {
     if let Some(file) = &args.file {
         let mut read = String::new();
@@ -341,7 +342,7 @@ async fn list(context: &Context, crib: &Crib) -> Result<(), Failure> {
     Ok(())
 }
 
-/// How a server is, only the one that keeps it can say.
+/// Returns the client of the running server: only a running server knows the state of its sources.
 fn running(crib: &Crib) -> Result<&Client, Failure> {
     match crib {
         Crib::Server(client) => Ok(client),
@@ -411,7 +412,7 @@ mod tests {
 
     use super::*;
 
-    /// A server that answers so.
+    /// Starts a fake server with these routes.
     async fn server(router: axum::Router) -> Client {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();

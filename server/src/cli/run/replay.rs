@@ -1,4 +1,4 @@
-//! `toolcrib run --replay`: a recorded run once more, and where it went another way.
+//! `toolcrib run --replay`: replays a recorded run and shows the steps that differ.
 
 use serde_json::{Value, json};
 
@@ -8,7 +8,7 @@ use super::super::failure::{Failure, exit};
 use super::super::output::{Tone, number, plain, text};
 use super::Messages;
 
-/// How much of a text or of arguments is shown.
+/// Maximum number of characters shown of a text or of arguments.
 const SHOWN: usize = 160;
 
 pub(super) async fn run(
@@ -64,11 +64,11 @@ fn finished(context: &Context, event: &Value) -> Result<(), Failure> {
             output.note(&format!("{count} calls have no recorded result, and were not made"));
         }
     }
-    // As diff does it: 0 the same, 1 another.
+    // As in diff: 0 if the runs are the same, 1 if they differ.
     if same { Ok(()) } else { Err(Failure::said(exit::FAILURE)) }
 }
 
-/// What the model did in a step, short.
+/// Formats what the model did in a step, shortened.
 fn shown(reply: &Value) -> String {
     if reply.is_null() {
         return "no such step".to_owned();

@@ -1,5 +1,5 @@
-//! A run as a person watches it: the model's words on standard output, and on standard error calls
-//! as they begin and end, with how long they took. For programs, every event as a line of JSON.
+//! Displays a run: for people, the model's text on standard output and the start and end of calls
+//! on standard error, with their durations; for programs, every event as a line of JSON.
 
 use std::collections::HashMap;
 use std::io::Write;
@@ -9,25 +9,26 @@ use serde_json::Value;
 use super::super::failure::{Failure, exit};
 use super::super::output::{Output, Tone, duration, number, paragraph, plain, text};
 
-/// How much of a call's arguments is shown.
+/// Maximum number of characters shown of a call's arguments.
 const SHOWN: usize = 100;
 
 pub(super) struct View {
     output: Output,
     run_id: String,
     began_ms: Option<u64>,
-    /// Arguments by the model's own id, until the call begins.
+    /// Arguments by the model's id for the call, until the call starts; then tool names by call id.
     wanted: HashMap<String, String>,
-    /// When calls began.
+    /// Start times of calls, by call id.
     began: HashMap<String, u64>,
-    /// What was printed of the answer under way.
+    /// Text printed so far of the current answer.
     said: String,
-    /// Its beginning was not heard, or words of it are missing: what follows is not printed before
-    /// the whole. Who comes in the middle of an answer is not told so.
+    /// True if the start of the answer or some of its deltas were missed: deltas are then skipped
+    /// until the complete answer arrives. The server does not report that a subscriber joined in
+    /// the middle of an answer.
     gap: bool,
-    /// The last step whose whole answer was shown.
+    /// The last step whose complete answer was shown.
     step: Option<u64>,
-    /// Whether the cursor is behind some words.
+    /// True if the cursor is behind printed text.
     in_line: bool,
     end: Option<Value>,
 }
@@ -58,7 +59,7 @@ impl View {
         if matches!(kind, "run.finished" | "run.failed" | "run.canceled") {
             self.end = Some(event.clone());
         } else if kind.starts_with("run.") {
-            // One that was over goes on.
+            // A run that had ended continues.
             self.end = None;
         }
         if self.output.json {
@@ -101,7 +102,7 @@ impl View {
         }
     }
 
-    /// How it ended; none while it has not.
+    /// Returns the outcome of the run, or `None` while it has not ended.
     pub(super) fn end(&self) -> Option<Result<(), Failure>> {
         let end = self.end.as_ref()?;
         Some(match text(end, "type") {
@@ -125,7 +126,7 @@ impl View {
         })
     }
 
-    /// The stream broke; what was said of an answer comes again as a whole.
+    /// Handles a broken stream: the current answer will arrive again as a whole.
     pub(super) fn broken(&mut self) {
         if self.in_line {
             let _ = self.new_line();
@@ -135,7 +136,7 @@ impl View {
         self.note("stream lost; connecting again", Tone::Doubtful);
     }
 
-    /// Nothing was said yet.
+    /// Starts a new answer, of which nothing has been printed.
     fn begin(&mut self) {
         self.said.clear();
         self.gap = false;
@@ -159,7 +160,7 @@ impl View {
 
     fn replied(&mut self, event: &Value) -> Result<(), Failure> {
         let step = number(event, "step");
-        // Older servers wrote an answer down again when it was taken up after a crash.
+        // Older servers stored an answer again when they resumed the run after a crash.
         if step.is_some() && std::mem::replace(&mut self.step, step) == step {
             return Ok(());
         }
@@ -168,7 +169,7 @@ impl View {
             Some("") => {}
             Some(rest) => self.words(rest)?,
             None if whole.is_empty() => {}
-            // Who came in the middle has not heard its beginning.
+            // The printed text is not the start of the answer: this subscriber missed deltas.
             None => {
                 self.new_line()?;
                 self.note("words are missing above; the answer from its beginning:", Tone::Quiet);

@@ -1,4 +1,4 @@
-//! The commands against a server that answers as a test wants it to: broken, away, and back.
+//! Tests commands against a fake server: malformed responses, outages and restarts.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ use crate::cli::client::{Ask, Client};
 use crate::cli::failure::exit;
 use crate::cli::{Context, call, watch};
 
-/// A server that ends when this is dropped.
+/// A server that stops when this value is dropped.
 struct StandIn {
     address: String,
     task: JoinHandle<()>,
@@ -36,7 +36,7 @@ impl StandIn {
         Self { address, task }
     }
 
-    /// Ends it; when this returns, nobody listens there any more.
+    /// Stops the server. After this returns, the address is not listening.
     async fn stop(mut self) {
         self.task.abort();
         let _ = (&mut self.task).await;

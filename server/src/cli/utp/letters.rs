@@ -1,4 +1,4 @@
-//! `toolcrib utp dead-letters` and `redrive`: what could not be taken, and trying it again.
+//! `toolcrib utp dead-letters` and `redrive`: lists dead letters and redrives one.
 
 use clap::Args;
 use serde_json::{Value, json};
@@ -10,10 +10,10 @@ use crate::cli::output::{plain, text};
 
 #[derive(Debug, Args)]
 pub(super) struct ListArgs {
-    /// At most so many, up to 200 [default: 50]
+    /// Maximum number of dead letters, up to 200 [default: 50]
     #[arg(long, value_name = "N")]
     limit: Option<u32>,
-    /// Go on where a page ended: older than this one
+    /// Continue after a page: only those older than this one
     #[arg(long, value_name = "ID")]
     before: Option<String>,
 }

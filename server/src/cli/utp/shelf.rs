@@ -1,8 +1,8 @@
-//! The tools that are served: the built-in ones, and those of the data directory that are HTTP
-//! APIs.
+//! The tools that `toolcrib utp serve` offers: the built-in ones, and the HTTP API tools of the
+//! data directory.
 //!
-//! Definitions belong to the server of that directory, which may be running; they are read from it
-//! and never written to it. What is executed is executed here.
+//! The definitions belong to the server of that directory, which may be running: this process reads
+//! them and never writes them. The tools are executed in this process.
 
 use toolcrib::fault::{Code, Error};
 use toolcrib::task::refresh;
@@ -15,11 +15,12 @@ use crate::utp::Job;
 
 pub(super) struct Shelf {
     config: Config,
-    /// What runs them.
+    /// The engine that executes the tools.
     pub(super) engine: Engine,
-    /// What the data directory says, once there is one.
+    /// The engine that reads the definitions of the data directory, opened once it exists.
     kept: tokio::sync::OnceCell<Engine>,
-    /// Whose tools are served to everybody; without it, to each project its own.
+    /// The project whose tools are served for every command. Without it, each command uses the
+    /// tools of the project it names.
     project: Option<String>,
 }
 
@@ -28,7 +29,7 @@ impl Shelf {
         Self { config, engine, kept: tokio::sync::OnceCell::new(), project }
     }
 
-    /// The names of what is served, as far as it is known before anybody asks.
+    /// Returns the names of the tools that are known before the first command.
     pub(super) async fn names(&self) -> Vec<String> {
         let caller = Caller::local(self.project.as_deref().unwrap_or("default"));
         let builtin = self.engine.tools(&caller);
@@ -42,7 +43,8 @@ impl Shelf {
         names
     }
 
-    /// Whose call it is, with the newest definition of its tool in place.
+    /// Returns the caller for a job, after updating the definition of its tool to the newest
+    /// version.
     pub(super) async fn ready(&self, job: &Job) -> Result<Caller, Error> {
         let caller = Caller::local(self.project.as_deref().unwrap_or(&job.project));
         let Some(kept) = self.kept().await? else { return Ok(caller) };
@@ -59,7 +61,7 @@ impl Shelf {
         Ok(caller)
     }
 
-    /// The data directory, when a server has made it.
+    /// Returns the engine of the data directory, if a server has created it.
     async fn kept(&self) -> Result<Option<&Engine>, Error> {
         let there = self.config.kept().is_ok_and(|kept| kept.may_be_there());
         if !there && self.kept.get().is_none() {
@@ -74,7 +76,7 @@ impl Shelf {
     }
 }
 
-/// A definition as it is executed here, where it says how an HTTP API is asked.
+/// Returns the definition in the form that is executed here, if it describes an HTTP API.
 fn served(tool: &Definition) -> Option<Definition> {
     let mut tool = tool.clone();
     let utp = tool.utp.as_mut()?;
@@ -82,7 +84,7 @@ fn served(tool: &Definition) -> Option<Definition> {
     if !Plan::is_in(&options) {
         return None;
     }
-    // Whoever sent the command for it has applied the rules for arguments already.
+    // The sender of the command has already applied the rules for arguments.
     if utp.target_subject.take().is_some()
         && let Some(options) = options.as_object_mut()
     {

@@ -1,4 +1,4 @@
-//! Refusals as `application/problem+json`. The only place where a fault becomes HTTP.
+//! Errors as `application/problem+json` (RFC 9457). Only this module turns a fault into HTTP.
 
 use axum::Json;
 use axum::http::{HeaderValue, StatusCode, Uri, header};
@@ -11,50 +11,50 @@ use utoipa::ToSchema;
 
 use super::wire::FaultBody;
 
-/// A refused request (RFC 9457), with the fault as on a call.
+/// A refused request (RFC 9457). `error` is the same object that a failed call carries.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub struct Problem {
-    /// Where the code is explained.
+    /// URL of the page that explains the code.
     #[serde(rename = "type")]
     kind: String,
-    /// A few words.
+    /// Short title of the code.
     title: String,
     /// The HTTP status.
     status: u16,
-    /// What is wrong here, and what to do.
+    /// Explanation of the error in this request, and how to fix it.
     detail: String,
-    /// The path that was asked.
+    /// The requested path.
     #[serde(skip_serializing_if = "Option::is_none")]
     instance: Option<String>,
-    /// The code alone, for programs.
+    /// The error code, for programs.
     code: String,
-    /// One line: what to do about this code.
+    /// One line of advice for this code.
     hint: String,
-    /// Each place that is wrong, where they are known.
+    /// The invalid fields and parameters, if they are known.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     errors: Vec<Wrong>,
-    /// The trace that the request was part of, if it said so.
+    /// The trace id of the request, if it carried a `traceparent`.
     #[serde(skip_serializing_if = "Option::is_none")]
     trace_id: Option<String>,
     error: FaultBody,
 }
 
-/// One thing that is wrong with a request.
+/// One invalid field or parameter of a request.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub struct Wrong {
-    /// Where in the body, as a JSON pointer in a fragment.
+    /// Position in the body, as a JSON pointer in a fragment.
     #[serde(skip_serializing_if = "Option::is_none")]
     pointer: Option<String>,
-    /// Which parameter of the query.
+    /// Name of the query parameter.
     #[serde(skip_serializing_if = "Option::is_none")]
     parameter: Option<String>,
-    /// What is wrong there.
+    /// Explanation of the error.
     detail: String,
 }
 
 impl Wrong {
-    /// What a fault says of places. The problems that it lists are in the arguments, unless it
-    /// names a parameter.
+    /// Collects the field errors of a fault. Problems that the fault lists are in the arguments,
+    /// unless it names a parameter or a pointer.
     fn all(fault: &Fault) -> Vec<Self> {
         let said = |name: &str| fault.detail.as_ref().and_then(|detail| detail.get(name));
         let text = |value: &Value| value.as_str().map(str::to_owned);
@@ -75,13 +75,13 @@ impl Wrong {
     }
 }
 
-/// A refusal as an answer.
+/// Builds the problem response of a fault.
 pub(super) fn problem(fault: &Fault, retry_after_ms: Option<u64>) -> Response {
     let status = StatusCode::from_u16(fault.code.http_status()).unwrap_or_default();
     problem_as(status, fault, retry_after_ms)
 }
 
-/// The same with another status than the code's own.
+/// Builds the problem response of a fault with a status other than the code's own.
 pub(super) fn problem_as(
     status: StatusCode,
     fault: &Fault,
@@ -113,12 +113,12 @@ pub(super) fn problem_as(
     answer
 }
 
-/// A refusal in the words of HTTP, for another door that is reached over it.
+/// Builds the HTTP response of an error, for other transports that run over HTTP.
 pub fn refusal(error: Error) -> Response {
     Refused(error).into_response()
 }
 
-/// The same refusal with what the request says of itself: its path, and its trace.
+/// Adds the path and the trace of the request to a problem response.
 pub(super) fn completed(
     mut answer: Response,
     asked: &Uri,
@@ -133,11 +133,11 @@ pub(super) fn completed(
     answer
 }
 
-/// What every handler may fail with.
+/// The error type of every handler.
 pub(super) struct Refused(Error);
 
 impl Refused {
-    /// The refusal itself, for a door that does not answer with HTTP.
+    /// Returns the error itself, for a transport that does not respond over HTTP.
     pub(super) fn into_error(self) -> Error {
         self.0
     }

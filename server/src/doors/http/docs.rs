@@ -1,4 +1,4 @@
-//! `/openapi.json`, the try-it page at `/docs`, and the page that explains the codes.
+//! Documentation pages: `/openapi.json`, the interactive page at `/docs`, and the error codes.
 
 use std::collections::HashMap;
 use std::sync::LazyLock;
@@ -15,7 +15,7 @@ use utoipa::openapi::path::Operation;
 use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityRequirement, SecurityScheme};
 use utoipa_swagger_ui::{Config, SwaggerUi};
 
-/// A bearer key opens everything, where keys were made.
+/// Declares bearer authentication for all operations. A server without keys does not require it.
 pub(super) struct Security;
 
 impl Modify for Security {
@@ -28,8 +28,8 @@ impl Modify for Security {
     }
 }
 
-/// Ids of operations are names of functions, and those are alike in several files; whoever makes a
-/// client of the document needs each id once.
+/// Makes operation ids unique. They default to function names, which repeat across files, and
+/// client generators need unique ids.
 pub(super) fn distinct(mut document: OpenApi) -> OpenApi {
     let mut seen: HashMap<String, usize> = HashMap::new();
     for (_, _, operation) in operations(&mut document) {
@@ -61,7 +61,7 @@ fn operations(
     })
 }
 
-/// The pages; all of them come out of the binary.
+/// Builds the router of the documentation pages. All of them are part of the binary.
 pub(super) fn pages() -> Router {
     let config = Config::from("/openapi.json").try_it_out_enabled(true);
     Router::new()
@@ -70,7 +70,7 @@ pub(super) fn pages() -> Router {
         .merge(SwaggerUi::new("/docs").config(config))
 }
 
-/// Made for the first who asks: few servers are asked at all, and the document is large.
+/// Serializes the document on the first request, because it is large and rarely requested.
 async fn document() -> impl IntoResponse {
     static TEXT: LazyLock<Bytes> = LazyLock::new(|| super::openapi_json().into());
     ([(header::CONTENT_TYPE, "application/json")], TEXT.clone())
@@ -80,7 +80,7 @@ async fn errors() -> impl IntoResponse {
     ([(header::CONTENT_TYPE, "text/markdown; charset=utf-8")], errors_page())
 }
 
-/// The table of codes as a page; also committed as docs/errors.md.
+/// Renders the table of error codes as Markdown; also committed as docs/errors.md.
 pub fn errors_page() -> String {
     let mut page = String::from(
         "# Errors\n\n\

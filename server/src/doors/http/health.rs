@@ -1,4 +1,4 @@
-//! Alive, ready, and counted. No key is asked for; nothing here tells of a call.
+//! Liveness, readiness and metrics. These routes require no key and reveal nothing about calls.
 
 use axum::extract::State;
 use axum::http::{StatusCode, header};
@@ -21,28 +21,29 @@ pub(super) fn routes() -> OpenApiRouter<Door> {
         .routes(routes!(metrics))
 }
 
-/// The process answers.
+/// Returns `ok` if the process responds.
 #[utoipa::path(get, path = "/healthz", tag = "operators",
     responses((status = 200, body = String)))]
 async fn healthz() -> &'static str {
     "ok"
 }
 
-/// The process answers.
+/// Returns `ok` if the process responds.
 #[utoipa::path(get, path = "/livez", tag = "operators", responses((status = 200, body = String)))]
 async fn livez() -> &'static str {
     "ok"
 }
 
-/// How much to say.
+/// Level of detail of `/readyz`.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 struct Verbose {
-    /// Given at all: one line per part.
+    /// If present, the response has one line per component.
     verbose: Option<String>,
 }
 
-/// The store answers and everything found open at the start is in hand again.
+/// Returns 200 if the store responds, recovery of open calls is complete, every source's
+/// dependencies are healthy, and the server is not shutting down.
 #[utoipa::path(get, path = "/readyz", tag = "operators", params(Verbose),
     responses((status = 200, body = String), (status = 503, body = String)))]
 async fn readyz(State(door): State<Door>, Asked(verbose): Asked<Verbose>) -> Response {

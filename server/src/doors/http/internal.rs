@@ -1,4 +1,4 @@
-//! HTTP internal: for programs that offer tools and execute calls.
+//! Internal HTTP API: for clients that provide tools and execute calls.
 
 mod ingress;
 mod register;
@@ -20,8 +20,8 @@ pub(super) fn routes() -> OpenApiRouter<Door> {
         .routes(routes!(submit::progress))
         .routes(routes!(ingress::poll::poll))
         .routes(routes!(ingress::sse::sse))
-        // A tool may have any name, also that of the path beside its own.
+        // A tool may have any name, including `register`, which is also a path here.
         .route("/internal/tools/register", delete(register::withdraw_register))
-        // A WebSocket is not something OpenAPI can describe; docs/protocol/ingress.md does.
+        // OpenAPI cannot describe a WebSocket; docs/protocol/ingress.md does.
         .route("/internal/ingress/ws", get(ingress::ws::ws))
 }

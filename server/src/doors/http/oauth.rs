@@ -1,7 +1,8 @@
-//! Where issuers of tokens send a person's browser back to, and where they read who we are.
+//! OAuth endpoints of Toolcrib as a client: the redirect target of a sign-in, and the client
+//! metadata document that authorization servers read.
 //!
-//! Nobody has a key here: what is trusted is a state that nobody can guess, that is good for one
-//! time and a short while, and that one source waits for.
+//! These routes require no key. The callback trusts only the `state` parameter: an unguessable
+//! value that is valid once, for a short time, and for one source.
 
 use axum::Json;
 use axum::extract::{Query, State};
@@ -16,24 +17,24 @@ use utoipa_axum::routes;
 use super::Door;
 use super::v1::Returned;
 
-/// The longest value that an issuer may send back.
+/// Maximum length in bytes of a parameter of the callback.
 const LONGEST: usize = 8 << 10;
 
 pub(super) fn routes() -> OpenApiRouter<Door> {
     OpenApiRouter::new().routes(routes!(callback)).routes(routes!(client))
 }
 
-/// What an issuer sends back.
+/// Parameters that an authorization server sends with the redirect.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(super) struct Brought {
-    /// Which sign-in it is about.
+    /// Identifies the sign-in.
     state: Option<String>,
-    /// What is exchanged for the tokens.
+    /// The authorization code, which is exchanged for tokens.
     code: Option<String>,
-    /// Who sends it.
+    /// The issuer of the response.
     iss: Option<String>,
-    /// Why there is no code.
+    /// The error code, if there is no authorization code.
     error: Option<String>,
     error_description: Option<String>,
 }
@@ -56,7 +57,8 @@ impl Brought {
     }
 }
 
-/// The end of a sign-in at an MCP server: a person's browser is sent here by the issuer of tokens.
+/// Completes a sign-in at an MCP server. The authorization server redirects a person's browser
+/// here.
 #[utoipa::path(get, path = "/oauth/callback", tag = "operators", params(Brought),
     responses((status = 200, description = "Signed in", content_type = "text/plain"),
         (status = 400, description = "No sign-in waits for this", content_type = "text/plain")))]
@@ -79,7 +81,7 @@ async fn callback(State(door): State<Door>, Query(brought): Query<Brought>) -> R
     }
 }
 
-/// Plain text, which no browser takes for anything else, and which nobody keeps.
+/// Builds a plain-text response that browsers neither interpret as another type nor cache.
 fn page(status: StatusCode, text: String) -> Response {
     let mut headers = HeaderMap::new();
     for (name, value) in [
@@ -93,7 +95,7 @@ fn page(status: StatusCode, text: String) -> Response {
     (status, headers, text).into_response()
 }
 
-/// Who we are to issuers that read that in place of a registration.
+/// Client metadata document, for authorization servers that accept one in place of a registration.
 #[utoipa::path(get, path = "/oauth/client.json", tag = "operators",
     responses((status = 200, body = Object)))]
 async fn client(State(door): State<Door>) -> Json<Value> {

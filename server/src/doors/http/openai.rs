@@ -1,6 +1,6 @@
-//! OpenAI's API, for clients that know no other: models, chat completions, responses. The crib's
-//! tools are offered to the model beside those that the client sends; calls of the crib's tools are
-//! executed here, calls of the client's own are handed to it as always.
+//! OpenAI's API, for programs that speak no other: models, chat completions, responses. Toolcrib
+//! offers its tools to the model beside those that the request defines. It executes calls of its
+//! own tools here and returns calls of the request's tools to the caller, as OpenAI does.
 
 mod chat;
 mod conversation;

@@ -1,5 +1,5 @@
-//! Pages of lists: where the next one is, as the body says it and as a header for programs that
-//! follow links (RFC 8288).
+//! Pagination of lists. A page carries the next cursor in its body and in a `Link` header (RFC
+//! 8288), for programs that follow links.
 
 use axum::Extension;
 use axum::Json;
@@ -8,7 +8,7 @@ use axum::response::{IntoResponse, Response};
 use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
 use serde::Serialize;
 
-/// What must not stand bare in a query, or in the angle brackets of a link.
+/// Characters to escape in a query or in the angle brackets of a link.
 const QUERY: &AsciiSet = &CONTROLS
     .add(b' ')
     .add(b'"')
@@ -20,11 +20,11 @@ const QUERY: &AsciiSet = &CONTROLS
     .add(b'%')
     .add(b'=');
 
-/// Belongs to an answer: the cursor of the next page.
+/// A response extension that holds the cursor of the next page.
 #[derive(Clone)]
 pub(super) struct Next(String);
 
-/// A page as an answer.
+/// Builds the response of one page.
 pub(super) fn page(list: impl Serialize, next: Option<String>) -> Response {
     match next {
         Some(cursor) => (Extension(Next(cursor)), Json(list)).into_response(),
@@ -32,7 +32,7 @@ pub(super) fn page(list: impl Serialize, next: Option<String>) -> Response {
     }
 }
 
-/// Adds the link to the next page, where there is one.
+/// Adds the `Link` header for the next page, if there is one.
 pub(super) fn linked(answer: &mut Response, asked: &Uri) {
     let Some(Next(cursor)) = answer.extensions_mut().remove::<Next>() else { return };
     let others = asked.query().unwrap_or_default().split('&');

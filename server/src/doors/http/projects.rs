@@ -1,4 +1,4 @@
-//! Projects and their tools, as UTP's management API has them.
+//! Projects and their tools, as in UTP's management API.
 
 mod definition;
 mod import;
@@ -28,12 +28,12 @@ pub(super) fn routes() -> OpenApiRouter<Door> {
         .routes(routes!(import::import))
 }
 
-/// A project to make.
+/// A project to create.
 #[derive(Deserialize, ToSchema)]
 struct NewProjectBody {
-    /// Made up unless given: letters, digits, `_` and `-`.
+    /// Project id: letters, digits, `_` and `-` (default: generated).
     project_id: Option<String>,
-    /// For people.
+    /// A title for people.
     #[serde(default)]
     title: String,
 }
@@ -52,7 +52,9 @@ impl From<Project> for ProjectBody {
     }
 }
 
-/// Makes a project. A project that a key was made for is there without it.
+/// Creates a project.
+///
+/// A project that a key was created for exists without this call.
 #[utoipa::path(post, path = "/projects", tag = "operators", request_body = NewProjectBody,
     responses((status = 201, body = ProjectBody), (status = 403, body = Problem),
         (status = 409, body = Problem), (status = 422, body = Problem)))]
@@ -68,7 +70,7 @@ async fn create(
     Ok((StatusCode::CREATED, Json(ProjectBody::from(project))).into_response())
 }
 
-/// The projects the caller may see.
+/// Lists the projects that the caller may see.
 #[utoipa::path(get, path = "/projects", tag = "operators",
     responses((status = 200, body = Vec<ProjectBody>), (status = 401, body = Problem)))]
 async fn list(State(door): State<Door>, Who(caller): Who) -> Json<Vec<ProjectBody>> {
@@ -84,13 +86,13 @@ struct ProjectToolBody {
     /// JSON Schema of the arguments.
     #[schema(value_type = Object)]
     parameters: toolcrib::Json,
-    /// Where its commands go; `{project_id}` and `{channel_id}` are filled in.
+    /// NATS subject of its commands; `{project_id}` and `{channel_id}` are filled in.
     target_subject: Option<String>,
     /// `suspend` or `terminate`.
     after_execution: Option<&'static str>,
     #[schema(value_type = Object)]
     options: toolcrib::Json,
-    /// A fingerprint of this definition; calls keep the one they were made with.
+    /// A fingerprint of this definition. A call stores the version it was made with.
     version: String,
     /// `utp` or `http`.
     executor: &'static str,
@@ -121,8 +123,9 @@ impl From<&CatalogEntry> for ProjectToolBody {
     }
 }
 
-/// Defines a tool, or defines it anew; what is left out has its default again. The definition is
-/// YAML in the field `file` of a form, or the body itself as YAML or JSON.
+/// Defines or replaces a tool. Omitted fields get their defaults.
+///
+/// The definition is YAML in the field `file` of a form, or the body itself as YAML or JSON.
 #[utoipa::path(post, path = "/projects/{project_id}/tools", tag = "operators",
     params(("project_id" = String, Path, description = "The project")),
     request_body(content = String, content_type = "application/yaml"),
@@ -149,17 +152,17 @@ async fn put_tool(
     Ok((StatusCode::CREATED, Json(ProjectToolBody::from(entry.as_ref()))).into_response())
 }
 
-/// Which part of the list.
+/// The page of the tool list to return.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 struct Page {
-    /// At most so many; 200 unless said.
+    /// Maximum number of tools, up to 1000 (default: 200).
     limit: Option<usize>,
-    /// Leave out so many first.
+    /// Number of tools to skip.
     offset: Option<usize>,
 }
 
-/// The tools of a project, by name.
+/// Lists the tools of a project, by name.
 #[utoipa::path(get, path = "/projects/{project_id}/tools", tag = "operators",
     params(("project_id" = String, Path, description = "The project"), Page),
     responses((status = 200, body = Vec<ProjectToolBody>), (status = 403, body = Problem),
@@ -182,7 +185,7 @@ async fn list_tools(
     Ok(Json(part.map(|entry| ProjectToolBody::from(entry.as_ref())).collect()))
 }
 
-/// A project and a name from the path.
+/// A project and a tool name from the path.
 struct ToolPath {
     project: String,
     name: String,
@@ -199,7 +202,7 @@ impl FromRequestParts<Door> for ToolPath {
     }
 }
 
-/// One tool of a project.
+/// Returns one tool of a project.
 #[utoipa::path(get, path = "/projects/{project_id}/tools/{tool_name}", tag = "operators",
     params(("project_id" = String, Path, description = "The project"),
         ("tool_name" = String, Path, description = "The tool")),
@@ -215,7 +218,7 @@ async fn show_tool(
     Ok(Json(ProjectToolBody::from(entry.as_ref())))
 }
 
-/// Takes a tool away. Calls that were made with it go on as they began.
+/// Deletes a tool. Calls that were made with it continue unchanged.
 #[utoipa::path(delete, path = "/projects/{project_id}/tools/{tool_name}", tag = "operators",
     params(("project_id" = String, Path, description = "The project"),
         ("tool_name" = String, Path, description = "The tool")),

@@ -1,5 +1,6 @@
-//! Reading requests: who asks, the body, ids in the path. What cannot be read is answered with
-//! the place of the fault.
+//! Extractors for requests: the authenticated caller, the body, headers, ids in the path, and query
+//! parameters. A request that cannot be parsed gets an error that names the offending field or
+//! position.
 
 use std::borrow::Cow;
 
@@ -22,11 +23,11 @@ use super::Door;
 use super::answer::Refused;
 use crate::auth;
 
-/// How long a body may take to come: a caller that sends a byte at a time holds a connection, and
-/// not for ever.
+/// Maximum time to receive a body. A caller that sends one byte at a time must not hold a
+/// connection forever.
 const BODY_PATIENCE: std::time::Duration = std::time::Duration::from_secs(30);
 
-/// Who asks.
+/// The authenticated caller.
 pub(super) struct Who(pub(super) Caller);
 
 impl FromRequestParts<Door> for Who {
@@ -45,7 +46,7 @@ impl<T: DeserializeOwned> FromRequest<Door> for Body<T> {
 
     async fn from_request(request: Request, door: &Door) -> Result<Self, Refused> {
         let bytes = read(request, door.settings.max_body_bytes).await?;
-        // An empty body reads as an empty object: every field may have its default.
+        // An empty body counts as an empty object, so that every field can take its default.
         let bytes = if bytes.is_empty() { Bytes::from_static(b"{}") } else { bytes };
         Ok(Self(parse(&bytes)?))
     }
@@ -64,25 +65,26 @@ impl<T: DeserializeOwned> FromRequest<Door> for ResultBody<T> {
     }
 }
 
-/// A JSON document that fits `T`, or where it does not.
+/// Parses a JSON document as `T`; an error says where the document does not fit.
 pub(super) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Refused> {
     json::check(bytes).map_err(unreadable)?;
     parse_checked(bytes)
 }
 
-/// A document of which something else judges what it must be.
+/// Parses a JSON document of any shape, for callers that validate it themselves.
 pub(super) fn document(bytes: &[u8]) -> Result<serde_json::Value, Refused> {
     json::check(bytes).map_err(unreadable)?;
     Ok(serde_json::from_slice(bytes).map_err(|error| unreadable(error.into()))?)
 }
 
-/// What a provider says, for [`parse_checked`]: texts that were cut within an emoji are mended.
+/// Prepares a provider's message for [`parse_checked_json`]: replaces lone surrogates, which remain
+/// where a text was cut within an emoji.
 pub(super) fn mended(bytes: &[u8]) -> Result<Cow<'_, [u8]>, Refused> {
     Ok(json::mended(bytes).map_err(unreadable)?)
 }
 
-/// The same as [`parse`] of what was checked before. Only an object fits: a list would be read by
-/// position, and nobody means that.
+/// Parses as [`parse_json`] does, from bytes that were checked before. Accepts only an object:
+/// serde would read an array by position, which is never intended.
 pub(super) fn parse_checked<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Refused> {
     let begin = bytes.iter().position(|byte| !byte.is_ascii_whitespace()).unwrap_or(0);
     if bytes.get(begin) != Some(&b'{') {
@@ -98,12 +100,13 @@ fn unreadable(error: NotJson) -> Error {
     Error::refused(Code::BadRequest, format!("the body cannot be read: {error}"))
 }
 
-/// The whole body, or 413 before more than the limit was kept.
+/// Reads the whole body. Refuses with 413 before more than `limit` bytes are buffered.
 pub(super) async fn read(request: Request, limit: usize) -> Result<Bytes, Refused> {
     read_through(request, limit, limit).await
 }
 
-/// The same, where the rest of what is over the limit is let go by as [`beginning`] does.
+/// Reads the whole body as [`read_body`] does, but drains an oversized body as [`read_body_prefix`]
+/// does before it refuses.
 async fn read_through(request: Request, limit: usize, most: usize) -> Result<Bytes, Refused> {
     let known = announced(&request).is_some_and(|length| length > most);
     let body = if known { None } else { Some(beginning(request, limit, most).await?) };
@@ -113,13 +116,14 @@ async fn read_through(request: Request, limit: usize, most: usize) -> Result<Byt
     })
 }
 
-/// How long the body is to be, where that is said.
+/// Returns the declared length of the body, if any.
 fn announced(request: &Request) -> Option<usize> {
     request.headers().get(axum::http::header::CONTENT_LENGTH)?.to_str().ok()?.parse().ok()
 }
 
-/// The whole body, or where it is over the limit its beginning, which is then longer than that. The
-/// rest is let go by, up to so many bytes in all: whoever is still sending does not hear an answer.
+/// Reads the whole body, or only a prefix longer than `limit` if the body is over the limit.
+/// Discards the rest, up to `most` bytes in all, because a caller that is still sending does not
+/// read the response.
 pub(super) async fn beginning(
     request: Request,
     limit: usize,
@@ -146,8 +150,8 @@ pub(super) async fn beginning(
     Ok(body.into())
 }
 
-/// What the headers of a request say about the call it asks for. Read from where they are: to
-/// take all of them would copy them for every call.
+/// The headers of a request that concern the call it makes. Picks single headers, because
+/// extracting the whole map would copy it for every call.
 pub(super) struct Carried {
     idempotency_key: Option<HeaderValue>,
     pub(super) traceparent: Option<String>,
@@ -165,7 +169,7 @@ impl FromRequestParts<Door> for Carried {
 }
 
 impl Carried {
-    /// The key from the header or the body; where both are given they must be the same.
+    /// Returns the key from the header or the body; if both are given they must be equal.
     pub(super) fn idempotency_key(&self, body: Option<String>) -> Result<Option<String>, Refused> {
         let Some(header) = &self.idempotency_key else { return Ok(body) };
         let invalid = |message: &str| Error::refused(Code::BadRequest, message);
@@ -183,9 +187,9 @@ impl Carried {
 
 pub(super) const TRACEPARENT: &str = "traceparent";
 
-/// The trace that a request is part of, in W3C's form. As W3C says, what cannot be read counts as
-/// not given, and so does a header that comes twice. `tracestate` is not kept: it belongs to the
-/// tracing systems on the way, and calls outlive requests.
+/// Returns the W3C trace context of a request. As W3C requires, a header that cannot be parsed
+/// counts as absent, and so does one that occurs twice. `tracestate` is not stored: it belongs to
+/// the tracing systems along the way, and calls outlive requests.
 pub(super) fn traceparent(headers: &HeaderMap) -> Option<TraceParent> {
     let mut given = headers.get_all(TRACEPARENT).iter();
     let (first, second) = (given.next()?, given.next());
@@ -193,7 +197,7 @@ pub(super) fn traceparent(headers: &HeaderMap) -> Option<TraceParent> {
     second.is_none().then_some(parsed)
 }
 
-/// A call's id from the path. What is not an id names no call.
+/// A call id from the path. Text that is not a call id is reported as an unknown call.
 pub(super) struct CallPath(pub(super) CallId);
 
 impl FromRequestParts<Door> for CallPath {
@@ -221,7 +225,7 @@ impl FromRequestParts<Door> for NamePath {
     }
 }
 
-/// Query parameters, refused in our own words: a value that cannot be, by its name.
+/// Query parameters. An invalid value is refused as problem details that name the parameter.
 pub(super) struct Asked<T>(pub(super) T);
 
 impl<T: DeserializeOwned + 'static> FromRequestParts<Door> for Asked<T> {
@@ -249,13 +253,14 @@ impl<T: DeserializeOwned + 'static> FromRequestParts<Door> for Asked<T> {
     }
 }
 
-/// A query parameter has a value that it cannot have; the refusal names it.
+/// Builds the error for a query parameter with an invalid value; the detail names the parameter.
 pub(super) fn wrong_parameter(name: &str, message: impl Into<String>) -> Error {
     let fault = Fault::new(Code::ValidationError, message).not_happened();
     fault.with_detail(json!({ "field": name })).into()
 }
 
-/// Which field has a value that it cannot have, and why; none where it is not about a value.
+/// Returns the field with an invalid value and the reason, or `None` if the error is not about a
+/// single value.
 fn wrong_field(error: &QueryRejection) -> Option<(String, String)> {
     type Placed = serde_path_to_error::Error<serde::de::value::Error>;
     let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);

@@ -1,4 +1,4 @@
-//! HTTP v1: for agents, and for who operates the crib.
+//! HTTP v1: the API for agents and for operators.
 
 mod admin;
 mod agents;
@@ -59,7 +59,7 @@ pub(super) fn routes() -> OpenApiRouter<Door> {
         .merge(utp())
 }
 
-/// Runs: conversations with models.
+/// Routes of runs: stored conversations with models.
 fn loops() -> OpenApiRouter<Door> {
     OpenApiRouter::new()
         .routes(routes!(runs::list, runs::start))
@@ -70,7 +70,7 @@ fn loops() -> OpenApiRouter<Door> {
         .routes(routes!(runs::replay::replay))
 }
 
-/// Cards, reports, agents, turns and inboxes.
+/// Routes of UTP: cards, reports, agents, turns and inboxes.
 fn utp() -> OpenApiRouter<Door> {
     OpenApiRouter::new()
         .routes(routes!(cards::show))

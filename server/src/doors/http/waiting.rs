@@ -1,4 +1,4 @@
-//! How long a request waits for an outcome: `wait_ms`, `wait`, or RFC 7240's `Prefer: wait`.
+//! Maximum time a request waits for an outcome: `wait_ms`, `wait`, or RFC 7240's `Prefer: wait`.
 
 use axum::extract::FromRequestParts;
 use axum::http::request::Parts;
@@ -14,12 +14,12 @@ use crate::time;
 
 const PREFER: &str = "prefer";
 
-/// How long to wait.
+/// The wait parameter in all its spellings.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(super) struct Wait {
-    /// Wait this long for the outcome, then answer with the call as it is. The header
-    /// `Prefer: wait=30` means the same, in seconds.
+    /// Wait up to this long for the outcome, then return the current state. The header `Prefer:
+    /// wait=30` means the same, in seconds.
     wait_ms: Option<u64>,
     /// The same with a unit: `500ms`, `30s`, `2m`.
     wait: Option<String>,
@@ -29,7 +29,8 @@ pub(super) struct Wait {
 }
 
 impl Wait {
-    /// How long, where the body may say it, too: a preference is only that.
+    /// Resolves the wait. The query wins over the body, and the body over the `Prefer` header,
+    /// which is only a preference.
     pub(super) fn ms(&self, in_body: Option<u64>) -> Option<u64> {
         self.wait_ms.or(in_body).or(self.preferred_ms)
     }
@@ -50,7 +51,7 @@ impl FromRequestParts<Door> for Wait {
     }
 }
 
-/// What `Prefer` says. A preference that cannot be understood is none, as the RFC has it.
+/// Parses the `Prefer` header. A preference that cannot be parsed is ignored, as the RFC requires.
 fn preferred_ms(headers: &HeaderMap) -> Option<u64> {
     let lines = headers.get_all(PREFER).iter().filter_map(|line| line.to_str().ok());
     let mut all = lines.flat_map(|line| line.split(','));
@@ -61,7 +62,7 @@ fn preferred_ms(headers: &HeaderMap) -> Option<u64> {
     })
 }
 
-/// A hint for who polls without waiting.
+/// Sets `Retry-After`, a hint for callers that poll without waiting.
 pub(super) fn poll_later(answer: &mut Response) {
     answer.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
 }

@@ -1,5 +1,5 @@
-//! The forms of HTTP v1, and how the engine's types become them. The names and casing of the
-//! first fields of each are fixed; more may be added, none renamed.
+//! JSON bodies of HTTP v1, and their conversion from the engine's types. The names and casing of
+//! existing fields are fixed: fields may be added, never renamed.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -15,16 +15,16 @@ use utoipa::ToSchema;
 
 use crate::task::{MAX_DATA_BYTES, TaskEnd};
 
-/// How a call or a request went wrong.
+/// The error of a failed call or a refused request.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub(super) struct FaultBody {
-    /// From the table in docs/errors.md.
+    /// A code from the table in docs/errors.md.
     pub(super) code: String,
     pub(super) message: String,
-    /// Structured facts: problems with pointers, nearest names, what it already is.
+    /// Structured details: problems with JSON pointers, nearest names, the current state.
     #[schema(value_type = Option<Object>)]
     pub(super) detail: Option<Value>,
-    /// Whether the same again can succeed.
+    /// True if the same request can succeed when repeated.
     pub(super) retryable: bool,
 }
 
@@ -49,11 +49,12 @@ pub(super) struct ToolBody {
     #[schema(value_type = Object)]
     schema: Json,
     timeout_ms: u64,
-    /// Whether its calls are background tasks, whose results arrive later.
+    /// True if calls of this tool are background tasks, whose results arrive later.
     #[serde(rename = "async")]
     background: bool,
     description: String,
-    /// Who executes it: `builtin`, `client`, `utp`, `mcp`, `http`, or `caller`: you.
+    /// Executor of the tool: `builtin`, `client`, `utp`, `mcp`, `http` or `caller` (you execute
+    /// it).
     executor: String,
     /// `read`, `idempotent` or `irreversible`.
     effect: String,
@@ -98,7 +99,7 @@ impl ToolBody {
     }
 }
 
-/// A call, with its outcome once it has one.
+/// A call, with its outcome once it has ended.
 #[derive(Debug, Serialize, ToSchema)]
 pub(super) struct CallBody<'a> {
     tool_call_id: &'a str,
@@ -120,58 +121,58 @@ pub(super) struct CallBody<'a> {
     created_at_ms: u64,
     started_at_ms: Option<u64>,
     completed_at_ms: Option<u64>,
-    /// When it ends as TIMEOUT.
+    /// When the call ends as TIMEOUT, in Unix milliseconds.
     deadline_at_ms: u64,
-    /// While PENDING: `queue`, `retry`, `parked`, `input` or `after`.
+    /// Reason a PENDING call waits: `queue`, `retry`, `parked`, `input` or `after`.
     #[serde(skip_serializing_if = "Option::is_none")]
     hold: Option<HoldBody<'a>>,
-    /// The attempt under way, or the last one.
+    /// Number of the current or last attempt.
     attempt: u32,
-    /// `builtin`, `client`, `utp`, `mcp`, `http`, or `caller`: whoever called it ran it itself.
+    /// `builtin`, `client`, `utp`, `mcp`, `http` or `caller` (the caller executed it).
     executor: &'static str,
     effect: &'static str,
-    /// The tool that really ran: another than `tool_name` after a fallback.
+    /// The tool that ran. Differs from `tool_name` after a fallback.
     ran_tool: &'a str,
     agent: &'a str,
     #[serde(skip_serializing_if = "Option::is_none")]
     call_id: Option<&'a str>,
-    /// Of an async tool: the ticket once more, as a task's.
+    /// For an async tool: the same id as `tool_call_id`, as the id of its task.
     #[serde(skip_serializing_if = "Option::is_none")]
     task_id: Option<&'a str>,
-    /// The client it is pinned to.
+    /// The only client that may execute the call.
     #[serde(skip_serializing_if = "Option::is_none")]
     client_id: Option<&'a str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     user_id: Option<&'a str>,
-    /// The client that took it.
+    /// The client that took the call.
     #[serde(skip_serializing_if = "Option::is_none")]
     taken_by: Option<&'a str>,
-    /// It worked, but not all of it; left out otherwise.
+    /// True if the call succeeded only in part; omitted otherwise.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     partial: bool,
-    /// The trace it belongs to: the caller's, or its own where spans are exported.
+    /// The trace of the call: the caller's, or a new one if the server exports spans.
     #[serde(skip_serializing_if = "Option::is_none")]
     trace_id: Option<String>,
     outcome: Option<OutcomeBody>,
 }
 
-/// Why a PENDING call waits.
+/// The reason a PENDING call waits.
 #[derive(Debug, Serialize, ToSchema)]
 pub(super) struct HoldBody<'a> {
     reason: &'static str,
-    /// When its next attempt is due.
+    /// When the next attempt is due, in Unix milliseconds.
     #[serde(skip_serializing_if = "Option::is_none")]
     until_ms: Option<u64>,
-    /// The call that has to end before its turn comes.
+    /// The call that must end before this one starts.
     #[serde(skip_serializing_if = "Option::is_none")]
     after: Option<&'a str>,
-    /// What the tool wants to know, by key.
+    /// The tool's open questions, by key.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Object>)]
     questions: Option<Map<String, Value>>,
 }
 
-/// How a call ended.
+/// The outcome of a call.
 #[derive(Debug, Serialize, ToSchema)]
 pub(super) struct OutcomeBody {
     ok: bool,
@@ -181,7 +182,7 @@ pub(super) struct OutcomeBody {
     metrics: MetricsBody,
 }
 
-/// What it took.
+/// Durations and attempts of a call.
 #[derive(Debug, Serialize, ToSchema)]
 pub(super) struct MetricsBody {
     latency_ms: u64,
@@ -259,18 +260,18 @@ impl<'a> From<&'a Call> for CallBody<'a> {
 }
 
 impl<'a> CallBody<'a> {
-    /// The call as it is shown, with its trace.
+    /// Builds the body of a call, with its trace.
     pub(super) fn of(engine: &Engine, call: &'a Call) -> Self {
         Self::traced(call, engine.trace_of(call))
     }
 
-    /// The same with a trace that is known already.
+    /// Builds the body of a call whose trace is already known.
     pub(super) fn traced(call: &'a Call, trace: Option<TraceParent>) -> Self {
         Self { trace_id: trace.map(|trace| trace.trace_id_text()), ..Self::from(call) }
     }
 }
 
-/// An event as the data of an SSE message.
+/// Serializes an event as the data of an SSE message.
 pub(super) fn event_text(event: &Event) -> String {
     let mut body = Map::new();
     body.insert("number".into(), event.number.into());
@@ -298,8 +299,8 @@ struct TaskEndEvent<'a> {
     end: TaskEnd<'a>,
 }
 
-/// An event of a task as the data of an SSE message: each names its task in every way it is known
-/// by, and the last one has the outcome.
+/// Serializes a task's event as the data of an SSE message. Each event carries every id of its
+/// task, and the last one carries the outcome.
 pub(super) fn task_event_text(event: &Event, name: &str, call: &Call) -> String {
     let (number, at_ms) = (event.number, event.record.at_ms);
     if event.record.kind.is_terminal() {
@@ -323,8 +324,9 @@ pub(super) fn task_event_text(event: &Event, name: &str, call: &Call) -> String 
     Value::Object(body).to_string()
 }
 
-/// A time-out as somebody wrote it. A number that is out of any range becomes one that is out of
-/// ours, so that it is refused as that and not as something that is no number.
+/// Deserializes a timeout. A number outside the range of `u64` is clamped to one outside the
+/// permitted range, so that it is refused as out of range and not as something that is not a
+/// number.
 pub(super) fn timeout_ms<'de, D>(deserializer: D) -> Result<Option<u64>, D::Error>
 where
     D: serde::Deserializer<'de>,
@@ -335,7 +337,7 @@ where
     if let Some(ms) = given.as_u64() {
         return Ok(Some(ms));
     }
-    // Negative, larger than any number of milliseconds, or written with a decimal point.
+    // Negative, larger than `u64::MAX`, or written with a decimal point.
     let ms = given.as_f64().unwrap_or(f64::MAX);
     if ms.fract() != 0.0 {
         let given = serde::de::Unexpected::Float(ms);
@@ -344,7 +346,7 @@ where
     Ok(Some(ms as u64))
 }
 
-/// A failure as a provider reports it: a text, or an object with at least a message.
+/// Parses a failure as a provider reports it: a text, or an object with at least a message.
 pub(super) fn reported_fault(error: Option<&Value>) -> Fault {
     let text = |name: &str| error.and_then(|e| e.get(name)).and_then(Value::as_str);
     let message = match error {
@@ -358,7 +360,8 @@ pub(super) fn reported_fault(error: Option<&Value>) -> Fault {
     if let Some(retryable) = error.and_then(|e| e.get("retryable")).and_then(Value::as_bool) {
         fault = fault.retryable(retryable);
     }
-    // Only the provider can know that nothing was done; then even an irreversible tool may retry.
+    // Only the provider can know that no side effect occurred; then even an irreversible tool may
+    // be retried.
     if error.and_then(|e| e.get("happened")).and_then(Value::as_bool) == Some(false) {
         fault = fault.not_happened();
     }

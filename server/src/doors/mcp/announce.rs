@@ -1,6 +1,8 @@
-//! Telling clients what has changed: their list of tools, and what lies on the shelf. On a stream
-//! of `subscriptions/listen` they are told what they asked for; in the session of an older client,
-//! what its revision says. Only who sees another list of tools than before is told of it.
+//! Notifies MCP clients of changes to their tool list and to passthrough resources and prompts.
+//!
+//! A `subscriptions/listen` stream receives the changes that it subscribed to; a legacy session
+//! receives those that its revision defines. A caller is notified of a tool list change only if
+//! that caller's own list differs from before.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -19,10 +21,10 @@ use super::server::{Server, Session, Shared, View};
 use super::shelf::{Change, Changed, Changes};
 use super::tools::List;
 
-/// How many resources one stream may follow.
+/// Maximum number of resources that one stream may subscribe to.
 const MAX_FOLLOWED: usize = 1_000;
 
-/// What can be subscribed to: everything, within limits.
+/// Returns the part of a requested filter that is granted: all of it, up to the limit of resources.
 pub(super) fn accepted(asked: &SubscriptionFilter) -> SubscriptionFilter {
     let mut accepted = asked.clone();
     if let Some(followed) = &mut accepted.resource_subscriptions {
@@ -31,16 +33,15 @@ pub(super) fn accepted(asked: &SubscriptionFilter) -> SubscriptionFilter {
     accepted
 }
 
-/// What happens next to whoever is to be told.
+/// A change that MCP clients may have to be notified of.
 enum News {
-    /// Tools, keys or rules may be others now.
+    /// Tools, API keys or access rules may have changed. Holds the new directory version.
     Directory(u64),
     Shelf(Change),
-    /// The server stops.
     Over,
 }
 
-/// Follows the directory and the shelf.
+/// Listens for changes of the directory and of the passthrough.
 struct Following {
     shared: Arc<Shared>,
     version: u64,
@@ -85,7 +86,8 @@ fn notice(changed: Changed) -> ServerNotification {
     }
 }
 
-/// Serves one stream, until the client hangs up, its key is revoked, or the server stops.
+/// Serves one stream until the MCP client disconnects, its credentials are revoked, or the server
+/// stops.
 pub(super) async fn listen(
     server: &Server,
     subscription: SubscriptionContext,
@@ -109,7 +111,7 @@ pub(super) async fn listen(
             News::Shelf(change) if !shows(shared, &view, &change) => continue,
             News::Shelf(change) => notice(change.what),
         };
-        // What was not asked for is held back by the sink.
+        // The sink drops notifications that the MCP client did not subscribe to.
         let _ = subscription.sink().send(notice).await;
     }
 }
@@ -118,7 +120,7 @@ fn stands(shared: &Shared, view: &View) -> bool {
     view.standing.as_ref().is_none_or(|standing| standing.check(&shared.engine).is_ok())
 }
 
-/// Whether a change on the shelf is theirs to know.
+/// Returns whether the caller may learn of a passthrough change.
 fn shows(shared: &Shared, view: &View, change: &Change) -> bool {
     shared.shelf.shows(&view.caller, view.source.as_deref(), change)
 }
@@ -130,10 +132,10 @@ fn differs(shared: &Shared, view: &View, shown: &mut Arc<List>) -> bool {
     differs
 }
 
-/// The sessions of older clients, which are told without having asked.
+/// The legacy sessions, which receive notifications without a subscription.
 #[derive(Default)]
 pub(super) struct Peers {
-    /// By what names the session, or by itself where nothing does.
+    /// By session id, or by the address of the session state where there is no id.
     known: Mutex<HashMap<String, Known>>,
     running: AtomicBool,
 }
@@ -146,7 +148,8 @@ struct Known {
 }
 
 impl Peers {
-    /// One more session; it is forgotten when it has ended.
+    /// Adds a session. Sessions whose connection has closed are removed here and before each
+    /// notification.
     pub(super) fn add(
         &self,
         server: &Server,
@@ -168,15 +171,16 @@ impl Peers {
         }
     }
 
-    /// The client of a session has shown again who it is: its token may be another one by now.
+    /// Replaces the credentials of a session: a later request of the MCP client may carry another
+    /// token.
     pub(super) fn renew(&self, id: &str, view: &View) {
         if let Some(known) = self.known.lock().get_mut(id) {
             known.view.standing.clone_from(&view.standing);
         }
     }
 
-    /// Who is to be told, and what. One whose token has ended is passed over: it may come with
-    /// another.
+    /// Returns the sessions to notify, each with its notification. A session whose token is no
+    /// longer valid is skipped but stays, because the MCP client may present another token.
     fn concerned(
         &self,
         shared: &Shared,
@@ -204,7 +208,7 @@ impl Peers {
     }
 }
 
-/// Follows for all sessions, for as long as the engine runs.
+/// Notifies all legacy sessions for as long as the engine runs.
 async fn follow(mut following: Following) {
     loop {
         let news = following.next().await;
@@ -213,7 +217,7 @@ async fn follow(mut following: Following) {
         }
         let shared = &following.shared;
         for (peer, notice) in shared.peers.concerned(shared, &news) {
-            // One that does not listen must not hold up the others.
+            // Sent in a task per session, so that a slow session does not delay the others.
             tokio::spawn(async move { drop(peer.send_notification(notice).await) });
         }
     }

@@ -1,8 +1,8 @@
-//! A call's outcome as a tool result that a model can read.
+//! Converts the outcome of a call into a tool result that a model can read.
 //!
-//! What went wrong with the tool, or with the arguments it was given, is a result with `isError`,
-//! in words: the model is the one that can do something about it. Only what is about the request
-//! itself (there is no such tool) or about the crib is a protocol error, which models never see.
+//! A failure of the tool, or of its arguments, is a result with `isError` and a text, because the
+//! model can react to it. Only a problem of the request itself (the tool does not exist) or of
+//! Toolcrib is a protocol error, which models never see.
 
 use rmcp::ErrorData;
 use rmcp::model::{
@@ -16,12 +16,12 @@ use toolcrib::{Executor, Json, tokens};
 
 use super::tools::Revision;
 
-/// The address of a call's whole result.
+/// Returns the resource URI of a call's full result.
 pub(super) fn result_uri(id: &toolcrib::CallId) -> String {
     format!("toolcrib://tool_calls/{id}/result")
 }
 
-/// How a call that has ended is told, in so many tokens.
+/// Returns the tool result of an ended call, in at most `budget` tokens of text.
 pub(super) fn ended(call: &Call, tool: Shape, budget: usize) -> CallToolResult {
     let outcome = call.outcome.as_ref();
     match (outcome.and_then(|o| o.data.as_ref()), outcome.and_then(|o| o.error.as_ref())) {
@@ -31,11 +31,11 @@ pub(super) fn ended(call: &Call, tool: Shape, budget: usize) -> CallToolResult {
     }
 }
 
-/// What matters about the tool to how its result is written.
+/// Properties of the tool and the MCP client that decide how a result is written.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Shape {
     pub(super) revision: Revision,
-    /// Whether the client was told a schema for the structured result.
+    /// True if the MCP client has seen an output schema for the structured result.
     pub(super) promised: bool,
 }
 
@@ -45,7 +45,7 @@ fn succeeded(call: &Call, data: &Json, tool: Shape, budget: usize) -> CallToolRe
         && value.get("content").is_some_and(Value::is_array)
         && let Ok(mut result) = serde_json::from_value::<CallToolResult>(value.clone())
     {
-        // An MCP server said it in MCP's own words: images, sounds and links stay what they are.
+        // The result is in MCP's own format already: images, audio and links stay unchanged.
         result.result_type = Some(ResultType::COMPLETE);
         return digested_words(call, data, tool, budget, result);
     }
@@ -56,12 +56,12 @@ fn succeeded(call: &Call, data: &Json, tool: Shape, budget: usize) -> CallToolRe
     if let Some(digest) = digest(call, data, budget) {
         let content = vec![ContentBlock::text(digest), link(call, data.text().len())];
         let mut result = CallToolResult::success(content);
-        // Where a structure was promised it has to be there, however long it is.
+        // A tool with an output schema must return structured content, however long it is.
         result.structured_content = tool.promised.then_some(value);
         return result;
     }
     let mut result = CallToolResult::success(vec![ContentBlock::text(text)]);
-    // The older wire has structured results for objects only.
+    // Legacy revisions allow only objects as structured content.
     let structured = tool.revision == Revision::Modern || value.is_object();
     result.structured_content = structured.then_some(value);
     result
@@ -73,8 +73,8 @@ fn digest(call: &Call, data: &Json, budget: usize) -> Option<String> {
     digest::digest(data, budget, &source).map(|digest| digest.text)
 }
 
-/// An MCP result whose words are too many, in its texts or in a structure that nobody was promised:
-/// their digest in place of both. Pictures and sounds stay.
+/// Replaces the text of an MCP result with a digest if its text blocks, or a structured content
+/// without an output schema, exceed the budget. Images and audio stay.
 fn digested_words(
     call: &Call,
     data: &Json,
@@ -91,7 +91,8 @@ fn digested_words(
     if !worded && !structure.as_ref().is_some_and(over) {
         return result;
     }
-    // Most who answer with both say the same twice.
+    // Tools that return both usually repeat the same content, so the digest covers the structured
+    // content only if the text is within the budget.
     let Some(digest) = digest(call, &without_media(data, !worded), budget) else { return result };
     result.content.retain(|block| words_of(block).is_none());
     result.content.insert(0, ContentBlock::text(digest));
@@ -102,7 +103,7 @@ fn digested_words(
     result
 }
 
-/// What a block has for a model to read.
+/// Returns the text of a block that a model can read.
 fn words_of(block: &ContentBlock) -> Option<&str> {
     match block {
         ContentBlock::Text(text) => Some(&text.text),
@@ -114,8 +115,8 @@ fn words_of(block: &ContentBlock) -> Option<&str> {
     }
 }
 
-/// An MCP result without the bytes of pictures and sounds. Everything else is where it is in the
-/// whole, so what a digest of it says about places can be read there.
+/// Returns an MCP result without the bytes of images and audio. Everything else keeps its position,
+/// so paths in a digest of it are valid in the full result.
 fn without_media(data: &Json, structured: bool) -> Json {
     let mut whole = data.value();
     let blocks = whole.get_mut("content").and_then(Value::as_array_mut);
@@ -131,11 +132,11 @@ fn without_media(data: &Json, structured: bool) -> Json {
     Json::of_value(&whole)
 }
 
-/// A failure in words, with the fault beside it.
+/// Returns a failure as text, with the fault as structured content.
 pub(super) fn failed(fault: &Fault, call_id: Option<&str>) -> CallToolResult {
     let again = match (fault.code, fault.happened) {
         _ if fault.retryable => "the same call can succeed later",
-        // To call it again is for who has looked whether it happened.
+        // The caller should check whether the effect happened before calling again.
         (Code::OutcomeUnknown | Code::Timeout | Code::Canceled, Happened::Maybe) => {
             "the same call may do it a second time"
         }
@@ -160,7 +161,8 @@ pub(super) fn failed(fault: &Fault, call_id: Option<&str>) -> CallToolResult {
     result
 }
 
-/// A refused call: in words where the model can act on it, otherwise a protocol error.
+/// Returns a refused call as a text result if the model can act on it, otherwise as a protocol
+/// error.
 pub(super) fn refused(error: Error) -> Result<CallToolResult, ErrorData> {
     match error {
         Error::Refused { fault, .. } if fault.code == Code::ToolNotFound => {
@@ -171,7 +173,7 @@ pub(super) fn refused(error: Error) -> Result<CallToolResult, ErrorData> {
     }
 }
 
-/// A refusal of a request that is not a call of a tool.
+/// Returns the protocol error for a refused request that is not a tool call.
 pub(super) fn protocol_error(error: Error) -> ErrorData {
     match error {
         Error::Refused { fault, .. } => {
@@ -191,7 +193,8 @@ pub(super) fn protocol_error(error: Error) -> ErrorData {
     }
 }
 
-/// The call goes on, and the client cannot be told later: the ticket, and how to ask for it.
+/// Returns the text for a call that has not ended and whose MCP client cannot be notified later: it
+/// names the call id and how to get the result.
 pub(super) fn not_finished(call: &Call, tool: &Shape) -> CallToolResult {
     let id = call.id.as_str();
     let state = match (call.status, call.hold) {
@@ -208,7 +211,7 @@ pub(super) fn not_finished(call: &Call, tool: &Shape) -> CallToolResult {
         call.tool_name, call.tool_name
     );
     let ticket = json!({ "tool_call_id": id, "status": call.status.as_str() });
-    // A client that was promised a schema refuses a success that does not fit it.
+    // An MCP client that has seen an output schema rejects a success that does not match it.
     let mut result = match tool.promised {
         true => CallToolResult::error(vec![ContentBlock::text(text)]),
         false => CallToolResult::success(vec![ContentBlock::text(text)]),
@@ -217,7 +220,7 @@ pub(super) fn not_finished(call: &Call, tool: &Shape) -> CallToolResult {
     result
 }
 
-/// A link to a call's whole result.
+/// Returns a link to a call's full result.
 pub(super) fn link(call: &Call, bytes: usize) -> ContentBlock {
     let resource = Resource::new(result_uri(&call.id), format!("result of {}", call.tool_name))
         .with_description("The whole result; the text beside this link is a digest of it")

@@ -1,6 +1,5 @@
-//! Long lists on their way past the library: it writes an answer with an empty list, and the list,
-//! which was written before, is put into it. So a list of a thousand tools is written once and not
-//! for each who asks.
+//! Splices a pre-serialized tool list into the response that rmcp writes with an empty list. A list
+//! of a thousand tools is thus serialized once, not once per request.
 
 use std::sync::Arc;
 
@@ -10,24 +9,24 @@ use axum::response::Response;
 use parking_lot::Mutex;
 use toolcrib::fault::Error;
 
-/// How the library writes the list that is to be filled.
+/// The empty list as rmcp serializes it.
 const EMPTY: &[u8] = br#""tools":[]"#;
 
-/// Where a handler leaves the tools of its answer, written. It goes with the request.
+/// Holds the serialized tools of a response. A handler sets them, and the HTTP layer splices them
+/// in; the value travels in the extensions of the request.
 #[derive(Clone, Default)]
 pub(super) struct Beside(Arc<Mutex<Option<String>>>);
 
 impl Beside {
-    /// Leaves them.
     pub(super) fn put(&self, tools: String) {
         *self.0.lock() = Some(tools);
     }
 
-    /// Puts what was left into the answer.
+    /// Splices the tools into the response, if a handler has set them.
     pub(super) async fn into(self, answer: Response) -> Result<Response, Error> {
         let Some(tools) = self.0.lock().take() else { return Ok(answer) };
         let (mut parts, body) = answer.into_parts();
-        // It is short: what is long is here.
+        // The body is short, because the long list is held here.
         let body = axum::body::to_bytes(body, usize::MAX).await;
         let body = body.map_err(|error| Error::Internal(Box::new(error)))?;
         let filled = filled(&body, &tools).ok_or_else(|| {

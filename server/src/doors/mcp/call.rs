@@ -1,9 +1,9 @@
-//! `tools/call`: the same engine method as every other door, and then the wait.
+//! `tools/call`: accepts the call through the same engine method as every other transport, then
+//! waits.
 //!
-//! A call ends one of four ways for the client: with its result; as a task, where the client knows
-//! tasks; with questions, where the tool wants to know something first; or, when it has waited
-//! long enough, with the ticket in words. Whichever it is, the call itself goes on or has ended in
-//! the engine: nothing about it is kept here.
+//! The MCP client gets one of four responses: the result; a task, if it supports tasks; an
+//! elicitation, if the tool needs input first; or, when the wait time is over, a text with the call
+//! id. In each case the call belongs to the engine. This module stores nothing about it.
 
 use std::time::Duration;
 
@@ -25,14 +25,14 @@ use super::server::{Server, View};
 use super::tasks;
 use super::tools::Revision;
 
-/// What a client said about itself with a request.
+/// Properties that an MCP client declared with a request.
 pub(super) struct Client {
     pub(super) revision: Revision,
     pub(super) capabilities: ClientCapabilities,
 }
 
 impl Client {
-    /// Of the one who sent this.
+    /// Reads them from the context of a request.
     pub(super) fn of(context: &RequestContext<RoleServer>) -> Self {
         Self {
             revision: Revision::of(context.protocol_version().as_ref()),
@@ -40,22 +40,22 @@ impl Client {
         }
     }
 
-    /// Whether it can be answered with a task.
+    /// Returns whether the MCP client can receive a task as the response.
     pub(super) fn knows_tasks(&self) -> bool {
         self.capabilities.supports_tasks()
     }
 }
 
-/// Where the client knows the tool from.
+/// The way in which the MCP client discovered the tool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Seen {
-    /// Its own entry in the list, with its schemas.
+    /// From its entry in the tool list, with its schemas.
     List,
-    /// The catalogue, which promises nothing about the form of results.
+    /// Through the catalogue, which declares no output schema.
     Catalogue,
 }
 
-/// Calls a tool of the crib.
+/// Calls a tool and waits for a response that the MCP client can receive.
 pub(super) async fn call(
     server: &Server,
     view: &View,
@@ -87,7 +87,7 @@ pub(super) async fn call(
     Wait { server, view, client, shape, context }.until_told(&ticket).await
 }
 
-/// How results of a tool are written for this client.
+/// Returns the format of a tool's results for this MCP client.
 pub(super) fn shape(tool: Option<&CatalogEntry>, revision: Revision) -> Shape {
     let schema = tool.and_then(|tool| tool.definition.output_schema.as_ref()).map(|s| s.value());
     let is_object = |schema: &Value| schema.get("type").is_some_and(|kind| kind == "object");
@@ -95,8 +95,9 @@ pub(super) fn shape(tool: Option<&CatalogEntry>, revision: Revision) -> Shape {
     Shape { revision, promised }
 }
 
-/// What the tool's owner says that a client must be able to do, and this one is not: `metadata` may
-/// say `"task_support": "required"`, and `"client_capabilities"` as MCP writes them.
+/// Returns the client capabilities that the tool requires and this MCP client lacks. The tool's
+/// `metadata` may contain `"task_support": "required"`, and `"client_capabilities"` in MCP's
+/// format.
 fn missing(tool: &CatalogEntry, client: &Client) -> Option<ClientCapabilities> {
     let metadata = tool.definition.metadata.as_ref()?.value();
     let support = metadata.get("task_support").and_then(Value::as_str);
@@ -112,7 +113,8 @@ fn missing(tool: &CatalogEntry, client: &Client) -> Option<ClientCapabilities> {
     (!able).then_some(needed)
 }
 
-/// What is asked for. The envelope of HTTP is in `_meta` here, with our name before each word.
+/// Builds the call request. The fields that HTTP takes in the request body come from `_meta` here,
+/// prefixed with `toolcrib/`.
 fn invocation(params: CallToolRequestParams, meta: &MetaObject) -> Result<Invocation, ErrorData> {
     let invalid = |word: &str, kind: &str| {
         ErrorData::invalid_params(format!("_meta: toolcrib/{word} must be {kind}"), None)
@@ -146,7 +148,7 @@ fn invocation(params: CallToolRequestParams, meta: &MetaObject) -> Result<Invoca
     })
 }
 
-/// One client that waits for one call.
+/// Waits for one call on behalf of one MCP client.
 pub(super) struct Wait<'a> {
     pub(super) server: &'a Server,
     pub(super) view: &'a View,
@@ -156,7 +158,7 @@ pub(super) struct Wait<'a> {
 }
 
 impl Wait<'_> {
-    /// Waits for what the client can be told.
+    /// Waits until there is a response for the MCP client.
     async fn until_told(self, ticket: &Ticket) -> Result<CallToolResponse, ErrorData> {
         let (engine, caller) = (self.server.engine(), &self.view.caller);
         let settings = self.server.settings();
@@ -180,7 +182,7 @@ impl Wait<'_> {
                     return Ok(self.not_finished(&call));
                 }
                 call = engine.call(caller, &call.id).await.map_err(answer::protocol_error)?;
-                // The time it took to think is not held against the call.
+                // The time that the answer took does not count against the wait.
                 until = tokio::time::Instant::now() + patience;
                 continue;
             }
@@ -195,7 +197,7 @@ impl Wait<'_> {
                 news = engine.news(caller, ticket, call.version, left_ms) => {
                     let news = news.map_err(answer::protocol_error)?;
                     if news.version == call.version {
-                        // The time is over, or the server stops.
+                        // The wait time is over, or the server stops.
                         return Ok(self.not_finished(&call));
                     }
                     call = news;
@@ -207,8 +209,8 @@ impl Wait<'_> {
         Ok(CallToolResponse::Complete(self.server.ended(&call, self.shape).await))
     }
 
-    /// Asks a client of an older revision, which can be asked while it waits. What nobody wants to
-    /// know any more it is not asked any longer. False when the server stops.
+    /// Sends the questions to a legacy MCP client, which can receive requests while it waits. The
+    /// questions are withdrawn once they are superseded. Returns `false` if the server stops.
     async fn ask(
         &self,
         ticket: &Ticket,
@@ -234,19 +236,20 @@ impl Wait<'_> {
         };
         let given = input::give(self.server, self.view, &call.id, answers).await;
         if given.is_err() {
-            // It is told why, and has no ticket to answer again with.
+            // The MCP client learns the reason, but has no call id with which to answer again.
             self.cancel(call, "the client's answers could not be taken").await;
         }
         given.map(|()| true)
     }
 
-    /// Waits until the call does not want to know any of this any more: it was answered by somebody
-    /// else, or has ended. False when the server stops.
+    /// Waits until none of these questions is open: they were answered through another request, or
+    /// the call has ended. Returns `false` if the server stops.
     async fn has_gone_on(&self, ticket: &Ticket, call: &Call, keys: &[String]) -> bool {
         let (engine, caller) = (self.server.engine(), &self.view.caller);
         let mut seen = call.version;
         loop {
-            // What cannot be read is read again by who goes on, and the error is told.
+            // On a read error, the caller of this function reads the call again and reports the
+            // error.
             let Ok(news) = engine.news(caller, ticket, seen, u64::MAX).await else { return true };
             if news.version == seen && engine.is_draining() {
                 return false;
@@ -260,8 +263,9 @@ impl Wait<'_> {
         }
     }
 
-    /// The client has gone. One that only lost its stream can ask again, where it gave its call a
-    /// key for that: without a session nothing else than the stream says that it has gone.
+    /// Handles a disconnect and returns the error for the response. The call is canceled, except if
+    /// only the HTTP stream of a sessionless MCP client is lost and the call has an idempotency
+    /// key: that client can then send the same request again.
     async fn left(&self, call: &Call) -> ErrorData {
         let over_http = self.context.extensions.get::<axum::http::request::Parts>().is_some();
         let stream_only = over_http && self.client.revision == Revision::Modern;
@@ -273,12 +277,12 @@ impl Wait<'_> {
 
     async fn cancel(&self, call: &Call, reason: &str) -> ErrorData {
         let (engine, caller) = (self.server.engine(), &self.view.caller);
-        // It may have ended meanwhile; then there is nothing to cancel.
+        // The call may have ended meanwhile; then there is nothing to cancel.
         let _ = engine.cancel(caller, &call.id, Some(reason.to_owned())).await;
         ErrorData::internal_error(format!("canceled: {reason}"), None)
     }
 
-    /// The patience is over: as a task, or in words.
+    /// Returns the response when the wait time is over: a task, or a text with the call id.
     fn not_finished(&self, call: &Call) -> CallToolResponse {
         if self.client.knows_tasks() {
             let task = tasks::task(self.server, call);
@@ -288,7 +292,7 @@ impl Wait<'_> {
     }
 }
 
-/// Every result says which call it is of.
+/// Adds the id of the call to a result.
 pub(super) fn ticketed(mut result: CallToolResult, call: &Call) -> CallToolResult {
     let meta = result.meta.get_or_insert_with(|| MetaObject(JsonObject::new()));
     meta.0.insert("toolcrib/tool_call_id".to_owned(), call.id.as_str().into());

@@ -1,6 +1,6 @@
-//! The catalogue: three tools in place of hundreds, so that a client's context has room for its
-//! work. A model searches, looks at what it found, and calls; what it calls is a call like any
-//! other, with the same checks and the same ticket.
+//! The catalogue: three tools in place of the full list, so that hundreds of tools do not fill the
+//! context of a model. A model searches, describes and calls. The call is an ordinary call with the
+//! same checks and the same durability.
 
 use rmcp::model::{
     CallToolRequestParams, CallToolResponse, CallToolResult, ContentBlock, JsonObject, Tool,
@@ -21,27 +21,27 @@ pub(super) const SEARCH: &str = "tools.search";
 pub(super) const DESCRIBE: &str = "tools.describe";
 pub(super) const CALL: &str = "tools.call";
 
-/// How many tools are found unless more are asked for, and at most.
+/// Default and maximum number of search results.
 const FOUND: usize = 10;
 const MOST_FOUND: usize = 50;
 
-/// How many can be described at once.
+/// Maximum number of tools described at once.
 const MOST_DESCRIBED: usize = 20;
 
-/// How much of a description is shown among others.
+/// Maximum number of characters of a description in search results.
 const SHORT: usize = 240;
 
-/// What a client sees of the tools.
+/// The form in which an MCP client sees the tools.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Catalogue {
-    /// Each tool.
+    /// The full list of tools.
     Full,
-    /// The three that find, describe and call all others.
+    /// Three tools that search, describe and call all others.
     Search,
 }
 
 impl Catalogue {
-    /// As it is written in an address: `?catalogue=search`.
+    /// Parses the value of the query parameter: `?catalogue=search`.
     pub fn parse(word: &str) -> Option<Self> {
         match word {
             "full" => Some(Self::Full),
@@ -54,9 +54,9 @@ impl Catalogue {
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct SearchArgs {
-    /// What you want to do, in your own words, or a part of a tool's name.
+    /// Purpose in plain words, or part of a tool name.
     query: String,
-    /// How many tools to show: 1 to 50, 10 unless said.
+    /// Number of tools to show: 1 to 50. Default: 10.
     #[serde(default)]
     limit: Option<usize>,
 }
@@ -64,21 +64,21 @@ struct SearchArgs {
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct DescribeArgs {
-    /// The names of the tools, as tools.search gives them: 1 to 20.
+    /// Names of the tools, as returned by tools.search: 1 to 20.
     names: Vec<String>,
 }
 
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct CallArgs {
-    /// The tool's name.
+    /// Name of the tool.
     name: String,
-    /// Its arguments, as its inputSchema says.
+    /// Arguments that match the inputSchema of the tool.
     #[serde(default)]
     arguments: JsonObject,
 }
 
-/// The three tools, in the order of their names.
+/// Returns the three tools, sorted by name.
 pub(super) fn tools() -> Vec<Tool> {
     let calls = described::<CallArgs>(
         CALL,
@@ -102,7 +102,7 @@ pub(super) fn tools() -> Vec<Tool> {
     ]
 }
 
-/// Answers a call of one of the three; none when it is another tool.
+/// Handles a call of one of the three tools. Returns `None` for any other tool.
 pub(super) async fn answered(
     server: &Server,
     view: &View,
@@ -195,7 +195,7 @@ fn describe(
     Ok(result)
 }
 
-/// The first line or so.
+/// Returns the first line, truncated to [`MAX_SUMMARY_CHARS`].
 fn shortened(text: &str) -> String {
     let first = text.lines().next().unwrap_or_default();
     if first.chars().count() <= SHORT {

@@ -1,5 +1,5 @@
-//! Streamable HTTP at `/mcp`: who asks is decided here, before the protocol is looked at, and by
-//! the same rules as everywhere else.
+//! Streamable HTTP at `/mcp`. Authenticates each request before the protocol is parsed, by the same
+//! rules as the other transports.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -28,11 +28,12 @@ use crate::doors::http::refusal;
 
 const SESSION: &str = "mcp-session-id";
 
-/// How long a body may take to come.
+/// Maximum time to receive a request body.
 const BODY_PATIENCE: Duration = Duration::from_secs(30);
 
 tokio::task_local! {
-    /// Who sends the request that is being answered: the library makes a server for each.
+    /// The caller of the current request. rmcp creates a handler for each request or session, and
+    /// the factory reads the caller from here.
     static WHO: View;
 }
 
@@ -43,11 +44,12 @@ struct Entrance {
     sessions: Arc<Sessions>,
 }
 
-/// The route of the door.
+/// Returns the routes of the MCP transport.
 pub fn router(door: Door) -> Router {
     let manager = Arc::new(LocalSessionManager::default());
     let config = StreamableHttpServerConfig::default()
-        // Hosts and origins are checked below, in the same words as everywhere.
+        // `handle_request` checks hosts and origins, with the same error format as the other
+        // transports.
         .disable_allowed_hosts()
         .disable_allowed_origins()
         .with_json_response(true)
@@ -91,7 +93,8 @@ async fn answer(State(entrance): State<Entrance>, request: Request) -> Response 
 
 const METADATA: &str = "/.well-known/oauth-protected-resource";
 
-/// Where RFC 9728 puts what is to be known about a resource: before the path of its address.
+/// Returns the URL of the resource metadata. RFC 9728 inserts the well-known path before the path
+/// of the resource.
 fn metadata_url(resource: &str) -> String {
     let scheme_end = resource.find("://").map_or(0, |at| at + 3);
     let path = resource[scheme_end..].find('/').map(|at| scheme_end + at);
@@ -99,7 +102,7 @@ fn metadata_url(resource: &str) -> String {
     format!("{origin}{METADATA}{}", path.trim_end_matches('/'))
 }
 
-/// Where to get a token for this door (RFC 9728).
+/// Serves the metadata that says where to get a token (RFC 9728).
 async fn metadata(State(entrance): State<Entrance>) -> Response {
     let Some(issuer) = &entrance.door.shared.settings.issuer else {
         return refusal(Error::refused(Code::NotFound, "this server takes no OAuth tokens"));
@@ -138,7 +141,7 @@ impl Entrance {
             shared.peers.renew(session, &view);
         }
         parts.extensions.insert(view.clone());
-        // Secrets go no further than here.
+        // The secret is removed here, so that no later code sees it.
         parts.headers.remove(header::AUTHORIZATION);
         let post = parts.method == Method::POST;
         let body = read(body, shared.settings.max_body_bytes).await?;
@@ -149,7 +152,7 @@ impl Entrance {
         if post && session.is_none() && asked.as_deref() == Some("initialize") {
             self.sessions.check_room(shared.settings.max_sessions, &view.caller).await?;
         }
-        // A session answers with a stream, and what it says later is not ours to fill.
+        // A session responds with a stream whose later messages cannot be spliced.
         let lists = post && session.is_none() && asked.as_deref() == Some("tools/list");
         let beside = lists.then(Beside::default);
         if let Some(beside) = &beside {
@@ -168,13 +171,13 @@ impl Entrance {
     }
 }
 
-/// The part of a message that decides whether a session is made for it.
+/// The method of a message, which decides whether it creates a session.
 #[derive(serde::Deserialize)]
 struct Asked {
     method: Option<String>,
 }
 
-/// A body that is no JSON, in the words of JSON-RPC.
+/// Returns the JSON-RPC response to a body that is not JSON.
 fn unreadable(error: &serde_json::Error) -> Response {
     let message = format!("the body is no JSON: {error}");
     let error = json!({ "code": -32700, "message": message });
@@ -182,7 +185,7 @@ fn unreadable(error: &serde_json::Error) -> Response {
     (StatusCode::BAD_REQUEST, axum::Json(body)).into_response()
 }
 
-/// How the client wants to see the tools: `/mcp?catalogue=search`.
+/// Returns the catalogue mode that the MCP client requests: `/mcp?catalogue=search`.
 fn catalogue(query: &str) -> Result<Option<Catalogue>, Error> {
     let given = query.split('&').find_map(|pair| pair.strip_prefix("catalogue="));
     let Some(word) = given else { return Ok(None) };
@@ -191,7 +194,8 @@ fn catalogue(query: &str) -> Result<Option<Catalogue>, Error> {
     Ok(Some(catalogue))
 }
 
-/// The only source the client wants to see, under its own names: `/mcp/files`.
+/// Returns the source to which the MCP client restricts its view, under unprefixed names:
+/// `/mcp/files`.
 fn source(path: &str) -> Result<Option<Arc<str>>, Error> {
     let Some(name) = path.strip_prefix("/mcp/").filter(|name| !name.is_empty()) else {
         return Ok(None);
@@ -201,12 +205,12 @@ fn source(path: &str) -> Result<Option<Arc<str>>, Error> {
     Ok(Some(name.into()))
 }
 
-/// The session that a message is of.
+/// Returns the id of the session that a message belongs to.
 pub(super) fn session_of(headers: &HeaderMap) -> Option<String> {
     headers.get(SESSION).and_then(|value| value.to_str().ok()).map(str::to_owned)
 }
 
-/// The whole body, within its limits of size, time and depth.
+/// Reads the full body within its limits of size, time and nesting depth.
 async fn read(body: Body, limit: usize) -> Result<axum::body::Bytes, Error> {
     let reading = tokio::time::timeout(BODY_PATIENCE, axum::body::to_bytes(body, limit));
     let bytes = reading
@@ -222,7 +226,8 @@ async fn read(body: Body, limit: usize) -> Result<axum::body::Bytes, Error> {
     Ok(bytes)
 }
 
-/// Against pages that point their own name at this machine: the name must be one of ours.
+/// Prevents DNS rebinding, where a web page points its own host name at this machine: the host must
+/// be one of this server's names.
 fn check_host(headers: &HeaderMap, allowed: &[String]) -> Result<(), Error> {
     let Some(host) = headers.get(header::HOST).map(text) else { return Ok(()) };
     let bare = host.rsplit_once(':').map_or(host, |(name, _)| name);
@@ -235,7 +240,7 @@ fn check_host(headers: &HeaderMap, allowed: &[String]) -> Result<(), Error> {
     Err(Error::refused(Code::PermissionDenied, message))
 }
 
-/// A web page may use the door only from this machine, from this very server, or by permission.
+/// Allows web pages only from this machine, from this server itself, or from an allowed origin.
 fn check_origin(headers: &HeaderMap, allowed: &[String]) -> Result<(), Error> {
     let Some(origin) = headers.get(header::ORIGIN).map(text) else { return Ok(()) };
     let place = origin.split_once("://").map_or("", |(_, place)| place);
@@ -253,14 +258,14 @@ fn text(value: &HeaderValue) -> &str {
     value.to_str().unwrap_or("")
 }
 
-/// Who each session belongs to: its id alone opens nothing.
+/// The owner of each session: a session id alone grants no access.
 struct Sessions {
     manager: Arc<LocalSessionManager>,
     owners: Mutex<HashMap<String, Caller>>,
 }
 
 impl Sessions {
-    /// Another's session is answered as one that does not exist.
+    /// Refuses a session of another caller as one that does not exist.
     fn check(&self, session: Option<&str>, caller: &Caller) -> Result<(), Error> {
         let Some(session) = session else { return Ok(()) };
         match self.owners.lock().get(session) {
@@ -269,8 +274,8 @@ impl Sessions {
         }
     }
 
-    /// Refuses one session too many. Half of all that there may be is the most for one project, so
-    /// that it leaves room for the others.
+    /// Refuses a session over the limit. One project may use at most half of all sessions, so that
+    /// it leaves capacity for the others.
     async fn check_room(&self, limit: usize, caller: &Caller) -> Result<(), Error> {
         let sessions = self.manager.sessions.read().await;
         let owners = self.owners.lock();
@@ -291,7 +296,8 @@ impl Sessions {
             sessions.keys().map(|id| id.to_string()).collect()
         };
         let mut owners = self.owners.lock();
-        // As many are kept as there are; ended ones are swept when there are twice as many.
+        // Owners of ended sessions are removed once there are twice as many owners as open
+        // sessions.
         if owners.len() > 64 && owners.len() > open.len() * 2 {
             owners.retain(|id, _| open.contains(id));
         }

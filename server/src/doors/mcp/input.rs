@@ -1,9 +1,10 @@
-//! What a tool wants to know before it goes on, put to the client, and its answers.
+//! Elicitation: sends a tool's questions to the MCP client and takes its answers.
 //!
-//! A call that waits for answers can be answered by whoever may call tools, over any door. A client
-//! of 2026-07-28 is given the questions and asks again with the answers; the ticket is what it has
-//! to bring along, and is worth nothing to anybody else. A client of an older revision is asked
-//! while it waits. Nobody is asked for what they did not say that they can answer.
+//! Any caller that may call tools can answer a call that waits for input, over any transport. An
+//! MCP client of 2026-07-28 receives the questions and repeats its request with the answers and a
+//! `requestState`, which holds the call id and is useless to other callers. A legacy MCP client
+//! receives the questions while it waits. An MCP client receives only questions of the kinds that
+//! it declared.
 
 use rmcp::model::{
     CallToolRequestParams, ClientCapabilities, ElicitRequestParams, ElicitationCapability,
@@ -19,7 +20,7 @@ use super::answer;
 use super::server::{Server, View};
 use crate::doors::form;
 
-/// The open questions that this client can answer.
+/// Returns the unanswered questions that this MCP client can answer.
 pub(super) fn questions(call: &Call, client: &ClientCapabilities) -> InputRequests {
     if call.hold != Some(Hold::Input) {
         return InputRequests::new();
@@ -43,7 +44,8 @@ fn can_answer(client: &ClientCapabilities, request: &InputRequest) -> bool {
     }
 }
 
-/// Forms and addresses are declared one by one; who declares neither means forms.
+/// Returns whether the MCP client supports this mode. Form and URL mode are declared separately; a
+/// client that declares neither supports forms.
 fn can_show(can: &ElicitationCapability, asked: &ElicitRequestParams) -> bool {
     match asked {
         ElicitRequestParams::FormElicitationParams { .. } => {
@@ -54,13 +56,13 @@ fn can_show(can: &ElicitationCapability, asked: &ElicitRequestParams) -> bool {
     }
 }
 
-/// What the client must bring along: the ticket, and which round of questions it is about. There is
-/// nothing in it to protect; what it names is looked up among the caller's own calls.
+/// Returns the state that the MCP client sends back: the call id and the attempt that needs input.
+/// It needs no protection, because it is looked up among the caller's own calls.
 pub(super) fn state(call: &Call) -> String {
     format!("{}.{}", call.id, call.attempt)
 }
 
-/// Answers as they were given, each an object.
+/// Checks that each answer is an object.
 pub(super) fn answers(given: InputResponses) -> Result<Map<String, Value>, ErrorData> {
     if let Some((key, _)) = given.iter().find(|(_, answer)| !answer.is_object()) {
         let shown: String = key.chars().take(80).collect();
@@ -70,7 +72,8 @@ pub(super) fn answers(given: InputResponses) -> Result<Map<String, Value>, Error
     Ok(given.into_iter().collect())
 }
 
-/// Goes on with a call that had asked: the same caller, the same tool, the ticket as it was given.
+/// Resumes a call that asked for input, if the caller, the tool and the call id are those of the
+/// original request.
 pub(super) async fn go_on(
     server: &Server,
     view: &View,
@@ -88,7 +91,7 @@ pub(super) async fn go_on(
         Err(error) => return Err(answer::protocol_error(error)),
     };
     let call = &ticket.call;
-    // It may be asked for by the name that models know.
+    // The MCP client may use the model-facing name of the tool.
     let same = |name: &str| {
         let tool = engine.tool(&view.caller, name);
         name == call.tool_name || tool.is_ok_and(|tool| tool.definition.name == call.tool_name)
@@ -97,7 +100,7 @@ pub(super) async fn go_on(
         return Err(unknown());
     }
     let answers = answers(asked.input_responses.unwrap_or_default())?;
-    // Answers to a round that is over have been given before: the client sees what came of them.
+    // Answers to an earlier attempt were submitted before: the MCP client gets the present state.
     let asks = call.hold == Some(Hold::Input) && call.attempt == round;
     if asks && !answers.is_empty() {
         give(server, view, &id, answers).await?;
@@ -105,7 +108,7 @@ pub(super) async fn go_on(
     engine.ticket(&view.caller, &id).await.map_err(answer::protocol_error)
 }
 
-/// Gives answers to a call. One that does not wait for them any more is left alone.
+/// Submits answers to a call. A call that no longer waits for them stays unchanged.
 pub(super) async fn give(
     server: &Server,
     view: &View,
@@ -122,17 +125,16 @@ pub(super) async fn give(
     }
 }
 
-/// What came of questions that were put to a client.
+/// The outcome of questions that were sent to an MCP client.
 pub(super) enum Heard<W> {
     Answers(Map<String, Value>),
-    /// It did not answer one of them.
+    /// The MCP client did not answer one of the questions.
     Nothing,
-    /// Nobody wants to know any more, and why.
+    /// The questions are no longer needed, with the reason.
     Pointless(W),
 }
 
-/// Puts the questions to a client of an older revision, one after the other, until nobody wants to
-/// know any more.
+/// Sends the questions to a legacy MCP client, one after the other, until they are superseded.
 pub(super) async fn ask<W>(
     peer: &Peer<RoleServer>,
     questions: InputRequests,
@@ -154,7 +156,8 @@ pub(super) async fn ask<W>(
         let answer = tokio::select! {
             answer = &mut asked.rx => answer,
             why = &mut pointless => {
-                // A client that has gone needs not be told.
+                // If the MCP client has disconnected, the withdrawal cannot be delivered and the
+                // error is ignored.
                 let _ = asked.cancel(Some("this is not needed any more".to_owned())).await;
                 return Heard::Pointless(why);
             }

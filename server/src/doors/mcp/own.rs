@@ -1,5 +1,5 @@
-//! The tools that the door itself offers. They ask the engine about calls and tools and make no
-//! calls of their own, so they are answered here and leave no ticket.
+//! The built-in tools of the MCP transport. They query the engine about calls and tools and create
+//! no calls, so they are handled here and nothing is stored.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,20 +19,20 @@ use super::answer;
 use super::call::{Client, shape, ticketed};
 use super::server::{Server, View};
 
-/// Asks for the result of a call that was not finished when its client was answered.
+/// Returns the result of a call that had not ended when its MCP client got a response.
 pub(super) const CALL_RESULT: &str = "call.result";
 
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct ResultArgs {
-    /// The ticket: tc_ and 26 letters and digits.
+    /// Id of the tool call: tc_ followed by 26 letters and digits.
     tool_call_id: String,
-    /// How long to wait for the result, in milliseconds. 20000 unless said.
+    /// Maximum time to wait for the result, in milliseconds. Default: 20000.
     #[serde(default)]
     wait_ms: Option<u64>,
 }
 
-/// Every tool of the door, in the order of their names.
+/// Returns the built-in tools that are listed, sorted by name.
 pub(super) fn tools() -> Vec<Tool> {
     vec![described::<ResultArgs>(
         CALL_RESULT,
@@ -42,7 +42,7 @@ pub(super) fn tools() -> Vec<Tool> {
     )]
 }
 
-/// A tool of the door that only reads.
+/// Returns the definition of a built-in tool that only reads.
 pub(super) fn described<A: JsonSchema>(
     name: &'static str,
     title: &str,
@@ -60,7 +60,7 @@ pub(super) fn described<A: JsonSchema>(
     Tool::new(name, text, Arc::new(schema)).with_title(title).with_annotations(annotations)
 }
 
-/// The arguments, or what is wrong with them in words.
+/// Deserializes the arguments, or returns a fault that says what is wrong with them.
 pub(super) fn arguments<A: DeserializeOwned>(
     tool: &str,
     arguments: Option<JsonObject>,
@@ -72,7 +72,7 @@ pub(super) fn arguments<A: DeserializeOwned>(
     })
 }
 
-/// Answers a call of `call.result`.
+/// Handles a call of `call.result`.
 pub(super) async fn call_result(
     server: &Server,
     view: &View,
@@ -91,11 +91,11 @@ pub(super) async fn call_result(
     let wait_ms = args.wait_ms.unwrap_or(20_000).min(server.settings().wait_ms);
     let waiting = server.engine().wait(&view.caller, &id, wait_ms);
     let found = tokio::select! {
-        // To stop asking is not to cancel what is asked about.
+        // Canceling this request does not cancel the call that it asks about.
         () = context.ct.cancelled() => {
             return Err(ErrorData::internal_error("canceled by the client", None));
         }
-        // A little longer than the engine waits, which has its own limit.
+        // A safety margin over the engine's wait, which has a limit of its own.
         found = tokio::time::timeout(Duration::from_millis(wait_ms + 60_000), waiting) => found,
     };
     let call = match found {
@@ -103,7 +103,7 @@ pub(super) async fn call_result(
         Ok(Err(error)) => return answer::refused(error).map(CallToolResponse::Complete),
         Err(_) => return Err(ErrorData::internal_error("the wait did not end", None)),
     };
-    // The schema that matters is the one of `call.result`, which has none.
+    // The result is one of `call.result`, which declares no output schema.
     let mut shape = shape(None, Client::of(context).revision);
     shape.promised = false;
     let result = match call.status.is_terminal() {

@@ -1,10 +1,10 @@
-//! A call's progress, and what its tool logs, passed on to a client that asked for it while it
-//! waits.
+//! Forwards the progress and the log messages of a call to an MCP client that subscribed to them,
+//! while it waits.
 //!
 //! Both are events of the call. A tool of an MCP server logs in the data of a progress event, as
 //! `{"log": {"level", "logger", "data"}}`.
 
-// Logging is of the older revisions, whose clients have it.
+// Logging belongs to the legacy revisions, whose clients still use it.
 #![allow(deprecated)]
 
 use rmcp::RoleServer;
@@ -22,10 +22,10 @@ use toolcrib::{Caller, Engine, Executor};
 use super::server::{Server, View};
 use super::tools::Revision;
 
-/// How many events are read at once.
+/// Maximum number of events read at once.
 const PAGE: usize = 100;
 
-/// What a client was told of a call, and what is next.
+/// Forwards the events of one call, and remembers the position reached.
 pub(super) struct Progress {
     wanted: Option<Wanted>,
 }
@@ -41,7 +41,7 @@ struct Wanted {
     shown: Option<f64>,
 }
 
-/// What a tool logs.
+/// A log message of a tool.
 #[derive(Deserialize)]
 struct Logged {
     level: LoggingLevel,
@@ -51,7 +51,7 @@ struct Logged {
 }
 
 impl Progress {
-    /// Of this call, if the client wants to know.
+    /// Returns a forwarder for this call, which does nothing if the MCP client did not subscribe.
     pub(super) fn of(
         server: &Server,
         view: &View,
@@ -59,8 +59,8 @@ impl Progress {
         call: &Call,
     ) -> Self {
         let token = context.meta.get_progress_token();
-        // Only tools of MCP servers log. The present revision asks with each request, those before
-        // it for the whole session, and who has not asked at all may be told.
+        // Only tools of MCP servers log. The current revision sets the level with each request,
+        // legacy revisions for the whole session; a legacy client that set no level gets `info`.
         let level = match Revision::of(context.protocol_version().as_ref()) {
             _ if call.target.executor != Executor::Mcp => None,
             Revision::Modern => context.meta.log_level(),
@@ -79,18 +79,18 @@ impl Progress {
         Self { wanted }
     }
 
-    /// Waits for news and passes them on; for ever where there are none to come.
+    /// Waits for new events and forwards them. Never returns if no more events can come.
     pub(super) async fn pass_on(&mut self) {
         let Some(wanted) = &mut self.wanted else { return std::future::pending().await };
         let read = wanted.engine.events(&wanted.caller, &wanted.call, wanted.after, PAGE).await;
         match read {
             Ok(events) if !events.is_empty() => wanted.tell(events).await,
-            // It has ended, or the store is away: the result says the rest.
+            // The call has ended, or the store is unavailable: the result is reported elsewhere.
             _ => std::future::pending().await,
         }
     }
 
-    /// What is left of a call that has ended.
+    /// Forwards the remaining events of an ended call.
     pub(super) async fn pass_on_the_rest(&mut self) {
         let Some(wanted) = &mut self.wanted else { return };
         loop {
@@ -121,7 +121,7 @@ impl Wanted {
     async fn tell_progress(&mut self, said: &Facts) {
         let Some(token) = self.token.clone() else { return };
         let percent = said.get("percent").and_then(Value::as_f64);
-        // An MCP server that does not know how much there is counts without a total.
+        // An MCP server that does not know the total reports progress without one.
         let counted = || said.get("data")?.get("progress")?.as_f64();
         let next = above(self.shown, percent.or_else(counted));
         self.shown = Some(next);
@@ -132,7 +132,7 @@ impl Wanted {
         if let Some(message) = said.get("message").and_then(Value::as_str) {
             param = param.with_message(message);
         }
-        // A client that has gone needs none; its stream ends the wait.
+        // An error means that the MCP client has disconnected, which ends the wait elsewhere.
         let _ = self.peer.notify_progress(param).await;
     }
 
@@ -147,7 +147,8 @@ impl Wanted {
     }
 }
 
-/// MCP wants each number to be above the one before, whatever the tool says.
+/// Returns the next progress value. MCP requires each value to exceed the one before, whatever the
+/// tool reports.
 fn above(shown: Option<f64>, said: Option<f64>) -> f64 {
     let said = said.filter(|said| shown.map_or(*said >= 0.0, |shown| *said > shown));
     said.unwrap_or_else(|| shown.map_or(0.0, |shown| (shown + 0.01).max(shown.next_up())))

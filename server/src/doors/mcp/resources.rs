@@ -1,4 +1,4 @@
-//! Resources: the whole results of calls, by their tickets, and what lies on the shelf.
+//! Resources: full results of calls, by call id, and passthrough resources.
 
 use rmcp::ErrorData;
 use rmcp::model::{
@@ -15,8 +15,8 @@ use super::server::{Server, View};
 const PREFIX: &str = "toolcrib://tool_calls/";
 const SUFFIX: &str = "/result";
 
-/// What is on the shelf. Results are not listed: there may be millions, and who may want one has
-/// been given its link.
+/// Lists the passthrough resources. Results are not listed: there may be millions, and the caller
+/// of each call has been given its link.
 pub(super) async fn list(
     server: &Server,
     view: &View,
@@ -29,7 +29,7 @@ pub(super) async fn list(
     }))
 }
 
-/// The templates of the shelf, and that of results.
+/// Lists the passthrough resource templates and the template of results.
 pub(super) async fn templates(
     server: &Server,
     view: &View,
@@ -47,7 +47,7 @@ pub(super) async fn templates(
     }))
 }
 
-/// One resource.
+/// Reads one resource.
 pub(super) async fn read(
     server: &Server,
     view: &View,
@@ -82,7 +82,7 @@ pub(super) async fn read(
     let data = call.outcome.as_ref().and_then(|outcome| outcome.data.as_ref());
     let data = data.ok_or_else(unknown)?;
     let contents = ResourceContents::text(data.text(), uri).with_mime_type("application/json");
-    // A call ends once: its result is the same for ever.
+    // A call ends once, so its result never changes.
     let result = ReadResourceResult::new(vec![contents])
         .with_ttl_ms(86_400_000)
         .with_cache_scope(rmcp::model::CacheScope::Private);

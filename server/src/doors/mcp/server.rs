@@ -1,9 +1,10 @@
-//! The MCP server: every method of the protocol, each handed to the part that answers it.
+//! The MCP handler: every method of the protocol, each delegated to the module that implements it.
 //!
-//! Who asks is looked up for every request from what came with it; a session or a stream remembers
-//! nobody.
+//! The caller is determined for every request from its own credentials. Neither a session nor a
+//! stream authenticates later requests.
 
-// Logging and following single resources are of the older revisions, whose clients have them.
+// Logging and subscriptions to single resources belong to the legacy revisions, whose clients still
+// use them.
 #![allow(deprecated)]
 
 use std::collections::HashSet;
@@ -34,34 +35,34 @@ use super::tools::{Lists, Revision, cursor, name_in};
 use super::{Settings, announce, input, own, resources, tasks, unread};
 use crate::auth::Standing;
 
-/// Going through more bytes than this gets a thread of its own.
+/// Size of a result above which it is converted on a blocking thread.
 const LARGE: usize = 64 << 10;
 
-/// Who asks, and what they want to see.
+/// The caller of a request, and the part of the tools that the caller chose to see.
 #[derive(Clone)]
 pub(super) struct View {
     pub(super) caller: Caller,
-    /// With what they were recognised, where that can be taken from them.
+    /// The credentials of the request, if they can be revoked.
     pub(super) standing: Option<Standing>,
-    /// How they want to see the tools; by their number where they do not say.
+    /// The requested catalogue mode. If `None`, the number of tools decides.
     pub(super) catalogue: Option<Catalogue>,
-    /// The only source they want to see, under its own names.
+    /// The only source that the caller sees, under unprefixed names.
     pub(super) source: Option<Arc<str>>,
 }
 
 impl View {
-    /// What goes before the names of what is seen.
+    /// Returns the prefix that is removed from the names the caller sees.
     pub(super) fn prefix(&self) -> Option<String> {
         self.source.as_ref().map(|source| format!("{source}."))
     }
 
-    /// The crib's name of the tool that the client calls so. What reads long results is the crib's
-    /// own, wherever they come from.
+    /// Returns Toolcrib's name for a tool name of the MCP client. The tool that reads long results
+    /// belongs to Toolcrib and has no prefix, whatever the source.
     pub(super) fn tool_named(&self, name: &str) -> String {
         if name == RESULT_READ { name.to_owned() } else { self.named(name) }
     }
 
-    /// The crib's name of what the client calls so.
+    /// Returns Toolcrib's name for a name of the MCP client.
     pub(super) fn named(&self, name: &str) -> String {
         match &self.source {
             Some(source) => format!("{source}.{name}"),
@@ -70,7 +71,7 @@ impl View {
     }
 }
 
-/// What every server of one door shares.
+/// State that all handlers of one transport share.
 pub(super) struct Shared {
     pub(super) engine: Engine,
     pub(super) settings: Settings,
@@ -79,7 +80,7 @@ pub(super) struct Shared {
     pub(super) peers: announce::Peers,
 }
 
-/// What an older client has said in its session.
+/// Settings that a legacy MCP client made in its session.
 #[derive(Default)]
 pub(super) struct Session {
     level: Mutex<Option<LoggingLevel>>,
@@ -87,23 +88,23 @@ pub(super) struct Session {
 }
 
 impl Session {
-    /// From which level on it wants to be told what tools log.
+    /// Returns the minimum level of log messages that the MCP client receives.
     pub(super) fn level(&self) -> Option<LoggingLevel> {
         *self.level.lock()
     }
 
-    /// Whether it wants to know when this resource changes.
+    /// Returns whether the MCP client subscribed to this resource.
     pub(super) fn follows(&self, uri: &str) -> bool {
         self.followed.lock().contains(uri)
     }
 }
 
-/// One server: of a request, a session, or a pair of pipes.
+/// The handler of one request, one session, or one pair of pipes.
 #[derive(Clone)]
 pub(super) struct Server {
     pub(super) shared: Arc<Shared>,
     pub(super) session: Arc<Session>,
-    /// Who is meant where a request does not say.
+    /// The caller of requests that have no [`CallerView`] themselves, as over pipes.
     pub(super) view: View,
 }
 
@@ -116,13 +117,13 @@ impl Server {
         &self.shared.settings
     }
 
-    /// Who sends this.
+    /// Returns the caller of a request.
     pub(super) fn view(&self, extensions: &Extensions) -> View {
         let parts = extensions.get::<axum::http::request::Parts>();
         parts.and_then(|parts| parts.extensions.get::<View>()).unwrap_or(&self.view).clone()
     }
 
-    /// Whether this client sees the catalogue in place of the list.
+    /// Returns whether this caller sees the catalogue in place of the full list.
     fn searches(&self, view: &View) -> bool {
         match view.catalogue {
             Some(catalogue) => catalogue == Catalogue::Search && view.caller.may_invoke(),
@@ -134,7 +135,7 @@ impl Server {
         }
     }
 
-    /// How a call that has ended is told to this client.
+    /// Returns the result of an ended call for this MCP client.
     pub(super) async fn ended(&self, call: &Arc<Call>, shape: Shape) -> CallToolResult {
         let budget = self.settings().result_tokens;
         let data = call.outcome.as_ref().and_then(|outcome| outcome.data.as_ref());
@@ -142,7 +143,7 @@ impl Server {
         if data.is_none_or(|data| data.text().len() <= LARGE) {
             return told(call);
         }
-        // Going through much text is not done between other work.
+        // Converting a large result would block the async worker thread.
         let whole = call.clone();
         match tokio::task::spawn_blocking(move || told(&whole)).await {
             Ok(result) => result,
@@ -215,7 +216,8 @@ impl ServerHandler for Server {
         Ok(result)
     }
 
-    /// For the check of headers that mirror arguments; who may call it is decided when it is.
+    /// Used by rmcp to check headers that mirror arguments. `call_tool` decides whether the caller
+    /// may call the tool.
     fn get_tool(&self, name: &str) -> Option<Tool> {
         let entry = self.engine().tool(&self.view.caller, &self.view.tool_named(name)).ok()?;
         super::tools::described(&entry.definition)
@@ -278,7 +280,7 @@ impl ServerHandler for Server {
             return Ok(());
         }
         match self.engine().cancel(&view.caller, &call.id, None).await {
-            // It ended meanwhile: the client sees how when it looks.
+            // The call may have ended meanwhile; the MCP client sees its outcome when it polls.
             Ok(_) => Ok(()),
             Err(error) if error.code() == toolcrib::Code::Conflict => Ok(()),
             Err(error) => Err(answer::protocol_error(error)),

@@ -1,6 +1,5 @@
-//! What lies beside the tools: resources, prompts and completions of others, passed through. The
-//! crib has none of its own; a source that has some is put on the shelf when everything is put
-//! together.
+//! Passthrough: resources, prompts and completions of MCP servers, offered unchanged. Toolcrib has
+//! none itself; the server registers a provider at startup.
 
 use async_trait::async_trait;
 use rmcp::ErrorData;
@@ -10,50 +9,50 @@ use rmcp::model::{
 };
 use toolcrib::Caller;
 
-/// What has changed on a shelf.
+/// The kind of a passthrough change.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Changed {
-    /// Which resources there are.
+    /// The list of resources changed.
     Resources,
-    /// Which prompts there are.
+    /// The list of prompts changed.
     Prompts,
-    /// What is in this resource.
+    /// The content of this resource changed.
     Resource(String),
 }
 
-/// A change, and whose it is.
+/// A change and its origin.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Change {
     pub what: Changed,
-    /// The project and the source; none where some changes were missed.
+    /// The project and the source; `None` if some changes were missed.
     pub place: Option<(String, String)>,
 }
 
-/// Changes, one after the other; given up by dropping it.
+/// A stream of changes. Drop it to unsubscribe.
 #[async_trait]
 pub trait Changes: Send + 'static {
     async fn next(&mut self) -> Change;
 }
 
-/// Whoever has resources and prompts. Every method answers for one caller; where a source is named,
-/// as if there were no other.
+/// A provider of resources and prompts. Every method answers for one caller; if a source is given,
+/// only that source is visible.
 #[async_trait]
 pub trait Shelf: Send + Sync + 'static {
-    /// The resources, in an order that does not change by itself.
+    /// Returns the resources in a stable order.
     async fn resources(
         &self,
         caller: &Caller,
         source: Option<&str>,
     ) -> Result<Vec<Resource>, ErrorData>;
 
-    /// The templates of resources, in such an order.
+    /// Returns the resource templates in a stable order.
     async fn templates(
         &self,
         caller: &Caller,
         source: Option<&str>,
     ) -> Result<Vec<ResourceTemplate>, ErrorData>;
 
-    /// One resource; none when it is not on this shelf.
+    /// Reads one resource. Returns `None` if this provider does not have it.
     async fn read(
         &self,
         caller: &Caller,
@@ -61,17 +60,17 @@ pub trait Shelf: Send + Sync + 'static {
         asked: ReadResourceRequestParams,
     ) -> Result<Option<ReadResourceResponse>, ErrorData>;
 
-    /// The prompts, in such an order.
+    /// Returns the prompts in a stable order.
     async fn prompts(&self, caller: &Caller) -> Result<Vec<Prompt>, ErrorData>;
 
-    /// One prompt; none when it is not on this shelf.
+    /// Returns one prompt, or `None` if this provider does not have it.
     async fn prompt(
         &self,
         caller: &Caller,
         asked: GetPromptRequestParams,
     ) -> Result<Option<GetPromptResponse>, ErrorData>;
 
-    /// What an argument could go on with.
+    /// Returns completions for an argument.
     async fn complete(
         &self,
         caller: &Caller,
@@ -79,22 +78,22 @@ pub trait Shelf: Send + Sync + 'static {
         asked: CompleteRequestParams,
     ) -> Result<CompleteResult, ErrorData>;
 
-    /// Whether there is a source of this name that the caller may know of.
+    /// Returns whether the caller may see a source of this name.
     fn has(&self, _caller: &Caller, _source: &str) -> bool {
         true
     }
 
-    /// Tells of changes from now on. None where nothing ever changes.
+    /// Subscribes to changes from now on. Returns `None` if nothing ever changes.
     fn changes(&self) -> Option<Box<dyn Changes>> {
         None
     }
 
-    /// Whether a change is this caller's to know; where a source is named, as if there were no
-    /// other.
+    /// Returns whether the caller may learn of a change; if a source is given, only that source is
+    /// visible.
     fn shows(&self, caller: &Caller, source: Option<&str>, change: &Change) -> bool;
 }
 
-/// A shelf with nothing on it.
+/// A provider without resources and prompts.
 pub(super) struct Empty;
 
 #[async_trait]

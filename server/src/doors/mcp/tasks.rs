@@ -1,8 +1,8 @@
-//! Tasks: a call seen through the extension `io.modelcontextprotocol/tasks`. The task's id is the
-//! ticket, and all of it is read from the engine, so it is the same after a restart.
+//! Tasks: a call seen through the extension `io.modelcontextprotocol/tasks`. The task id is the
+//! call id, and the engine holds all of its state, so a task survives a restart.
 //!
-//! A tool that failed or took too long is a task that is `completed`, with a result that says so:
-//! that is a tool's failure, which the model should read. `failed` is for faults of the crib.
+//! A tool that failed or timed out is a `completed` task with an error result, because the model
+//! should read a tool's failure. `failed` is for faults of Toolcrib.
 
 use std::sync::Arc;
 
@@ -19,10 +19,10 @@ use super::input;
 use super::server::{Server, View};
 use super::tools::Revision;
 
-/// How often a client should look.
+/// Poll interval that tasks recommend to MCP clients.
 const POLL_INTERVAL_MS: u64 = 1_000;
 
-/// The call as a task, without what it came to.
+/// Returns the call as a task, without its outcome.
 pub(super) fn task(server: &Server, call: &Call) -> Task {
     let time = |ms: u64| {
         let at = jiff::Timestamp::from_millisecond(ms as i64).unwrap_or_default();
@@ -60,7 +60,7 @@ fn words(call: &Call) -> String {
     }
 }
 
-/// The whole task, as `tasks/get` tells it.
+/// Returns the task with its payload, as the response to `tasks/get`.
 pub(super) async fn detailed(
     server: &Server,
     view: &View,
@@ -99,7 +99,7 @@ fn object(value: Value) -> JsonObject {
     }
 }
 
-/// The call behind a task's id. What is not the caller's does not exist.
+/// Finds the call of a task id. A call that the caller may not see counts as missing.
 pub(super) async fn found(
     server: &Server,
     view: &View,

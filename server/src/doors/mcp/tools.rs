@@ -1,8 +1,8 @@
-//! Tools as MCP describes them: what is listed, in which order and in which portions.
+//! Tool lists in MCP's format: their entries, order and pages.
 //!
-//! The list is the caller's: what it may not call it does not see. It is ordered by name, so two
-//! lists of the same tools are the same bytes, and a cursor is a name, so a page goes on rightly
-//! also after the list has changed.
+//! A list belongs to one caller and contains only tools that the caller may call. It is sorted by
+//! name, so two lists of the same tools are byte-identical; a cursor is a name, so pagination
+//! continues correctly after the list has changed.
 
 use std::collections::HashMap;
 use std::sync::{Arc, OnceLock};
@@ -15,16 +15,17 @@ use toolcrib::{Caller, Definition, Effect, Engine, Risk};
 
 use super::{catalogue, own};
 
-/// How many callers' lists are kept. Beyond it all are made again, which costs time and no more.
+/// Maximum number of cached lists. When it is exceeded, the cache is cleared and lists are rebuilt,
+/// which costs time only.
 const KEPT_LISTS: usize = 512;
 
-/// A tool of the crib, or of the door, as it is listed.
+/// One entry of a tool list: a registered tool or a built-in tool of this transport.
 #[derive(Clone)]
 struct Listed {
-    /// What it was made of; none for the door's own.
+    /// The catalog entry of the tool; `None` for a built-in tool.
     entry: Option<Arc<CatalogEntry>>,
     tool: Arc<Tool>,
-    /// As it is written on the later wire, once somebody has asked for it.
+    /// The entry as JSON for the modern revision, serialized at the first request.
     text: Arc<OnceLock<Box<str>>>,
 }
 
@@ -53,7 +54,7 @@ impl Listed {
     }
 }
 
-/// One caller's list.
+/// The tool list of one caller.
 #[derive(Default)]
 pub(super) struct List {
     version: u64,
@@ -61,20 +62,20 @@ pub(super) struct List {
 }
 
 impl List {
-    /// How many there are.
     pub(super) fn len(&self) -> usize {
         self.tools.len()
     }
 
-    /// Whether both name the same tools with the same definitions.
+    /// Returns whether both lists name the same tools with the same definitions.
     pub(super) fn same_as(&self, other: &Self) -> bool {
         let mut pairs = self.tools.iter().zip(&other.tools);
         self.tools.len() == other.tools.len() && pairs.all(|(one, two)| one.same_as(two))
     }
 
-    /// The tools behind this name, at most so many; and the name to go on behind, when there are
-    /// more. With a prefix: those that have it, without it, and behind them the door's own and what
-    /// reads long results, which go before others of these names.
+    /// Returns at most `size` tools after the given name, and the name to continue after if there
+    /// are more. With a prefix, returns the tools that have it, without the prefix, followed on the
+    /// last page by the built-in tools and the tool that reads long results. These replace tools of
+    /// the same names.
     pub(super) fn page(
         &self,
         after: Option<&str>,
@@ -99,7 +100,7 @@ impl List {
         (tools, more)
     }
 
-    /// The same for the later wire, written: nothing is written that was written before.
+    /// Returns the same page for the modern revision, as JSON. Each entry is serialized only once.
     pub(super) fn page_text(&self, after: Option<&str>, size: usize) -> (String, Option<String>) {
         let (page, more) = self.part(after, size, None);
         let mut text = String::with_capacity(page.iter().map(|l| l.text().len() + 1).sum());
@@ -119,7 +120,7 @@ impl List {
         let begin =
             after.map_or(0, |after| self.tools.partition_point(|listed| listed.name() <= after));
         let rest = match prefix {
-            // They stand together: the list is in the order of the names.
+            // They are contiguous, because the list is sorted by name.
             Some(prefix) => {
                 let first = self.tools.partition_point(|listed| listed.name() < prefix);
                 let theirs = |listed: &Listed| listed.name().starts_with(prefix);
@@ -134,7 +135,7 @@ impl List {
     }
 }
 
-/// Which of the two wires is spoken.
+/// The protocol revision of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Revision {
     /// 2025-11-25 and older.
@@ -144,7 +145,7 @@ pub(super) enum Revision {
 }
 
 impl Revision {
-    /// Of a request that names this version.
+    /// Returns the revision for a protocol version.
     pub(super) fn of(version: Option<&ProtocolVersion>) -> Self {
         match version {
             Some(version) if version.as_str() >= ProtocolVersion::V_2026_07_28.as_str() => {
@@ -154,7 +155,8 @@ impl Revision {
         }
     }
 
-    /// The older wire knows structured results only as objects.
+    /// Returns the tool as this revision can describe it: legacy revisions allow only objects as
+    /// structured results.
     fn shown(self, tool: &Tool) -> Tool {
         let mut tool = tool.clone();
         let is_object =
@@ -166,29 +168,31 @@ impl Revision {
     }
 }
 
-/// Who a list is for, as far as it matters to what is on it.
+/// The properties of a caller that decide which tools are listed: project, agent, role, and whether
+/// the caller is local.
 type Whose = (String, String, toolcrib::Role, bool);
 
-/// The lists of recent callers. They are made again when the directory has changed; descriptions
-/// of tools that have not changed are kept.
+/// The lists of recent callers. A list is rebuilt when the directory has changed; entries of
+/// unchanged tools are reused.
 #[derive(Default)]
 pub(super) struct Lists {
     kept: Mutex<HashMap<Whose, Arc<List>>>,
 }
 
 impl Lists {
-    /// The list of who searches: the same for everybody.
+    /// Returns the catalogue list, which is the same for every caller.
     pub(super) fn of_catalogue(&self) -> Arc<List> {
         let listed = |tool: Tool| Listed::new(None, tool);
         let tools = own::tools().into_iter().chain(catalogue::tools()).map(listed);
         Arc::new(List { version: 0, tools: tools.collect() })
     }
 
-    /// The caller's list, as the directory is now.
+    /// Returns the caller's list for the present state of the directory.
     pub(super) fn of(&self, engine: &Engine, caller: &Caller) -> Arc<List> {
         let local = caller.trust == toolcrib::caller::Trust::Local;
         let whose = (caller.project.clone(), caller.agent.clone(), caller.role, local);
-        // Asked before the tools are: a change between the two makes the list again next time.
+        // Read before the tools: if the directory changes in between, the next request rebuilds the
+        // list.
         let version = engine.directory_version();
         let before = self.kept.lock().get(&whose).cloned();
         if let Some(list) = before.as_ref().filter(|list| list.version == version) {
@@ -221,7 +225,7 @@ fn made(engine: &Engine, caller: &Caller, version: u64, before: Option<&List>) -
         tools.extend(kept(&entry).or_else(fresh));
     }
     for tool in own::tools() {
-        // The door's own goes before one of the crib that has taken its name.
+        // A built-in tool replaces a registered tool of the same name.
         tools.retain(|listed| listed.name() != tool.name);
         let place = tools.partition_point(|listed| listed.name() < tool.name.as_ref());
         tools.insert(place, Listed::new(None, tool));
@@ -229,8 +233,8 @@ fn made(engine: &Engine, caller: &Caller, version: u64, before: Option<&List>) -
     List { version, tools }
 }
 
-/// A definition as MCP writes it. None where its arguments cannot be an object: MCP has no way to
-/// call it.
+/// Returns the MCP form of a definition, or `None` if its arguments cannot be an object: MCP cannot
+/// call such a tool.
 pub(super) fn described(definition: &Definition) -> Option<Tool> {
     let Value::Object(mut input) = definition.input_schema.value() else { return None };
     match input.get("type") {
@@ -249,7 +253,7 @@ pub(super) fn described(definition: &Definition) -> Option<Tool> {
     Some(tool)
 }
 
-/// What its owner called it, or its name in words.
+/// Returns the title in the tool's metadata, or its name as words.
 fn title(definition: &Definition) -> String {
     let metadata = definition.metadata.as_ref().map(|metadata| metadata.value());
     let given = metadata.as_ref().and_then(|metadata| metadata.get("title")?.as_str());
@@ -263,7 +267,7 @@ fn title(definition: &Definition) -> String {
     letters.next().map_or_else(String::new, |first| first.to_uppercase().chain(letters).collect())
 }
 
-/// Hints for the client. They say what the crib knows: nobody has to believe them.
+/// Returns hints for the MCP client. They reflect the definition and guarantee nothing.
 fn annotations(effect: Effect, risk: Risk) -> ToolAnnotations {
     let destructive = match effect {
         Effect::Read => false,
@@ -276,15 +280,15 @@ fn annotations(effect: Effect, risk: Risk) -> ToolAnnotations {
         .idempotent(effect != Effect::Irreversible)
 }
 
-/// What is suspicious about the words of a tool, where something is.
+/// Returns the injection flags of a tool's description, if any.
 pub(super) fn flags(definition: &Definition) -> Option<Value> {
     let metadata = definition.metadata.as_ref()?;
-    // Most have none: then nothing is read.
+    // Most tools have no flags; then the metadata is not parsed.
     let flagged = metadata.text().contains("\"flags\"");
     flagged.then(|| metadata.value().get("flags").cloned()).flatten()
 }
 
-/// What MCP has no words for.
+/// Returns the properties for which MCP has no field.
 fn facts(definition: &Definition) -> MetaObject {
     let mut facts = JsonObject::new();
     facts.insert("toolcrib/effect".to_owned(), definition.effect.as_str().into());
@@ -300,12 +304,12 @@ fn facts(definition: &Definition) -> MetaObject {
 
 const AFTER: &str = "after:";
 
-/// A cursor that goes on behind this name.
+/// Returns a cursor that continues after this name.
 pub(super) fn cursor(name: &str) -> String {
     format!("{AFTER}{name}")
 }
 
-/// The name in a cursor, if it is one of ours.
+/// Returns the name in a cursor, or `None` if the cursor is not one of Toolcrib's.
 pub(super) fn name_in(cursor: &str) -> Option<&str> {
     cursor.strip_prefix(AFTER).filter(|name| toolcrib::tool::check_name(name).is_ok())
 }

@@ -1,6 +1,5 @@
-//! Requests that the library could not read: which of them are of a method that there is, and what
-//! is wrong with them. Otherwise a client that forgot a field would be told that there is no such
-//! method.
+//! Explains requests that rmcp could not parse. Without this module, an MCP client that forgot a
+//! field would be told that the method does not exist.
 
 use rmcp::ErrorData;
 use rmcp::model::{
@@ -11,7 +10,8 @@ use rmcp::model::{
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
-/// Why a request cannot be answered. Methods that 2026-07-28 has no more are none.
+/// Returns the error for a request that rmcp could not parse. Methods that 2026-07-28 removed count
+/// as unknown.
 pub(super) fn why(request: &CustomRequest) -> ErrorData {
     let method = request.method.as_str();
     let params = request.params.clone().unwrap_or_else(|| Value::Object(Map::new()));

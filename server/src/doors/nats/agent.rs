@@ -1,4 +1,4 @@
-//! `rpc.agent.<agent_id>.…`: an agent's turns and inbox, the same as over HTTP.
+//! `rpc.agent.<agent_id>.…`: an agent's turns and inbox, with the same operations as over HTTP.
 
 use async_nats::Message;
 use serde_json::{Value, json};
@@ -12,10 +12,10 @@ use super::{body, unknown};
 use crate::utp::turn::{self, DispatchBody, LeaseBody, turn_body};
 use crate::utp::wire;
 
-/// A wait over request and reply is shorter than the usual patience of a NATS client.
+/// Maximum wait of one request, so that the reply arrives before a typical NATS client times out.
 const MAX_WAIT_MS: u64 = 30_000;
 
-/// Read from the text, so that what is wrong is named with its place.
+/// Deserializes the payload from its text, so that an error names its line and column.
 fn read<T: serde::de::DeserializeOwned>(request: &Message) -> Result<T, Error> {
     let text = if request.payload.is_empty() { &b"{}"[..] } else { &request.payload[..] };
     serde_json::from_slice(text).map_err(|error| {
@@ -23,7 +23,7 @@ fn read<T: serde::de::DeserializeOwned>(request: &Message) -> Result<T, Error> {
     })
 }
 
-/// A number that may be left out.
+/// Returns the named number, or `None` when the field is missing or null.
 fn number(given: &Value, name: &str) -> Result<Option<u64>, Error> {
     match &given[name] {
         Value::Null => Ok(None),
@@ -58,7 +58,8 @@ pub(super) async fn answer(
             let mut wanted = read::<LeaseBody>(request)?.lease();
             wanted.channel.get_or_insert_with(|| parts.channel.to_owned());
             wanted.traceparent = wanted.traceparent.or_else(|| header("traceparent"));
-            // Whoever is on the way may put anything there; that is no reason to refuse a turn.
+            // Any intermediary may have set this header, so an invalid value is ignored rather than
+            // refused.
             let state = || header("tracestate").filter(|state| trace::is_state(state));
             wanted.tracestate = wanted.tracestate.or_else(state);
             let turn = engine.lease(caller, agent, wanted).await?;

@@ -1,8 +1,8 @@
-//! Publishing what is in the outbox: wakeups, events of turns, commands that are tried again.
+//! Publishes the messages of the outbox: wakeups, events of turns, and commands that are retried.
 //!
-//! Letters go out in the order they came, and none waits for another: what the broker does not
-//! take now is tried again later, while those behind it go on. What can never go out becomes a
-//! dead letter, so the outbox cannot fill up with it.
+//! Messages are published in the order in which they were stored, and none waits for another: if
+//! the broker rejects a message for now, it is retried later while the messages after it proceed. A
+//! message that can never be published becomes a dead letter, so it cannot fill up the outbox.
 
 use std::collections::HashMap;
 use std::panic::AssertUnwindSafe;
@@ -16,20 +16,21 @@ use toolcrib::utp::{Letter, is_token, subject};
 use crate::utp::link::NotPublished;
 use crate::utp::{Link, wire};
 
-/// Letters that are published at once.
+/// Maximum number of messages that are published concurrently.
 const BATCH: usize = 256;
-/// How long to wait for news before looking for what has to be tried again.
+/// Time to wait for a wake signal before checking for messages that are due for a retry.
 const LOOK_AGAIN: Duration = Duration::from_secs(2);
-/// How long a letter waits for its second try; twice as long for each further one.
+/// Delay before the second attempt to publish a message. It doubles with each further attempt.
 const WAIT: Duration = Duration::from_millis(500);
 const LONGEST_WAIT: Duration = Duration::from_secs(30);
-/// Tries after which nobody expects a stream for a letter any more. The streams were there.
+/// Attempts after which a message without a stream becomes a dead letter. The streams of Toolcrib
+/// exist by then, so no stream will ever take the message.
 const NO_STREAM_TRIES: u32 = 5;
-/// How long it takes until a publisher that fell over is begun again.
+/// Delay before a publisher that panicked is restarted.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// Publishes for as long as it is polled. Whatever makes it fall over, it gets up again; `/readyz`
-/// tells of the time between.
+/// Publishes for as long as the future is polled. The publisher restarts after a panic; until then
+/// `/readyz` reports it as down.
 pub(super) async fn publish(engine: Engine, link: Link) {
     let down = || link.publishes(false);
     kept_up(down, || publish_all(engine.clone(), link.clone())).await;
@@ -39,7 +40,7 @@ async fn kept_up<F: Future<Output = ()>>(down: impl Fn(), begin: impl Fn() -> F)
     loop {
         let ended = AssertUnwindSafe(begin()).catch_unwind().await;
         down();
-        tracing::error!(panicked = ended.is_err(), "the publisher fell over; it is begun again");
+        tracing::error!(panicked = ended.is_err(), "the outbox publisher stopped; restarting it");
         tokio::time::sleep(PAUSE).await;
     }
 }
@@ -49,13 +50,13 @@ async fn publish_all(engine: Engine, link: Link) {
     let mut outbox = Outbox { engine, link, later: HashMap::new() };
     loop {
         if !outbox.link.is_up() {
-            // Nobody refused anything: it was not there.
+            // The broker was disconnected and rejected nothing, so the backoff starts over.
             outbox.later.clear();
         }
         outbox.link.up().await;
-        // Also where nothing is to be published: a tool service may come first.
+        // Done even if the outbox is empty: a tool service may need the streams first.
         if let Err(error) = outbox.link.ensure_streams().await {
-            tracing::debug!(%error, "the streams are not there yet");
+            tracing::debug!(%error, "the streams do not exist yet");
         }
         match outbox.round().await {
             Ok(0) => {
@@ -67,7 +68,7 @@ async fn publish_all(engine: Engine, link: Link) {
             }
             Ok(_) => outbox.link.publishes(true),
             Err(error) => {
-                tracing::warn!(%error, "the outbox waits");
+                tracing::warn!(%error, "the outbox could not be published; retrying");
                 tokio::time::sleep(Duration::from_millis(500)).await;
             }
         }
@@ -77,7 +78,7 @@ async fn publish_all(engine: Engine, link: Link) {
 struct Outbox {
     engine: Engine,
     link: Link,
-    /// What was not taken, by its id.
+    /// Messages that the broker did not accept, by id.
     later: HashMap<String, Later>,
 }
 
@@ -87,7 +88,7 @@ struct Later {
 }
 
 impl Outbox {
-    /// Goes through all that is there. Answers with how many letters are out of the outbox by this.
+    /// Publishes every due message. Returns the number of messages that left the outbox.
     async fn round(&mut self) -> anyhow::Result<usize> {
         let (mut after, mut gone) = (0, 0);
         loop {
@@ -111,7 +112,7 @@ impl Outbox {
             if letter.expires_ms <= now_ms {
                 return Ok(());
             }
-            // One that brings its publisher down takes nobody else along.
+            // A panic while sending one message does not affect the others.
             let sent = AssertUnwindSafe(send(link, letter)).catch_unwind().await;
             sent.unwrap_or_else(|_| Err(NotPublished::Never("it cannot be written".to_owned())))
         });
@@ -138,7 +139,8 @@ impl Outbox {
         Ok(gone.len())
     }
 
-    /// Why a letter can never go out; none when it may later, and then it waits.
+    /// Records a failed attempt. Returns the reason if the message can never be published, or
+    /// `None` after scheduling the next attempt.
     fn never(&mut self, letter: &Letter, error: &NotPublished) -> Option<&'static str> {
         let waits = Later { tries: 0, at: Instant::now() };
         let waits = self.later.entry(letter.id.clone()).or_insert(waits);
@@ -161,7 +163,7 @@ impl Outbox {
         let subject = format!("cg.{}.{}", self.link.version(), letter.subject);
         let parts = subject::parse(&subject);
         let ours = parts.filter(|parts| matches!(parts.category, "cmd" | "evt"));
-        // Nobody knows whose it is.
+        // The subject does not say which project the message belongs to, so it is dropped.
         let Some(parts) = ours else { return Ok(()) };
         let command = (parts.category, parts.component) == ("cmd", "tool");
         let text = |(name, value): &(String, String)| (name.clone(), value.as_str().into());

@@ -1,5 +1,5 @@
-//! How many requests are answered at once. One that waits for something to happen gives its place
-//! back, so that any number of waiting agents cannot keep others from being answered.
+//! Limits the number of requests that are handled concurrently. A request that waits for an event
+//! releases its permit, so waiting agents cannot block other requests.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -8,9 +8,9 @@ use parking_lot::Mutex;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use toolcrib::fault::{Code, Error};
 
-/// Requests that are being answered at once.
+/// Maximum number of requests that are handled concurrently.
 const AT_ONCE: usize = 1_024;
-/// Requests that wait, of one project and of all.
+/// Maximum number of waiting requests, per project and in total.
 const WAITING_OF_ONE: usize = 4_096;
 const WAITING: usize = 16_384;
 
@@ -20,13 +20,13 @@ pub(super) struct Places {
     waiting: Arc<Mutex<HashMap<String, usize>>>,
 }
 
-/// The place of one request.
+/// The permit of one request.
 pub(super) struct Place {
     busy: Option<OwnedSemaphorePermit>,
     places: Places,
 }
 
-/// Counts as waiting for as long as it is there.
+/// A permit to wait, counted until it is dropped.
 pub(super) struct Waits {
     project: String,
     places: Places,
@@ -37,7 +37,7 @@ impl Places {
         Self { busy: Arc::new(Semaphore::new(AT_ONCE)), waiting: Arc::default() }
     }
 
-    /// A place, once there is one. None when there never will be.
+    /// Waits for a permit. Returns `None` if the semaphore is closed.
     pub(super) async fn take(&self) -> Option<Place> {
         let busy = self.busy.clone().acquire_owned().await.ok()?;
         Some(Place { busy: Some(busy), places: self.clone() })
@@ -45,7 +45,7 @@ impl Places {
 }
 
 impl Place {
-    /// From here on it only waits.
+    /// Exchanges the active permit for a permit to wait.
     pub(super) fn waits(&mut self, project: &str) -> Result<Waits, Error> {
         {
             let mut waiting = self.places.waiting.lock();

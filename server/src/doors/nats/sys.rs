@@ -1,4 +1,5 @@
-//! `rpc.sys.cards.get|follow|put`, `rpc.sys.l0.report|reports|dead_letter`: for tool services.
+//! `rpc.sys.cards.get|follow|put` and `rpc.sys.l0.report|reports|dead_letter`: requests of tool
+//! services.
 
 use async_nats::Message;
 use serde::{Deserialize, Serialize};
@@ -15,9 +16,9 @@ use crate::utp::follow::FOLLOWS;
 use crate::utp::report::{self, Incoming};
 use crate::utp::wire::{self, Headers};
 
-/// Most cards in one answer.
+/// Maximum number of cards in one reply.
 const MAX_CARDS: usize = 100;
-/// Most reports in one request.
+/// Maximum number of reports in one request.
 const MAX_REPORTS: usize = 100;
 
 pub(super) async fn answer(
@@ -80,7 +81,8 @@ async fn get(
         let card = serde_json::value::to_raw_value(&wire::CardBody::of(&card));
         let card = card.map_err(|error| Error::Internal(Box::new(error)))?;
         bytes += card.get().len();
-        // A hundred cards can be more than there is room for; the broker would not carry them.
+        // Many cards together can exceed the payload limit of the broker, which would drop the
+        // reply.
         if limit > 0 && bytes > limit {
             return Err(too_large(limit));
         }
@@ -98,7 +100,7 @@ async fn put(engine: &Engine, caller: &Caller, body: &Value) -> Result<Value, Er
     Ok(json!({ "ok": true, "card_id": card.card_id, "created": created }))
 }
 
-/// Somebody wants to be sent the cards for a target before the commands.
+/// Registers an inbox that receives the cards for a target before the commands that name them.
 fn follow(link: &Link, parts: &Subject<'_>, body: &Value) -> Result<Value, Error> {
     let text = |name: &str| body[name].as_str().unwrap_or_default();
     let (target, inbox) = (text("target"), text("inbox"));
@@ -106,7 +108,8 @@ fn follow(link: &Link, parts: &Subject<'_>, body: &Value) -> Result<Value, Error
     if !toolcrib::utp::is_token(target) {
         return refused("target must be that of cmd.tool.<target>");
     }
-    // Nobody has this server publish where it could be taken for something else.
+    // Only an inbox subject is allowed, so that a client cannot make this server publish messages
+    // that others take for commands or events.
     if !inbox.starts_with("_INBOX") || !inbox.split('.').all(toolcrib::utp::is_token) {
         return refused("inbox must be a subject that begins with _INBOX");
     }
@@ -114,7 +117,7 @@ fn follow(link: &Link, parts: &Subject<'_>, body: &Value) -> Result<Value, Error
     Ok(json!({ "ok": true, "for_ms": FOLLOWS.as_millis() as u64 }))
 }
 
-/// Several reports in one request.
+/// A request that carries several reports.
 #[derive(Deserialize)]
 struct Reports<'a> {
     #[serde(borrow)]
@@ -123,7 +126,7 @@ struct Reports<'a> {
 
 #[derive(Deserialize)]
 struct OneOfMany<'a> {
-    /// Where it has other headers than the request.
+    /// Headers of this report; a missing one falls back to the header of the request.
     #[serde(default)]
     headers: Map<String, Value>,
     #[serde(borrow)]
@@ -143,7 +146,8 @@ enum AnswerBody<'a> {
     Refused(Value),
 }
 
-/// Takes each as if it came alone, and answers each. They are committed together.
+/// Ingests each report as if it had arrived alone, and returns one reply per report. The reports
+/// are committed together.
 async fn reports(
     engine: &Engine,
     caller: &Caller,
@@ -159,7 +163,7 @@ async fn reports(
         return Err(Error::refused(Code::BadRequest, message));
     }
     let Subject { version, project, channel, .. } = parts;
-    // As of one that came alone, so that a dead letter of it can be tried again.
+    // The subject of a single report, so that a dead letter of it can be redriven.
     let subject = format!("cg.{version}.{project}.{channel}.rpc.sys.l0.report");
     let common = Headers::of(request.headers.as_ref());
     let taking = given.reports.iter().map(|one| {
@@ -176,7 +180,7 @@ async fn reports(
     written(&AnswersBody { ok: true, answers: answers.collect() })
 }
 
-/// A tool service was sent something that it can neither execute nor answer.
+/// Stores a command that a tool service can neither execute nor answer as a dead letter.
 async fn bury(engine: &Engine, caller: &Caller, body: &Value) -> Result<Value, Error> {
     engine.require_project(&caller.project)?;
     if !is_command_of(body["subject"].as_str().unwrap_or_default(), &caller.project) {

@@ -1,13 +1,14 @@
-//! A conversation of the chat form as Anthropic's messages API wants it.
+//! Translates a conversation in chat format into a request of Anthropic's messages API.
 //!
-//! Differences that matter: what the system says stands beside the messages; answers of tools are
-//! blocks of the user's next message, all of one step in the same; two messages of one role are
-//! one; and a conversation with calls in it wants tools to be defined, though none may be used.
+//! The differences that matter: the system prompt is separate from the messages; tool results are
+//! blocks of the next user message, and all results of one step share it; consecutive messages of
+//! one role are merged; and a conversation that contains calls must define tools, even if none may
+//! be used.
 
 use serde_json::{Map, Value, json};
 use toolcrib::model::Prompt;
 
-/// The body of a request.
+/// Returns the body of a request.
 pub(super) fn body(prompt: &Prompt, max_tokens: u32) -> Value {
     let settings = &prompt.settings;
     let (system, messages) = conversation(&prompt.messages);
@@ -82,7 +83,7 @@ fn choice(settings: &Map<String, Value>) -> Option<Value> {
     Some(choice)
 }
 
-/// What the system says, and the messages of user and assistant in turn.
+/// Returns the system prompt, and the messages of user and assistant in alternation.
 fn conversation(messages: &[Value]) -> (String, Vec<Value>) {
     let mut system: Vec<String> = Vec::new();
     let mut turns: Vec<(&str, Vec<Value>)> = Vec::new();
@@ -112,7 +113,7 @@ fn conversation(messages: &[Value]) -> (String, Vec<Value>) {
     (system.join("\n\n"), turns.into_iter().map(turn).collect())
 }
 
-/// Text and pictures as blocks. Empty text is no block.
+/// Converts text and images into blocks. Empty text yields no block.
 fn parts(content: &Value) -> Vec<Value> {
     let text = |text: &str| (!text.is_empty()).then(|| json!({ "type": "text", "text": text }));
     match content {
@@ -146,7 +147,7 @@ fn plain(content: &Value) -> String {
 fn tool_use(call: &Value) -> Value {
     let function = call.get("function").unwrap_or(&Value::Null);
     let given = function.get("arguments").and_then(Value::as_str).unwrap_or_default();
-    // The API takes objects only; what the model wrote instead is shown to it as what it is.
+    // The API accepts only objects; other text from the model is passed back inside one.
     let input = match serde_json::from_str::<Value>(given) {
         Ok(Value::Object(input)) => Value::Object(input),
         _ if given.trim().is_empty() => json!({}),
@@ -161,7 +162,7 @@ fn tool_result(message: &Value, content: &Value) -> Value {
     json!({ "type": "tool_result", "tool_use_id": id, "content": plain(content) })
 }
 
-/// Ids of other endpoints may have characters that this one refuses.
+/// Replaces the characters that this API refuses in an id. Other endpoints may have issued it.
 fn id(given: Option<&Value>) -> String {
     let text = given.and_then(Value::as_str).unwrap_or_default();
     let plain = |c: char| if c.is_ascii_alphanumeric() || c == '_' || c == '-' { c } else { '_' };

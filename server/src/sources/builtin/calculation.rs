@@ -1,10 +1,10 @@
 //! `calculation.eval`: exact arithmetic and logic for models, which are bad at both.
 //!
-//! It never runs code: an expression has numbers, operators and a fixed table of functions, and
-//! nothing can be named that is not in the table. It is read once, from left to right, with its
-//! length and depth capped first, so no text can take longer than microseconds or grow the stack.
-//! Whole numbers stay exact (64 bits) until a division or function makes them fractions; what does
-//! not fit is an error and never a rounded answer.
+//! It never runs code: an expression has numbers, operators and a fixed table of functions, and can
+//! name nothing outside that table. It is read once, from left to right, after a check of its
+//! length and with limited nesting, so that no text takes longer than microseconds or exhausts the
+//! stack. Integers stay exact (64 bits) until a division or a function produces a fraction; a value
+//! that does not fit is an error, never a rounded result.
 
 mod functions;
 mod parse;
@@ -19,7 +19,7 @@ use toolcrib::{Code, Effect, Fault, FnTool, Risk};
 
 use value::Value;
 
-/// The longest expression, in bytes.
+/// Maximum length of an expression in bytes.
 pub const MAX_LENGTH: usize = 4096;
 
 const DESCRIPTION: &str = "Calculates an expression exactly: + - * / // (floor) % (modulo, sign of \
@@ -32,36 +32,36 @@ right (2^3^2 = 512) and bind before a minus sign (-2^2 = -4). Whole numbers are 
 9223372036854775807; beyond that write a decimal point to calculate approximately. Write 2*pi, \
 not 2pi, and 1000, not 1,000.";
 
-/// What to calculate.
+/// The expression to calculate.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Args {
-    /// The expression, for example `2*21`, `sqrt(3^2 + 4^2)`, `round(199 * 1.19, 2)` or
-    /// `17 % 5 == 2 && 3 < 4`. At most 4096 bytes.
+    /// The expression, for example `2*21`, `sqrt(3^2 + 4^2)`, `round(199 * 1.19, 2)` or `17 % 5 ==
+    /// 2 && 3 < 4`. At most 4096 bytes.
     #[schemars(length(min = 1, max = 4096))]
     pub expression: String,
 }
 
-/// What it came to.
+/// The value of the expression.
 #[derive(Debug, PartialEq, Serialize, JsonSchema)]
 pub struct Answer {
-    /// A number (without a fraction where the value is whole) or true or false.
+    /// A number (without a fraction if the value is whole), or true or false.
     pub result: Outcome,
     /// The same as text.
     pub text: String,
 }
 
-/// A number or a truth value.
+/// A number or a boolean.
 #[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
 #[serde(untagged)]
 pub enum Outcome {
     /// A number.
     Number(Number),
-    /// A truth value.
+    /// A boolean.
     Truth(bool),
 }
 
-/// The tool.
+/// Creates the tool.
 pub fn tool() -> FnTool {
     FnTool::new(
         "calculation.eval",
@@ -73,7 +73,7 @@ pub fn tool() -> FnTool {
     .timeout_ms(3_000)
 }
 
-/// Calculates an expression.
+/// Evaluates an expression.
 pub fn evaluate(expression: &str) -> Result<Answer, Fault> {
     let value = parse::run(expression).map_err(|problem| {
         let shown: String = expression.chars().take(60).collect();
@@ -90,7 +90,7 @@ fn answer(value: Value) -> Answer {
         Value::Int(whole) => Outcome::Number(whole.into()),
         Value::Float(number) => match value::whole(number) {
             Some(whole) => Outcome::Number(whole.into()),
-            // Only finite numbers get here; zero stands for a value that cannot be.
+            // Only finite numbers get here, so zero is never used.
             None => Outcome::Number(Number::from_f64(number).unwrap_or_else(|| 0.into())),
         },
     };

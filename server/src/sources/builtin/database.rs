@@ -1,9 +1,9 @@
-//! `database.query`: one read-only SQL statement against the configured database.
+//! `database.query`: runs one read-only SQL statement against the configured database.
 //!
-//! That it only reads is the database's doing: a read-only connection (SQLite) or a read-only
-//! transaction of a restricted role that is always rolled back (PostgreSQL). Nothing here looks at
-//! the text of a statement to decide what it may do. Time, rows and bytes are bounded, and what was
-//! cut says so. With no database configured it reads a sample database of its own making.
+//! The database itself enforces that a statement only reads: a read-only connection (SQLite), or a
+//! read-only transaction of a restricted role that is always rolled back (PostgreSQL). No decision
+//! is based on the text of a statement. Time, rows and bytes are limited, and a truncated result
+//! says so. If no database is configured, the tool reads a generated sample database.
 
 mod postgres;
 mod sample;
@@ -20,43 +20,43 @@ use toolcrib::{Code, Effect, Fault, FnTool, Risk, ToolContext};
 
 use super::{DatabaseSettings, Unusable};
 
-/// The longest statement, in bytes.
+/// Maximum length of a statement in bytes.
 const MAX_SQL: usize = 100_000;
-/// How many queries run at once; more wait. Bounds memory, threads and connections.
+/// Maximum number of concurrent queries; further ones wait. Limits memory, threads and connections.
 const MAX_PARALLEL: usize = 4;
 
 /// A statement to run.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Args {
-    /// One SQL statement that reads: SELECT, WITH … SELECT or VALUES. Nothing can be written, and
-    /// a second statement after a semicolon is refused.
+    /// One SQL statement that reads: SELECT, WITH … SELECT or VALUES. Nothing can be written, and a
+    /// second statement after a semicolon is refused.
     #[schemars(length(min = 1, max = 100_000))]
     pub sql: String,
-    /// Values for the statement's parameters, in order: ?1, ?2 … in SQLite, $1, $2 … in
-    /// PostgreSQL. Use them instead of writing values into the text.
+    /// Values for the statement's parameters, in order: ?1, ?2 … in SQLite, $1, $2 … in PostgreSQL.
+    /// Use them instead of writing values into the text.
     #[serde(default)]
     pub params: Vec<Value>,
 }
 
-/// What it returned.
+/// The result of the statement.
 #[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
 pub struct Answer {
     /// The names of the columns, in order.
     pub columns: Vec<String>,
-    /// The rows; each has one value per column, in the columns' order. Binary values are text
-    /// like \x00ff; exact decimals, dates and times are text.
+    /// The rows; each has one value per column, in the columns' order. Binary values are text like
+    /// \x00ff; exact decimals, dates and times are text.
     pub rows: Vec<Vec<Value>>,
-    /// How many rows are here.
+    /// The number of rows in this result.
     pub row_count: usize,
-    /// Whether there were more rows than are here.
+    /// `true` if there were more rows than this result has.
     pub truncated: bool,
-    /// What was left out, and how to get it.
+    /// Description of what was left out, and how to get it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
 }
 
-/// What one query may cost.
+/// Limits of one query.
 #[derive(Debug, Clone, Copy)]
 struct Limits {
     max_rows: usize,
@@ -69,20 +69,20 @@ enum Database {
     Postgres(Box<postgres::Postgres>),
 }
 
-/// Where a URL points.
+/// The database that a URL refers to.
 #[derive(Debug, PartialEq)]
 enum Target {
     Sqlite(PathBuf),
     Postgres(String),
 }
 
-/// The tool; makes the sample database if that is what it will read and it is missing.
+/// Creates the tool. Also creates the sample database if the tool will read it and it is missing.
 pub fn tool(data_dir: &Path, settings: DatabaseSettings) -> Result<FnTool, Unusable> {
     let timeout_ms = settings.timeout_ms.max(1);
     let limits = Limits {
         max_rows: settings.max_rows.max(1),
         max_bytes: settings.max_bytes.max(1),
-        // A little less than the call has, so that the answer says what was stopped and why.
+        // Slightly less than the call's timeout, so that the fault says what was stopped and why.
         timeout: Duration::from_millis((timeout_ms - timeout_ms / 20).max(1)),
     };
     let (database, description) = match settings.url.as_deref().map(target).transpose()? {
@@ -118,11 +118,11 @@ async fn query(database: &Database, args: Args, context: ToolContext) -> Result<
         let length = args.sql.len();
         return Err(refused(format!("sql is {length} bytes long and at most {MAX_SQL} are run")));
     }
-    // Databases end a text there, and what is never read cannot be refused either.
+    // Databases end a text at a zero byte, so the rest would never be checked.
     if args.sql.contains('\0') {
         return Err(refused("sql has a zero byte in it: remove it"));
     }
-    // Letting go of the query's future is what stops the query, whoever does it.
+    // Dropping the query's future stops the query, whatever the reason.
     tokio::select! {
         answer = async {
             match database {
@@ -136,7 +136,7 @@ async fn query(database: &Database, args: Args, context: ToolContext) -> Result<
     }
 }
 
-/// Where a configured URL points: never shown whole, as it may have a password in it.
+/// Parses a configured URL. Messages never contain the whole URL, which may have a password in it.
 fn target(url: &str) -> Result<Target, Unusable> {
     if url.starts_with("postgres://") || url.starts_with("postgresql://") {
         return Ok(Target::Postgres(url.to_owned()));
@@ -178,12 +178,12 @@ fn postgres_description() -> String {
         .into()
 }
 
-/// The statement is at fault; the message is for whoever wrote it.
+/// Returns a fault caused by the statement. The message is for the author of the statement.
 fn refused(message: impl Into<String>) -> Fault {
     Fault::new(Code::ValidationError, message).not_happened()
 }
 
-/// The statement took too long and was stopped.
+/// Returns the fault for a statement that was stopped because it took too long.
 fn stopped(limits: &Limits) -> Fault {
     let ms = limits.timeout.as_millis();
     let message = format!(
@@ -197,13 +197,13 @@ fn text_of_bytes(bytes: &[u8]) -> Value {
     Value::String(format!("\\x{}", toolcrib::tool::hex(bytes)))
 }
 
-/// A float as JSON; what JSON has no number for is text.
+/// Converts a float to JSON. A value that JSON cannot represent as a number becomes text.
 fn number(number: f64) -> Value {
     serde_json::Number::from_f64(number)
         .map_or_else(|| Value::String(number.to_string()), Value::Number)
 }
 
-/// The rows so far, and whether there is room for more.
+/// Collects rows within the limits.
 struct Collected {
     columns: Vec<String>,
     rows: Vec<Vec<Value>>,
@@ -217,7 +217,7 @@ impl Collected {
         Self { columns, rows: Vec::new(), bytes: 0, limits, note: None }
     }
 
-    /// Takes a row, or says that there is no room for it.
+    /// Adds a row. Returns `false` if the limits leave no room for it.
     fn push(&mut self, row: Vec<Value>) -> bool {
         if self.rows.len() >= self.limits.max_rows {
             self.note = Some(format!(

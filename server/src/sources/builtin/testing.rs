@@ -1,4 +1,4 @@
-//! What the tests of the built-in tools share: running a tool the way the engine does.
+//! Helpers for the tests of the built-in tools: they run a tool the way the engine does.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use toolcrib::function::Functions;
 use toolcrib::source::{Attempt, Source, Started};
 use toolcrib::{Effect, Fault, Json, Tool};
 
-/// One attempt at a tool.
+/// Creates an attempt to run a tool.
 pub fn attempt(tool: &str, args: &Value) -> Attempt {
     Attempt {
         call_id: "tc_01JZ0000000000000000000000".parse().unwrap(),
@@ -28,7 +28,7 @@ pub fn attempt(tool: &str, args: &Value) -> Attempt {
     }
 }
 
-/// The source of one tool.
+/// Creates a source with one tool.
 pub fn source(tool: impl Tool) -> Arc<Functions> {
     Arc::new(Functions::new([Arc::new(tool) as Arc<dyn Tool>]))
 }

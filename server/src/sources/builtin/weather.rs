@@ -1,8 +1,8 @@
-//! `weather.query`: the weather now, at a place named in plain words, from Open-Meteo.
+//! `weather.query`: the current weather at a place named in plain words, from Open-Meteo.
 //!
-//! Two questions over HTTP: where is the place, and what is the weather there. When either is not
-//! answered, the call fails and says who did not answer: there is no cached, guessed or made-up
-//! weather. The HTTP client is made by the first call, as loading certificates takes a while.
+//! Each call sends two HTTP requests: one to find the place, one for its weather. If either fails,
+//! the call fails and names the service: there is no cached, guessed or invented weather. The first
+//! call creates the HTTP client, because loading certificates takes a while.
 
 mod conditions;
 mod openmeteo;
@@ -25,7 +25,7 @@ const DESCRIPTION: &str = "Tells the current weather at a place named in plain w
 \"Beijing\", \"weather in Paris, France\" or \"北京天气\": sky, temperature in °C, humidity, wind. \
 Current conditions only, no forecast. Add the country or state where a name is ambiguous.";
 
-/// Where to look.
+/// The place to query.
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Args {
@@ -34,39 +34,39 @@ pub struct Args {
     pub query: String,
 }
 
-/// The weather now.
+/// The current weather.
 #[derive(Debug, Clone, PartialEq, Serialize, JsonSchema)]
 pub struct Answer {
     /// The sky in words, for example "Sunny", "Overcast" or "Light rain".
     pub weather: String,
-    /// The temperature of the air 2 m above ground, in °C.
+    /// Air temperature 2 m above ground, in °C.
     pub temperature: f64,
-    /// What the temperature feels like, in °C.
+    /// Apparent temperature, in °C.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub feels_like: Option<f64>,
-    /// The relative humidity, in percent.
+    /// Relative humidity, in percent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub humidity: Option<f64>,
-    /// The wind 10 m above ground, in km/h.
+    /// Wind speed 10 m above ground, in km/h.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub wind_speed_kmh: Option<f64>,
-    /// The place that was found; check that it is the one that was meant.
+    /// The place that was found. Check that it is the intended one.
     pub place: String,
-    /// The state, province or region it is in.
+    /// The state, province or region of the place.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub region: Option<String>,
-    /// The country it is in.
+    /// The country of the place.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub country: Option<String>,
     pub latitude: f64,
     pub longitude: f64,
-    /// When this was so, in the place's local time.
+    /// Time of the observation, in the place's local time.
     pub observed_at: String,
-    /// The place's time zone.
+    /// Time zone of the place.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub timezone: Option<String>,
     pub units: Units,
-    /// What the answer does not cover.
+    /// Limitation of the result, if any.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
 }
@@ -79,10 +79,11 @@ pub struct Units {
     pub wind_speed: String,
 }
 
-/// The tool.
+/// Creates the tool.
 pub fn tool(settings: WeatherSettings) -> Result<FnTool, Unusable> {
     let timeout_ms = settings.timeout_ms.max(1);
-    // A little less than the call has, so that the answer says who did not answer.
+    // Slightly less than the call's timeout, so that the fault names the service that did not
+    // answer.
     let budget = Duration::from_millis((timeout_ms - timeout_ms / 10).max(1));
     let service = Arc::new(OpenMeteo::new(&settings.geocoding_url, &settings.forecast_url)?);
     let function = move |args: Args, context: ToolContext| {
@@ -108,7 +109,7 @@ async fn query(service: &OpenMeteo, query: &str, asking: &Asking) -> Result<Answ
     Ok(answer)
 }
 
-/// Finds the place: first under its whole name, then under a part of it.
+/// Finds the place, first by its whole name, then by a part of it.
 async fn find(service: &OpenMeteo, wanted: &Wanted, asking: &Asking) -> Result<Found, Fault> {
     let mut whole = service.search(&wanted.name, 1, asking).await?.into_iter().next();
     let part = wanted.part();
@@ -124,8 +125,8 @@ async fn find(service: &OpenMeteo, wanted: &Wanted, asking: &Asking) -> Result<F
         if let Some(n) = places.iter().position(|found| found.is_in(&part.within)) {
             return Ok(places.swap_remove(n));
         }
-        // "Paris, Somewhere": the name is sure, where it is was only a hint. Without a comma
-        // nothing says where the name ends, so there the rest must fit.
+        // "Paris, Somewhere": the name is certain and the region was only a hint. Without a comma
+        // nothing marks the end of the name, so there the region must match.
         if part.sure && !places.is_empty() {
             return Ok(places.swap_remove(0));
         }

@@ -1,4 +1,4 @@
-//! What an answer means: the result, or which fault it is.
+//! Converts an HTTP response to a result or a fault.
 
 use std::time::Duration;
 
@@ -11,16 +11,16 @@ use super::client::{Came, Trouble};
 use super::place;
 use crate::operation::Request;
 
-/// How much of a body a fault tells.
+/// Maximum number of characters of a body in a fault.
 const SHOWN: usize = 2_000;
 
-/// Whose answer it is.
+/// The call that a response belongs to.
 pub(super) struct About<'a> {
     pub(super) tool: &'a str,
     pub(super) tool_call_id: &'a str,
 }
 
-/// Reads what came back. Nothing of it has a secret in it any more.
+/// Interprets a response. The result and the fault contain no secrets.
 pub(super) fn read(
     request: &Request,
     came: Result<Came, Trouble>,
@@ -67,7 +67,7 @@ fn trouble_of(host: &str, trouble: Trouble) -> Fault {
     }
 }
 
-/// The code that a status stands for, and whether it was refused before anything happened.
+/// Returns the fault code for a status, and whether the call was refused before it had any effect.
 fn code_of(status: StatusCode) -> (Code, bool) {
     match status.as_u16() {
         401 => (Code::Unauthenticated, true),
@@ -93,7 +93,7 @@ fn refusal(host: &str, came: &Came, about: &About<'_>) -> Fault {
         "tool_name": about.tool,
         "tool_call_id": about.tool_call_id,
     });
-    // Read as when to try again.
+    // The engine reads this field as the time to wait before a retry.
     if let Some(ms) = came.retry_after_ms.filter(|_| matches!(status, 429 | 503)) {
         detail["retry_after_ms"] = ms.into();
     }
@@ -101,7 +101,7 @@ fn refusal(host: &str, came: &Came, about: &About<'_>) -> Fault {
     if refused { fault.not_happened() } else { fault }
 }
 
-/// A body, scrubbed and cut, as JSON where it is that.
+/// Returns a body for display, redacted and truncated; as JSON if it is JSON.
 fn shown(came: &Came) -> Value {
     let text = String::from_utf8_lossy(&came.body);
     let parsed = json::check(text.as_bytes()).ok().and_then(|()| serde_json::from_str(&text).ok());
@@ -124,7 +124,7 @@ fn unreadable(host: &str, why: &str) -> Fault {
     Fault::runtime(format!("the answer of {host} cannot be read: {why}")).retryable(false)
 }
 
-/// The body as a tree without secrets; and whether it is as it came.
+/// Parses the body and redacts its secrets. Also returns whether the body is unchanged.
 fn parsed(host: &str, came: &Came) -> Result<(Value, bool), Fault> {
     let wrong = |why: String| unreadable(host, &came.secrets.clean(&why));
     json::check(&came.body).map_err(|error| wrong(error.to_string()))?;
@@ -149,7 +149,7 @@ fn plain(host: &str, request: &Request, came: &Came) -> Result<Json, Fault> {
             .map(Json::of_value)
             .ok_or_else(|| unreadable(host, &format!("there is nothing at {pointer} in it")));
     }
-    // As it came, byte for byte, where nothing had to be taken out.
+    // Stores the body byte for byte if nothing was redacted.
     let as_it_came = std::str::from_utf8(&came.body).ok().filter(|_| untouched);
     let kept = as_it_came.and_then(|text| Json::parse(text).ok());
     Ok(kept.unwrap_or_else(|| Json::of_value(&value)))

@@ -1,4 +1,4 @@
-//! Sending a request and reading its answer, within limits, to permitted addresses only.
+//! Sends a request and reads its response, within limits, to permitted addresses only.
 
 use std::time::Duration;
 
@@ -11,40 +11,40 @@ use crate::operation::Request;
 use crate::operation::secrets::Secrets;
 use crate::outbound::{Outbound, forbidden, plainly, retry_after_ms};
 
-/// How often an answer may send a request on, within its own host.
+/// Maximum number of redirects, all within the same host.
 const MAX_REDIRECTS: usize = 5;
 
-/// What came back.
+/// A response.
 pub(super) struct Came {
     pub(super) status: StatusCode,
     pub(super) content_type: String,
     pub(super) body: Vec<u8>,
-    /// When to come again, where it says so.
+    /// Time to wait before a retry, if the response says so.
     pub(super) retry_after_ms: Option<u64>,
-    /// What must not be kept of it.
+    /// Redacts the secrets that the request contained.
     pub(super) secrets: Secrets,
 }
 
-/// Why nothing did. The texts have no secrets in them, nor the URL.
+/// The reason why there is no response. The texts contain neither secrets nor the URL.
 #[derive(Debug)]
 pub(super) enum Trouble {
-    /// It cannot be sent as it is.
+    /// The request cannot be built.
     Unsendable(String),
-    /// It leads to where we do not go.
+    /// The destination is not permitted.
     Forbidden(String),
-    /// Nobody was reached.
+    /// The connection failed.
     Unreachable(String),
-    /// It was sent, and the answer broke off.
+    /// The request was sent, and the response was interrupted.
     Broken(String),
-    /// It was sent, and there was no answer in time.
+    /// The request was sent, and no response arrived in time.
     Slow(Duration),
-    /// The answer is over this limit.
+    /// The response exceeds this limit.
     TooLarge(usize),
-    /// The answer points to where we do not go.
+    /// The response redirects to a destination that is not followed.
     Elsewhere(String),
 }
 
-/// The way out.
+/// The HTTP client for all tools.
 pub(super) struct Upstream {
     outbound: Outbound,
     max_bytes: usize,
@@ -82,8 +82,7 @@ impl Upstream {
         }
     }
 
-    /// Sends it; where the answer points to another place of the same host, and only reading was
-    /// asked for, goes on there.
+    /// Sends a request, and follows redirects within the same host if the request only reads.
     async fn follow(&self, request: &Request) -> Result<Came, Trouble> {
         let client = self.client().await?;
         let (headers, secrets) = headers(client, request)?;
@@ -139,7 +138,8 @@ fn next(from: &Url, target: &HeaderValue, reads: bool) -> Result<Url, Trouble> {
     Ok(to)
 }
 
-/// The headers, marked so that nobody writes them down; and what an upstream may echo of them.
+/// Builds the headers, marked as sensitive so that they are not logged. Also returns the secrets
+/// that a server may echo from them.
 fn headers(client: &Client, request: &Request) -> Result<(HeaderMap, Secrets), Trouble> {
     let mut secrets = request.secrets.clone();
     let mut headers = HeaderMap::new();

@@ -1,5 +1,5 @@
-//! The HTTP client that `rmcp` speaks through, with the token of the moment: one that is refused is
-//! renewed where it can be, and the request is made again.
+//! The HTTP client that `rmcp` uses, with the current access token. When a token is refused, it is
+//! renewed if possible and the request is repeated.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -23,24 +23,24 @@ use super::tape::Tape;
 type Failed = StreamableHttpError<reqwest::Error>;
 type Headers = HashMap<HeaderName, HeaderValue>;
 
-/// How often a request is made again with another token.
+/// Number of times a request is repeated with another token.
 const AGAIN: u32 = 2;
 
-/// How long the first request of a session waits for the stream of what the server says unasked.
+/// Maximum time the first request of a session waits for the stream of server messages.
 const LISTENS_WITHIN: Duration = Duration::from_secs(1);
 
-/// A client that may have a pass.
+/// An HTTP client with an optional authorizer.
 #[derive(Clone)]
 pub(super) struct Authorised {
     pub(super) client: reqwest::Client,
     pub(super) pass: Option<Arc<Pass>>,
-    /// Where lists of tools are kept as they came.
+    /// Captures raw tool lists.
     pub(super) tape: Tape,
-    /// Canceled once the stream of what the server says unasked is open, or will not be.
+    /// Canceled once the stream of server messages is open, or is known not to open.
     pub(super) listens: CancellationToken,
 }
 
-/// Whether an upstream does not let us in, and what it says about that.
+/// Returns the authentication challenge in an error, if it is one.
 fn challenge(error: &Failed) -> Option<Challenge> {
     match error {
         StreamableHttpError::AuthRequired(said) => {
@@ -57,15 +57,15 @@ fn challenge(error: &Failed) -> Option<Challenge> {
 }
 
 impl Authorised {
-    /// In a session nothing is asked before somebody listens to what the server says unasked:
-    /// `rmcp` opens that stream on the side, and what is said before it is there may be lost.
+    /// Waits until the stream of server messages is open, before the first request of a session.
+    /// `rmcp` opens that stream concurrently, and messages sent before it is open may be lost.
     async fn when_listened_to(&self, session: Option<&str>, message: &ClientJsonRpcMessage) {
         let asks = matches!(message, ClientJsonRpcMessage::Request(_));
         if session.is_none() || !asks || self.listens.is_cancelled() {
             return;
         }
         if tokio::time::timeout(LISTENS_WITHIN, self.listens.cancelled()).await.is_err() {
-            // Some servers do not answer before they have something to say.
+            // Some servers send no response headers before their first message.
             self.listens.cancel();
         }
     }
@@ -103,7 +103,7 @@ impl Authorised {
     }
 }
 
-/// The same of an answer that was not read by `rmcp`.
+/// Returns the authentication challenge in a response that `rmcp` has not read.
 fn refusal(answer: &Response) -> Option<Challenge> {
     let status = answer.status();
     let header = answer.headers().get(WWW_AUTHENTICATE);
@@ -116,8 +116,8 @@ fn refusal(answer: &Response) -> Option<Challenge> {
 }
 
 impl Authorised {
-    /// Makes a request of our own. The one that is made again was turned away, so nothing happens
-    /// twice.
+    /// Sends a request of Toolcrib's own. Only a refused request is repeated, so nothing takes
+    /// effect twice.
     pub(super) async fn send(
         &self,
         make: impl Fn(&reqwest::Client, Option<&str>) -> RequestBuilder,
@@ -254,7 +254,8 @@ mod tests {
 
     use super::*;
 
-    /// A server that opens its stream when it is let, and notes whether it was asked before.
+    /// Starts a server that opens its stream on a signal, and records whether a request came
+    /// before.
     async fn server() -> (Arc<str>, Arc<Notify>, Arc<AtomicBool>) {
         let (open, asked) = (Arc::new(Notify::new()), Arc::new(AtomicBool::new(false)));
         let (opens, notes) = (open.clone(), asked.clone());

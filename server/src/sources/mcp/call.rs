@@ -1,9 +1,10 @@
-//! One attempt at an upstream: the request, what it asks meanwhile, and its end.
+//! One attempt at an upstream: the request, the elicitations it causes, and its outcome.
 //!
-//! An upstream of 2026-07-28 ends an attempt with its questions and is asked again with the
-//! answers. One of an older revision asks while the request is out: then the request is kept, and
-//! the next attempt goes on with it. What only memory knows is lost with the process, and then the
-//! effect decides whether the call may be made a second time.
+//! An upstream of revision 2026-07-28 ends an attempt with its elicitations and is called again
+//! with the answers. One of an older revision sends elicitations while the request is in flight:
+//! then the request is suspended, and the next attempt resumes it. Suspended requests live in
+//! memory only and are lost with the process; the tool's effect then decides whether the call may
+//! be made again.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,20 +28,20 @@ use super::ears::{Followed, Heard, Question};
 use super::outcome;
 use super::upstream::{Live, Running, Upstream};
 
-/// What we tell ourselves for the next attempt.
+/// State that one attempt passes to the next, stored in the elicitation's note.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub(super) struct Note {
-    /// The upstream's own word for where it is.
+    /// The upstream's opaque request state.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) state: Option<String>,
-    /// Its task.
+    /// Id of the upstream's task.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) task: Option<String>,
-    /// Whether it wants an address to be opened before it is called again.
+    /// `true` if the upstream requires a URL to be opened before it is called again.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub(super) opens: bool,
-    /// How many questions it has asked while its request was out.
+    /// Number of elicitations that were received while the request was in flight.
     #[serde(skip_serializing_if = "is_zero")]
     pub(super) asked: u32,
 }
@@ -60,20 +61,22 @@ impl Note {
     }
 }
 
-/// A request that is out.
+/// A request in flight.
 pub(super) struct Out {
     handle: RequestHandle<RoleClient>,
     heard: mpsc::UnboundedReceiver<Heard>,
     live: Arc<Live>,
     followed: Followed,
-    /// Answers that were given before, by the number of their question.
+    /// Answers from earlier attempts, by the number of their elicitation.
     ready: Map<String, Value>,
     asked: u32,
 }
 
 impl Out {
-    /// Nobody wants its result any more, and its question was canceled. It may end on that by
-    /// itself: then it is known to be over, which one that is canceled does not say.
+    /// Ends a request whose result is no longer needed, after its elicitation was canceled. The
+    /// upstream may finish on its own because of that: then the call is known to have ended, which
+    /// an upstream does not confirm for a canceled request. After a grace period the request is
+    /// canceled.
     async fn give_up(mut self, reason: &str) {
         if tokio::time::timeout(super::TELLING, &mut self.handle.rx).await.is_ok() {
             self.followed.over();
@@ -84,18 +87,19 @@ impl Out {
     }
 }
 
-/// A request that waits for an answer to its question.
+/// A request that waits for an answer to its elicitation.
 pub(super) struct Suspended {
     out: Out,
     key: String,
     question: Question,
     pub(super) attempt: u32,
-    /// Whether the attempt that asked is over for the engine as well.
+    /// `true` once the engine has also released the attempt that sent the elicitation.
     pub(super) settled: bool,
 }
 
 impl Suspended {
-    /// Nobody will answer: the upstream is told, first that its question was canceled.
+    /// Gives up the request because no answer will come. Dropping the elicitation first tells the
+    /// upstream that it was canceled.
     pub(super) async fn abandon(self) {
         let Self { out, question, .. } = self;
         drop(question);
@@ -103,7 +107,7 @@ impl Suspended {
     }
 }
 
-/// One attempt, with all it needs.
+/// One attempt, with everything it needs.
 pub(super) struct Try {
     pub(super) upstream: Arc<Upstream>,
     pub(super) attempt: Attempt,
@@ -112,7 +116,7 @@ pub(super) struct Try {
 }
 
 impl Try {
-    /// Starts it, or goes on with it.
+    /// Starts the attempt, or resumes a suspended request or task.
     pub(super) async fn run(self) -> Started {
         let suspended = self.upstream.suspended.lock().remove(&self.attempt.call_id);
         if let Some(suspended) = suspended {
@@ -154,24 +158,24 @@ impl Try {
         }
     }
 
-    /// Where to send it, and what the tool is called there.
+    /// Returns the connection to use, and the upstream's own name for the tool.
     async fn place(&self) -> Result<(Arc<Live>, String), Fault> {
         let (upstream, attempt) = (&self.upstream, &self.attempt);
         upstream.check_pin(&attempt.tool)?;
         let live = upstream.live(attempt.deadline_ms, &self.running.token).await?;
-        // While it was waited for, it may have come back with another tool.
+        // The upstream may have reconnected with a different tool during the wait.
         upstream.check_pin(&attempt.tool)?;
         Ok((live, upstream.their_name(&attempt.tool)?))
     }
 
-    /// One request that stands for itself.
+    /// Makes the call as one stateless request.
     async fn straight(self, direct: &Direct, live: Arc<Live>, theirs: &str, note: Note) -> Started {
         let answers = self.attempt.dialogue.as_ref().map(|dialogue| &dialogue.answers);
         let answers = answers.filter(|answers| !answers.is_empty());
         let state = note.state.as_deref();
         let came = tokio::select! {
             came = direct.call(theirs, &self.attempt, answers, state, &self.progress) => came,
-            // To hang up is to cancel.
+            // Closing the connection cancels the request.
             () = self.running.token.cancelled() => {
                 return Started::Done(Err(Fault::new(Code::Canceled, "canceled")));
             }
@@ -183,7 +187,7 @@ impl Try {
             Came::Task(task) => Ok(ServerResult::CreateTaskResult(task)),
             Came::Error(error) => Err(ServiceError::McpError(error)),
             Came::NotSent(why) => {
-                // Whoever keeps the connection looks at it, and says how it is.
+                // The supervisor checks the connection and updates the upstream's state.
                 self.upstream.again.notify_one();
                 let message = format!("the MCP server {name} is not there: {why}");
                 return Started::Done(Err(Fault::unreachable(message)));
@@ -220,7 +224,7 @@ impl Try {
             options = options.with_meta(meta);
         }
         let request = ClientRequest::CallToolRequest(CallToolRequest::new(params));
-        // Where it can be asked in the middle of a call, it must be known which are out.
+        // If the upstream can send elicitations mid-call, all requests in flight must be known.
         let sending = match live.asks_within {
             true => {
                 let left = attempt.deadline_ms.saturating_sub(super::now_ms());
@@ -230,10 +234,10 @@ impl Try {
             }
             false => None,
         };
-        // Its turn may have been long in coming.
+        // The wait for the permit may have been long.
         upstream.check_pin(&attempt.tool)?;
         let sent = live.peer.send_request_with_option(request, options).await;
-        // The channel to the transport was closed: it has not left.
+        // The channel to the transport was closed, so the request was not sent.
         let handle = sent.map_err(|_| upstream.away())?;
         let (id, token) = (handle.id.clone(), handle.progress_token.clone());
         let (followed, heard) = live.ears.follow(id, token, self.progress.clone());
@@ -241,7 +245,7 @@ impl Try {
         Ok(Out { handle, heard, live, followed, ready, asked: 0 })
     }
 
-    /// Waits for what comes next of a request.
+    /// Waits for the response, an elicitation or cancellation.
     async fn wait(self, mut out: Out) -> Started {
         loop {
             let came = tokio::select! {
@@ -259,7 +263,7 @@ impl Try {
                 },
                 () = self.running.token.cancelled() => {
                     let reason = Some("the call was canceled".to_owned());
-                    // The upstream is told, whether or not it can be told in time.
+                    // Best effort: the upstream is notified if that succeeds in time.
                     let telling = out.handle.cancel(reason);
                     let _ = tokio::time::timeout(super::TELLING, telling).await;
                     return Started::Done(Err(Fault::new(Code::Canceled, "canceled")));
@@ -272,8 +276,8 @@ impl Try {
         }
     }
 
-    /// It was asked something, and nobody can tell for which of its calls: to guess might give one
-    /// caller's answer to another.
+    /// Fails an attempt because an elicitation cannot be attributed to one of the upstream's calls.
+    /// A guess might send one caller's answer to another.
     async fn unclear(&self, out: Out) -> Started {
         out.give_up("it is not clear which call asked").await;
         let name = &self.upstream.settings.name;
@@ -289,8 +293,8 @@ impl Try {
         Started::Done(Err(Fault::new(code, message).retryable(false)))
     }
 
-    /// An upstream of an older revision asks. What was answered before is answered again; anything
-    /// else puts the call on hold, with its request out.
+    /// Handles an elicitation from an upstream of an older revision. Repeats an answer that is
+    /// already known; otherwise suspends the call while its request stays in flight.
     fn take_question(&self, mut out: Out, question: Question) -> Result<Out, Started> {
         out.asked += 1;
         let key = format!("question_{}", out.asked);
@@ -306,13 +310,13 @@ impl Try {
         Err(Started::Asks(Questions { asked, note }))
     }
 
-    /// Goes on with a request that has been waiting for an answer.
+    /// Resumes a request that was waiting for an answer.
     async fn resume(self, suspended: Suspended) -> Started {
         let Suspended { out, key, question, .. } = suspended;
         let answers = self.attempt.dialogue.as_ref().map(|dialogue| &dialogue.answers);
         let answer = answers.and_then(|answers| answers.get(&key).cloned());
         let answer = answer.map(|answer| with_defaults(answer, &question.asked));
-        // It may have given up meanwhile; then its end is there already.
+        // The upstream may have given up in the meantime; its response is then already there.
         let _ = question.answer.send(answer.unwrap_or(Value::Null));
         self.wait(out).await
     }
@@ -351,7 +355,7 @@ impl Try {
     }
 }
 
-/// Fields of a form that were left out are what the form says they are then.
+/// Fills the fields that an accepted form leaves out with the form's defaults.
 fn with_defaults(mut answer: Value, asked: &Value) -> Value {
     if answer["action"] != "accept" {
         return answer;

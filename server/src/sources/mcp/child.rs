@@ -1,5 +1,6 @@
-//! A program that speaks MCP on its standard input and output: started with a clean environment,
-//! its complaints kept, and ended with everything it has started itself.
+//! A child process that speaks MCP on its standard input and output. It starts with a clean
+//! environment, its standard error is collected, and it is terminated together with everything it
+//! has started.
 
 use std::collections::VecDeque;
 use std::pin::Pin;
@@ -18,32 +19,32 @@ use super::environment::Filled;
 use super::tape::Tape;
 use crate::orphans::{self, Kept};
 
-/// What is kept of standard error: so many lines, each of at most so many bytes.
+/// Limits of the collected standard error: number of lines, and bytes per line.
 const LINES: usize = 200;
 const LINE_BYTES: usize = 1_000;
 
-/// How long it may take to end by itself, and then after being asked to.
+/// Grace period for exiting after the input is closed, and again after SIGTERM.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// How long what it wrote last may take to be read.
+/// Maximum time to read the remaining standard error.
 const LAST_WORDS: Duration = Duration::from_millis(300);
 
-/// The last lines of a program's standard error.
+/// The last lines of a child process's standard error.
 #[derive(Clone, Default)]
 pub struct Complaints(Arc<Mutex<VecDeque<String>>>);
 
 impl Complaints {
-    /// The lines, oldest first.
+    /// Returns the lines, oldest first.
     pub fn lines(&self) -> Vec<String> {
         self.0.lock().iter().cloned().collect()
     }
 
-    /// The last of them that says something.
+    /// Returns the last line that is not blank.
     pub fn last(&self) -> Option<String> {
         self.0.lock().iter().rev().find(|line| !line.trim().is_empty()).cloned()
     }
 
-    /// Keeps a line.
+    /// Appends a line, dropping the oldest one at the limit.
     pub fn add(&self, line: String) {
         let mut lines = self.0.lock();
         if lines.len() >= LINES {
@@ -53,23 +54,23 @@ impl Complaints {
     }
 }
 
-/// A running program; it ends with this.
+/// A running child process. Dropping it kills the process.
 pub struct Program {
     child: Child,
     group: Option<i32>,
-    /// Ends it also where the server cannot.
+    /// Makes the reaper kill the process group if the server cannot.
     _kept: Option<Kept>,
     errors: JoinHandle<()>,
 }
 
-/// What is read from it and written to it.
+/// The child process's standard input and output.
 pub struct Pipes {
     pub input: ChildStdin,
     pub output: ChildStdout,
 }
 
 impl Program {
-    /// Starts it, and keeps what it complains about.
+    /// Starts the process and collects its standard error.
     pub fn start(
         filled: &Arc<Filled>,
         cwd: Option<&str>,
@@ -87,7 +88,8 @@ impl Program {
         if let Some(cwd) = cwd {
             command.current_dir(cwd);
         }
-        // A group of its own: what it starts ends with it, and Ctrl-C is the server's to handle.
+        // A separate process group: everything the child starts is terminated with it, and Ctrl-C
+        // reaches only the server.
         #[cfg(unix)]
         command.process_group(0);
         let mut child = command
@@ -103,12 +105,12 @@ impl Program {
         Ok((Self { child, group, _kept: kept, errors }, Pipes { input, output }))
     }
 
-    /// The process's number.
+    /// Returns the process id.
     pub fn id(&self) -> Option<u32> {
         self.child.id()
     }
 
-    /// Waits for it to end, and says how.
+    /// Waits for the process to exit, and returns a description of how it did.
     pub async fn ended(&mut self) -> String {
         match self.child.wait().await {
             Ok(status) => format!("the program ended: {status}"),
@@ -116,22 +118,23 @@ impl Program {
         }
     }
 
-    /// Ends it: its input is closed already, so it has been told. Nothing of it is left afterwards.
+    /// Terminates the process, whose input is already closed. No process of its group is left
+    /// afterwards.
     pub async fn end(mut self) {
         if tokio::time::timeout(PATIENCE, self.child.wait()).await.is_err() {
             self.signal(false);
             let _ = tokio::time::timeout(PATIENCE, self.child.wait()).await;
         }
-        // Also what it has left behind.
+        // Also kills what the process has left behind.
         self.signal(true);
         let _ = self.child.start_kill();
         let _ = self.child.wait().await;
-        // Its last words are there by then, unless somebody else holds its pipes open.
+        // Its last output has been read by then, unless another process holds the pipe open.
         let _ = tokio::time::timeout(LAST_WORDS, &mut self.errors).await;
         self.errors.abort();
     }
 
-    /// Ends it at once, with everything it has started.
+    /// Kills the process and everything it has started.
     pub fn kill(&self) {
         self.signal(true);
     }
@@ -141,7 +144,7 @@ impl Program {
         use rustix::process::{Pid, Signal, kill_process_group};
         let signal = if hard { Signal::KILL } else { Signal::TERM };
         if let Some(group) = self.group.and_then(Pid::from_raw) {
-            // It may have ended meanwhile.
+            // The group may have exited in the meantime.
             let _ = kill_process_group(group, signal);
         }
     }
@@ -152,14 +155,15 @@ impl Program {
 
 impl Drop for Program {
     fn drop(&mut self) {
-        // After `end` the number may be another's: only what still runs is signalled.
+        // After `shut_down` the group number may be reused: signal the group only while the process
+        // runs.
         if matches!(self.child.try_wait(), Ok(None)) {
             self.signal(true);
         }
     }
 }
 
-/// Reads standard error to its end, without ever holding more than a line of it.
+/// Reads standard error to its end, holding at most one line in memory.
 fn keep(
     errors: tokio::process::ChildStderr,
     filled: Arc<Filled>,
@@ -167,7 +171,7 @@ fn keep(
 ) -> JoinHandle<()> {
     tokio::spawn(async move {
         let mut reader = BufReader::new(errors);
-        // So much more that no value which must not be shown is seen in part.
+        // Reads enough beyond the limit that no secret is seen only in part.
         let most = LINE_BYTES + filled.longest();
         let mut line = Vec::new();
         while let Ok(available) = reader.fill_buf().await {
@@ -191,7 +195,7 @@ fn keep(
     })
 }
 
-/// A line as it is kept: cleaned first, and then cut.
+/// Returns a line as it is stored: redacted first, then truncated.
 fn shown(filled: &Filled, line: &[u8], most: usize) -> String {
     let whole = if line.len() < most { line } else { filled.without_start(line) };
     let mut text = filled.clean(String::from_utf8_lossy(whole).trim_end());
@@ -199,33 +203,33 @@ fn shown(filled: &Filled, line: &[u8], most: usize) -> String {
     text
 }
 
-/// Lines that are no messages, in a row, before its output is taken for garbage.
+/// Number of consecutive lines that are not messages before the output counts as invalid.
 const MOST_GARBAGE: u32 = 100;
 
-/// What a program writes that is no message. Some print a word of welcome; one that prints nothing
-/// else, or half a message, cannot be understood.
+/// Output of a child process that is not MCP. Some programs print a banner, which is tolerated;
+/// output with nothing else, or with a truncated message, is invalid.
 #[derive(Clone, Default)]
 pub struct Garbage(Arc<Mutex<Option<String>>>);
 
 impl Garbage {
-    /// Why its output cannot be understood.
+    /// Returns why the output is invalid, if it is.
     pub fn seen(&self) -> Option<String> {
         self.0.lock().clone()
     }
 }
 
-/// Reads, and looks at what passes.
+/// A reader that inspects the bytes that pass through it.
 pub struct Watched<R> {
     inner: R,
     garbage: Garbage,
-    /// The first bytes of the line that is being read, and its last.
+    /// The first bytes of the current line, and its last byte.
     head: Vec<u8>,
     last: u8,
-    /// How much of it has come.
+    /// Length of the current line so far.
     length: usize,
     in_a_row: u32,
     tape: Tape,
-    /// All of it, while somebody wants that.
+    /// The whole current line, while a capture is active.
     whole: Vec<u8>,
 }
 
@@ -235,7 +239,7 @@ impl<R> Watched<R> {
         Self { inner, garbage, head, last: 0, length: 0, in_a_row: 0, tape, whole }
     }
 
-    /// Whether what has come so far can still be understood.
+    /// Returns `true` if the output is still valid after these bytes.
     fn look(&mut self, bytes: &[u8]) -> bool {
         let wanted = self.tape.is_wanted();
         for part in bytes.split_inclusive(|byte| *byte == b'\n') {
@@ -302,7 +306,7 @@ impl<R: AsyncRead + Unpin> AsyncRead for Watched<R> {
         if let Poll::Ready(Ok(())) = read
             && !self.look(&buffer.filled()[before..])
         {
-            // As at the end of the file: whoever waits is told why by the garbage that was kept.
+            // Reads as end of file: the recorded invalid output explains why.
             buffer.set_filled(before);
         }
         read
@@ -335,7 +339,7 @@ mod tests {
             let shown = shown(&filled, &line, most);
             assert!(!shown.contains("ses") && shown.len() <= LINE_BYTES, "{shown}");
         }
-        // What is shorter once it is clean brings the end of what was read into view.
+        // Redaction shortens the line, so the end of what was read comes into view.
         let mut line = "sesame-open-123 ".repeat(100).into_bytes();
         line.truncate(most);
         assert!(!shown(&filled, &line, most).contains("ses"));

@@ -1,5 +1,5 @@
-//! A connection to an upstream: a program's pipes, or streamable HTTP. The protocol is `rmcp`'s,
-//! both revisions of it; here is what it must not be able to do to us.
+//! A connection to an upstream, over a child process's pipes or streamable HTTP. `rmcp` implements
+//! the protocol in both revisions; this module limits the harm that an upstream can do.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -33,31 +33,31 @@ use super::settings::McpSettings;
 use super::tape::Tape;
 use crate::outbound::Outbound;
 
-/// The longest message that is read.
+/// Maximum size of a message.
 pub(super) const MAX_MESSAGE_BYTES: usize = 16 << 20;
 
-/// Requests that are out at one upstream at the same time.
+/// Maximum number of requests in flight at one upstream.
 const MAX_REQUESTS: usize = 1_024;
 
-/// Messages that nobody asked for: so many at once, and so many a second.
+/// Limits of unsolicited messages: burst size, and sustained rate per second.
 const UNASKED_AT_ONCE: f64 = 5_000.0;
 const UNASKED_PER_SECOND: f64 = 500.0;
 
-/// How long a connection may take to be closed in order.
+/// Maximum time for an orderly shutdown of a connection.
 const CLOSING: Duration = Duration::from_secs(3);
 
-/// How much of that is for the transport alone.
+/// Share of that time for closing the transport.
 const LEAVING: Duration = Duration::from_secs(2);
 
-/// Why a connection was ended by us.
+/// Set when Toolcrib closes a connection because the upstream floods it.
 #[derive(Clone, Default)]
 pub struct Flooded(Arc<Mutex<bool>>);
 
-/// A transport that does not let itself be flooded.
+/// A transport that stops reading when the upstream floods it.
 struct Guarded<T> {
     inner: T,
     flooded: Flooded,
-    /// Who must know which requests are answered, also those that nobody waits for.
+    /// Records which requests are answered, including those without a waiting caller.
     ears: Arc<Ears>,
     room: f64,
     looked: Instant,
@@ -110,30 +110,30 @@ impl<T: Transport<RoleClient>> Transport<RoleClient> for Guarded<T> {
         Some(message)
     }
 
-    /// One that goes on talking while nobody listens keeps itself from being closed in order: then
-    /// it is let go, and ends by that.
+    /// Closes the transport, with a timeout. An upstream that keeps sending while no reader is left
+    /// prevents an orderly close; dropping the transport ends it then.
     async fn close(&mut self) -> Result<(), Self::Error> {
         let closed = tokio::time::timeout(LEAVING, self.inner.close()).await;
         closed.unwrap_or(Ok(()))
     }
 }
 
-/// An upstream that has introduced itself.
+/// An initialized connection to an upstream.
 pub struct Connection {
     pub peer: Peer<RoleClient>,
     pub ears: Arc<Ears>,
     pub process: Option<u32>,
-    /// The straight way for calls, where there is one.
+    /// Client for stateless calls, if available.
     direct: direct::Shared,
     tape: Tape,
     stop: RunningServiceCancellationToken,
-    /// Ends with this, whatever becomes of us.
+    /// Aborted on drop, so that the service never outlives the connection.
     done: AbortOnDropHandle<()>,
     program: Option<Program>,
     watch: Watch,
 }
 
-/// What is known about why a connection cannot be used.
+/// Diagnostics that explain why a connection is unusable.
 #[derive(Clone, Default)]
 pub struct Watch {
     garbage: Garbage,
@@ -141,7 +141,7 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// What the upstream did, where that is known.
+    /// Returns the problem that the upstream caused, if known.
     pub fn trouble(&self) -> Option<String> {
         if *self.flooded.0.lock() {
             let limit = UNASKED_PER_SECOND;
@@ -157,17 +157,17 @@ pub struct Dialing<'a> {
     pub filled: Arc<Filled>,
     pub complaints: &'a Complaints,
     pub ears: Arc<Ears>,
-    /// Where one that a key has named may be.
+    /// Policy for the addresses of upstreams that were added with an API key.
     pub outbound: &'a Outbound,
-    /// What lets us in.
+    /// Source of access tokens.
     pub pass: Option<Arc<Pass>>,
-    /// Only the older way to begin: for who does not survive the newer.
+    /// Uses only the legacy handshake, for servers that crash on the newer one.
     pub older: bool,
     pub limit: Duration,
 }
 
 impl Connection {
-    /// Connects and introduces ourselves.
+    /// Connects and performs the handshake.
     pub async fn dial(dialing: Dialing<'_>) -> Result<Self, String> {
         match dialing.settings.command {
             Some(_) => Self::to_program(dialing).await,
@@ -189,7 +189,7 @@ impl Connection {
         match begun {
             Ok(running) => Ok(Self::of(running, dialing.ears, Some(program), watch, tape)),
             Err(why) => {
-                // One that has ended by itself says more than that its pipes are closed.
+                // The exit status of a process says more than that its pipes are closed.
                 let said = tokio::time::timeout(Duration::from_millis(200), program.ended()).await;
                 program.end().await;
                 Err(watch.trouble().or(said.ok()).unwrap_or(why))
@@ -217,7 +217,7 @@ impl Connection {
         Ok(Self { direct: direct.map(Arc::new), ..connection })
     }
 
-    /// The straight way for calls, where requests stand for themselves.
+    /// Returns the client for stateless calls, if the upstream's revision allows them.
     pub fn direct(&self) -> direct::Shared {
         self.direct.clone().filter(|_| self.is_modern())
     }
@@ -237,23 +237,23 @@ impl Connection {
         Self { peer, ears, process, direct: None, tape, stop, done, program, watch }
     }
 
-    /// Where lists of tools are kept as they came.
+    /// Returns the capture of raw tool lists.
     pub fn tape(&self) -> Tape {
         self.tape.clone()
     }
 
-    /// What is known about its faults, also after it has ended.
+    /// Returns the diagnostics, which stay available after the connection has ended.
     pub fn watch(&self) -> Watch {
         self.watch.clone()
     }
 
-    /// Whether requests stand for themselves, without a session.
+    /// Returns `true` if requests are stateless, without a session.
     pub fn is_modern(&self) -> bool {
         let info = self.peer.peer_info();
         info.is_some_and(|info| !info.protocol_version.has_initialize())
     }
 
-    /// Waits until it is over, and says why.
+    /// Waits until the connection is closed, and returns the reason.
     pub async fn over(&mut self) -> String {
         let ended = match &mut self.program {
             Some(program) => tokio::select! {
@@ -272,12 +272,12 @@ impl Connection {
         self.watch.trouble().unwrap_or(ended)
     }
 
-    /// Ends it, with everything behind it.
+    /// Shuts down the connection and its child process.
     pub async fn end(self) {
         let Self { stop, mut done, program, peer, watch, .. } = self;
         drop(peer);
         if let Some(program) = program.as_ref().filter(|_| watch.trouble().is_some()) {
-            // What cannot be spoken with need not be asked to end.
+            // A process with a broken protocol stream is killed without a grace period.
             program.kill();
         }
         stop.cancel();
@@ -312,7 +312,7 @@ where
     }
 }
 
-/// Why an upstream did not let us begin, with what is behind it.
+/// Describes why the handshake failed, with the underlying causes.
 fn refusal(error: &ClientInitializeError) -> String {
     let mut words = vec![error.to_string()];
     let mut cause = std::error::Error::source(error);
@@ -340,7 +340,7 @@ fn http(dialing: &Dialing<'_>) -> Result<Dialled, String> {
         value.set_sensitive(true);
         headers.insert(name, value);
     }
-    // A server that a key has named must not be a way into the network that we stand in.
+    // An upstream that was added with an API key must not give access to the server's own network.
     let builder = match dialing.settings.guarded {
         true => {
             let rules = dialing.outbound;
@@ -366,15 +366,15 @@ fn http(dialing: &Dialing<'_>) -> Result<Dialled, String> {
     Ok((client, config, headers))
 }
 
-/// Whether a request cannot have reached the upstream.
+/// Returns `true` if a request cannot have reached the upstream.
 pub fn never_sent(error: &ServiceError) -> bool {
     matches!(http_failure(error), Some(Failed::Client(error)) if error.is_connect())
 }
 
-/// How a request over HTTP failed.
+/// Error of a request over HTTP.
 pub(super) type Failed = StreamableHttpError<reqwest::Error>;
 
-/// What is behind a failed request, where it is about HTTP.
+/// Returns the HTTP error that caused a failed request, if there is one.
 pub(super) fn http_failure(error: &ServiceError) -> Option<&Failed> {
     let ServiceError::TransportSend(error) = error else { return None };
     let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error.error.as_ref());

@@ -1,6 +1,6 @@
-//! `tools/call` over HTTP of 2026-07-28, where every request stands for itself: one POST, written
-//! and read here. It is the path of most calls, and goes without the session, the queue and the
-//! copies that everything else needs and `rmcp` has. To hang up is to cancel, as the revision says.
+//! Stateless `tools/call` over HTTP, as of revision 2026-07-28: one POST, written and parsed here.
+//! Most calls take this path. It avoids the session, the queue and the copies that `rmcp` needs for
+//! everything else. Closing the connection cancels the call, as the revision specifies.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,27 +23,27 @@ use crate::outbound::retry_after_ms;
 
 const REVISION: &str = "2026-07-28";
 
-/// What came of a request.
+/// The result of a request.
 pub(super) enum Came {
     Result(CallToolResult),
     Asks(InputRequiredResult),
     Task(CreateTaskResult),
-    /// The upstream's own refusal.
+    /// The upstream returned an error.
     Error(ErrorData),
-    /// It cannot have reached the upstream, or was turned away there.
+    /// The request cannot have reached the upstream, or was refused there before it ran.
     NotSent(String),
-    /// It has too much to do, and may have said when to come again.
+    /// The upstream is overloaded, and may have set a time to retry.
     Busy(StatusCode, Option<u64>),
-    /// Nobody knows what became of it.
+    /// The outcome is unknown.
     Lost(String),
 }
 
-/// An upstream that is called straight.
+/// A client for stateless calls to one upstream.
 pub(super) struct Direct {
     client: Authorised,
     url: Url,
     headers: HeaderMap,
-    /// What every request says about us, as JSON without its braces.
+    /// The `_meta` fields that identify Toolcrib in every request, as JSON without the braces.
     about_us: String,
     next: AtomicU64,
 }
@@ -78,7 +78,7 @@ struct Kind<'a> {
 }
 
 impl Direct {
-    /// To this address, with these headers.
+    /// Creates a client for this URL, with additional headers.
     pub(super) fn new(
         client: Authorised,
         url: &str,
@@ -103,7 +103,8 @@ impl Direct {
         Some(Self { client, url, headers, about_us, next: AtomicU64::new(1) })
     }
 
-    /// Whether a tool of this name can be called so: headers take no other letters as they are.
+    /// Returns `true` if a tool with this name can be called here: a header carries only these
+    /// characters unencoded.
     pub(super) fn takes(name: &str) -> bool {
         name.bytes().all(|byte| byte.is_ascii_graphic())
     }
@@ -128,7 +129,7 @@ impl Direct {
         ))
     }
 
-    /// Calls a tool, and waits for what comes of it.
+    /// Calls a tool and waits for the response.
     pub(super) async fn call(
         &self,
         name: &str,
@@ -146,7 +147,7 @@ impl Direct {
         if let Ok(value) = HeaderValue::from_str(name) {
             headers.insert("mcp-name", value);
         }
-        // The call's deadline is the engine's to watch.
+        // No timeout here: the engine enforces the call's deadline.
         let sent = self.client.send(|client, token| {
             let request = client.post(self.url.clone()).headers(headers.clone()).body(body.clone());
             match token {
@@ -162,7 +163,7 @@ impl Direct {
     }
 }
 
-/// What is behind an error, without the address it is about.
+/// Returns the innermost cause of an error, which does not contain the URL.
 fn plainly(error: &reqwest::Error) -> String {
     let mut cause: &dyn std::error::Error = error;
     while let Some(inner) = cause.source() {
@@ -187,7 +188,7 @@ async fn read(mut answer: Response, id: u64, progress: &ProgressSink) -> Came {
         Ok(body) => body,
         Err(why) => return Came::Lost(why),
     };
-    // Gateways and issuers refuse with JSON of their own.
+    // Gateways and issuers refuse with JSON that is not JSON-RPC.
     let is_message = is_json && (status.is_success() || speaks_rpc(&body));
     if is_message && let Some(came) = message(&body, id, progress) {
         return came;
@@ -201,7 +202,7 @@ async fn read(mut answer: Response, id: u64, progress: &ProgressSink) -> Came {
     }
 }
 
-/// Whether a text is a message at all.
+/// Returns `true` if the text is a JSON-RPC message.
 fn speaks_rpc(text: &[u8]) -> bool {
     let read = serde_json::from_slice::<serde_json::Value>(text);
     read.is_ok_and(|message| message.get("jsonrpc").is_some())
@@ -221,10 +222,10 @@ async fn whole(answer: &mut Response) -> Result<Vec<u8>, String> {
     }
 }
 
-/// Server-sent events, until the one with the answer.
+/// Reads server-sent events until the one with the response.
 async fn stream(answer: &mut Response, id: u64, progress: &ProgressSink) -> Came {
     let (mut rest, mut data) = (Vec::new(), Vec::new());
-    // How much of the rest is known to have no end of a line in it.
+    // Length of the prefix of `rest` that is known to contain no line end.
     let mut searched = 0;
     let mut events = 0_u32;
     loop {
@@ -257,15 +258,16 @@ async fn stream(answer: &mut Response, id: u64, progress: &ProgressSink) -> Came
         if events > MOST_EVENTS {
             return Came::Lost(format!("it floods: more than {MOST_EVENTS} messages for one call"));
         }
-        // Others have their turn, however fast it talks.
+        // Lets other tasks run, however fast the upstream sends.
         tokio::task::yield_now().await;
     }
 }
 
-/// Messages beside its answer that one call may bring.
+/// Maximum number of messages, besides the response, that one call may produce.
 const MOST_EVENTS: u32 = 20_000;
 
-/// What a message means for the request with this id; none when its answer is still to come.
+/// Interprets a message for the request with this id. Returns `None` while its response is still to
+/// come.
 fn message(text: &[u8], id: u64, progress: &ProgressSink) -> Option<Came> {
     let garbled = || Some(Came::Lost("it answered what is no message of MCP".to_owned()));
     let Ok(message) = serde_json::from_slice::<Message<'_>>(text) else { return garbled() };
@@ -273,7 +275,7 @@ fn message(text: &[u8], id: u64, progress: &ProgressSink) -> Option<Came> {
     if !answers && message.method.is_none() {
         return garbled();
     }
-    // One that could not be read has no id; every other answer is to what was asked.
+    // An error for an unparsable request has no id; every other response has the request's id.
     let unread = message.error.is_some() && message.id.is_none();
     if answers && !unread && message.id != Some(id.into()) {
         return None;
@@ -300,10 +302,10 @@ fn message(text: &[u8], id: u64, progress: &ProgressSink) -> Option<Came> {
     came.or_else(garbled)
 }
 
-/// How long a connection that nobody uses is kept.
+/// Time an idle connection stays in the pool.
 pub(super) const KEPT: Duration = Duration::from_secs(30);
 
-/// Shared by all attempts.
+/// A client that all attempts share, if the upstream supports stateless calls.
 pub(super) type Shared = Option<Arc<Direct>>;
 
 #[cfg(test)]

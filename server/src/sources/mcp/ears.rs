@@ -1,5 +1,5 @@
-//! What an upstream says without having been asked: how far a call is, what has changed, and what
-//! it wants to know before it goes on.
+//! Handles the messages that an upstream sends on its own: progress, change notifications and
+//! elicitations, including the attribution of each elicitation to a call.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -20,17 +20,17 @@ use tokio::time::Instant;
 use toolcrib::Progress;
 use toolcrib::source::ProgressSink;
 
-/// How long a question may come before we know ourselves that its call is under way.
+/// Maximum time that an elicitation may arrive before its call is registered.
 const EARLY: Duration = Duration::from_secs(5);
 
-/// How long to wait for calls that were given up, before a question may be theirs. Many upstreams
-/// say nothing more of one that was canceled.
+/// Time to wait for abandoned calls to end before an elicitation counts as possibly theirs. Many
+/// upstreams send nothing more for a canceled request.
 const GIVEN_UP: Duration = Duration::from_secs(2);
 
-/// Calls that were given up, and are remembered by their ids.
+/// Maximum number of abandoned calls that are remembered by id.
 const MOST_GIVEN_UP: usize = 256;
 
-/// What has changed at an upstream, beside its tools.
+/// A change at an upstream that does not concern its tools.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum News {
     Resources,
@@ -38,38 +38,38 @@ pub enum News {
     Resource(String),
 }
 
-/// A question of an upstream that waits for its answer.
+/// An elicitation that waits for its answer.
 pub struct Question {
     pub asked: Value,
     pub answer: oneshot::Sender<Value>,
 }
 
-/// What a call hears.
+/// An event for a call in flight.
 pub enum Heard {
     Question(Question),
-    /// A question came that may be its own, and may be that of another call.
+    /// An elicitation arrived that may belong to this call or to another one.
     Unclear,
 }
 
-/// One call that is under way.
+/// A call in flight.
 struct UnderWay {
     progress: ProgressSink,
     heard: mpsc::UnboundedSender<Heard>,
-    /// Whether it waits for an answer, and so cannot have asked anything else.
+    /// `true` while it waits for an answer, and so cannot have sent another elicitation.
     asked: bool,
-    /// Whether it was told that nobody can tell which questions are its, and is being given up.
+    /// `true` if it was notified that elicitations cannot be attributed, and is being abandoned.
     told: bool,
-    /// Whether the upstream has ended it.
+    /// `true` if the upstream has responded.
     answered: bool,
 }
 
-/// Calls that we have given up and the upstream has not ended: they may still ask.
+/// Calls that Toolcrib gave up and the upstream has not ended: they may still send elicitations.
 #[derive(Default)]
 struct GivenUp {
     ids: HashSet<RequestId>,
-    /// So many more that nobody knows which.
+    /// Number of further calls whose ids are not stored.
     more: usize,
-    /// Whether a question came that may be theirs.
+    /// `true` if an elicitation arrived that may be theirs.
     asked: bool,
 }
 
@@ -79,24 +79,24 @@ impl GivenUp {
     }
 }
 
-/// What keeps calls and questions apart.
+/// Counters for attributing elicitations to calls.
 #[derive(Default)]
 struct Turns {
     /// Calls that are being sent.
     sending: usize,
-    /// Questions whose call is not known yet.
+    /// Elicitations that are not attributed yet.
     unclear: usize,
 }
 
-/// Listens to one connection.
+/// Handles the messages of one connection.
 pub struct Ears {
     calls: Mutex<HashMap<RequestId, UnderWay>>,
     given_up: Mutex<GivenUp>,
     tokens: Mutex<HashMap<ProgressToken, RequestId>>,
     turns: Mutex<Turns>,
-    /// Something about which calls are under way is another.
+    /// Notified when the set of calls in flight, or their state, changes.
     turned: Notify,
-    /// The list of tools is another.
+    /// Notified when the tool list has changed.
     pub tools_changed: Notify,
     pub news: broadcast::Sender<News>,
 }
@@ -114,7 +114,7 @@ impl Ears {
         })
     }
 
-    /// A call is under way; until what is given back is dropped.
+    /// Registers a call in flight, until the returned guard is dropped.
     pub fn follow(
         self: &Arc<Self>,
         id: RequestId,
@@ -129,7 +129,7 @@ impl Ears {
         (Followed { ears: self.clone(), id, token, over: false }, hears)
     }
 
-    /// The upstream has ended a request.
+    /// Records that the upstream has responded to a request.
     pub fn answered(&self, id: &RequestId) {
         if let Some(call) = self.calls.lock().get_mut(id) {
             call.answered = true;
@@ -139,8 +139,8 @@ impl Ears {
         }
     }
 
-    /// Waits until a question came that may be of a call which was given up, and no other call is
-    /// out. From then on only another connection can tell questions apart.
+    /// Waits until an elicitation arrived that may belong to an abandoned call, and no other call
+    /// is in flight. From then on only a new connection can attribute elicitations again.
     pub async fn spoiled(&self) {
         loop {
             let turned = self.turned.notified();
@@ -151,9 +151,9 @@ impl Ears {
         }
     }
 
-    /// A call is about to be sent: until what is given back is dropped, nobody believes to know
-    /// every call that is under way. While it is to be found out whose a question is, no call is
-    /// sent: it would be one more that could have asked.
+    /// Acquires a permit to send a call. While it is held, the set of calls in flight counts as
+    /// incomplete. No permit is issued while an elicitation is being attributed: the new call would
+    /// be one more candidate.
     pub async fn send(self: &Arc<Self>) -> Sending {
         loop {
             let turned = self.turned.notified();
@@ -168,13 +168,13 @@ impl Ears {
         }
     }
 
-    /// Which call a question belongs to. None: that is not known yet.
+    /// Finds the call that an elicitation belongs to. Returns `None` if that is not known yet.
     ///
-    /// It is the one on whose stream it came. Where there are no streams, the protocol does not
-    /// say: then it is the only one that can have asked. One that waits for an answer cannot; the
-    /// others are waited for until one is left, and so are those that we have given up. Where as
-    /// many have asked as there are, nobody can tell, and nobody is asked: it might be somebody
-    /// else's question.
+    /// It is the call on whose stream the elicitation arrived. Without streams the protocol does
+    /// not identify the call, so it must be the only candidate. A call that waits for an answer is
+    /// no candidate. The other candidates, including abandoned calls, are waited for until one is
+    /// left. If there are as many unattributed elicitations as candidates, attribution is
+    /// impossible, and none of them is delivered: it might be another caller's question.
     fn asker(&self, origin: Option<&InboundStreamOrigin>) -> Option<Asker> {
         let mut calls = self.calls.lock();
         if let Some(InboundStreamOrigin::OutboundRequest(id)) = origin {
@@ -199,7 +199,8 @@ impl Ears {
                 call.asked = true;
                 Some(Asker::Known((*id).clone(), call.heard.clone()))
             }
-            // It is of one that was or is being given up, and nobody is left to answer it.
+            // It belongs to an abandoned call, or to one that is being abandoned, so no caller can
+            // answer it.
             (rest, _) if rest.iter().all(|(_, call)| call.told) => Some(Asker::Unknown),
             (several, _) if unclear < several.len() + given_up => None,
             (several, _) => {
@@ -209,7 +210,7 @@ impl Ears {
         }
     }
 
-    /// Nobody can tell whose a question is, because some calls were given up.
+    /// Marks an elicitation as not attributable because some calls were abandoned.
     fn leave_open(&self) -> Asker {
         self.given_up.lock().asked = true;
         tell_unclear(self.calls.lock().values_mut().filter(|call| !call.asked));
@@ -227,7 +228,7 @@ impl Ears {
                     return asker;
                 }
                 let given_up = !known && self.given_up.lock().count() > 0;
-                // It may have come before we know ourselves that its call is under way.
+                // The elicitation may have arrived before its call was registered here.
                 if known || self.calls.lock().is_empty() && !given_up {
                     if tokio::time::timeout(EARLY, turned).await.is_err() {
                         return Asker::Unknown;
@@ -262,19 +263,19 @@ fn tell_unclear<'a>(calls: impl Iterator<Item = &'a mut UnderWay>) {
     }
 }
 
-/// Whose a question is.
+/// The call that an elicitation belongs to.
 enum Asker {
     Known(RequestId, mpsc::UnboundedSender<Heard>),
     Unknown,
 }
 
-/// A question whose call is not known yet.
+/// An elicitation that is not attributed yet.
 struct Unclear<'a>(&'a Ears);
 
 impl<'a> Unclear<'a> {
     fn new(ears: &'a Ears) -> Self {
         ears.turns.lock().unclear += 1;
-        // Those that wait for the others hear that there is one more.
+        // Wakes the elicitations that wait, so that they see one more candidate.
         ears.turned.notify_waiters();
         Self(ears)
     }
@@ -287,7 +288,7 @@ impl Drop for Unclear<'_> {
     }
 }
 
-/// A call that is being sent.
+/// A permit to send a call.
 pub struct Sending(Arc<Ears>);
 
 impl Drop for Sending {
@@ -297,17 +298,17 @@ impl Drop for Sending {
     }
 }
 
-/// A call that is listened for.
+/// Keeps a call registered. Dropping it before the call has ended marks the call as abandoned.
 pub struct Followed {
     ears: Arc<Ears>,
     id: RequestId,
     token: ProgressToken,
-    /// Whether the upstream is known to have ended it.
+    /// `true` if the upstream is known to have ended the call.
     over: bool,
 }
 
 impl Followed {
-    /// The upstream has ended it.
+    /// Records that the upstream has ended the call.
     pub fn over(&mut self) {
         self.over = true;
     }
@@ -329,7 +330,7 @@ impl Drop for Followed {
     }
 }
 
-/// How far a call is, in our words.
+/// Converts a progress notification to Toolcrib's form.
 pub(super) fn progressed(said: ProgressNotificationParam) -> Progress {
     let total = said.total.filter(|total| *total > 0.0);
     let percent = total.map(|total| (said.progress / total * 100.0).clamp(0.0, 100.0));
@@ -341,7 +342,7 @@ pub(super) fn progressed(said: ProgressNotificationParam) -> Progress {
     Progress { percent, message: said.message, data: Some(Value::Object(data)) }
 }
 
-/// Who we say that we are: a client that can be asked, and that knows tasks.
+/// Returns Toolcrib's identity as an MCP client: it supports elicitation and tasks.
 pub fn introduction() -> ClientConfig {
     let elicitation = ElicitationCapability::new()
         .with_form(FormElicitationCapability::default())
@@ -394,7 +395,7 @@ impl ClientHandler for Ears {
     }
 
     async fn on_resource_list_changed(&self, _context: NotificationContext<RoleClient>) {
-        // Nobody may be listening.
+        // Sending fails if there is no subscriber.
         let _ = self.news.send(News::Resources);
     }
 
@@ -434,7 +435,7 @@ mod tests {
         let mut sending = Box::pin(ears.send());
         assert!(poll!(&mut sending).is_pending(), "it would be one more that could have asked");
         assert!(hears.try_recv().is_err(), "either of two may have asked");
-        // One has its result, so it was the other.
+        // The first call has its result, so the elicitation belongs to the other.
         rests.over();
         drop(rests);
         assert!(poll!(&mut asking).is_pending());
@@ -453,13 +454,13 @@ mod tests {
         let mut asking = Box::pin(ears.ask(json!("who?"), None));
         assert!(poll!(&mut asking).is_pending());
         assert!(hears.try_recv().is_err(), "the one that was canceled may have asked");
-        // The upstream ends that after all, so it was the other.
+        // The upstream ends the abandoned call after all, so the elicitation belongs to the other.
         ears.answered(&NumberOrString::Number(1));
         assert!(poll!(&mut asking).is_pending());
         let Ok(Heard::Question(question)) = hears.try_recv() else { panic!("it is its question") };
         question.answer.send(json!("Ada")).unwrap();
         assert_eq!(asking.await, Some(json!("Ada")));
-        // One that is never ended makes it unclear, and that is said.
+        // An abandoned call that never ends makes attribution impossible, and the call is notified.
         let (canceled, _) = followed(&ears, 3);
         drop(canceled);
         assert_eq!(ears.ask(json!("who?"), None).await, None);

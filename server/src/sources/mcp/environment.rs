@@ -1,18 +1,19 @@
-//! What is taken from the server's environment, at the moment it is needed: only what is named.
+//! Resolves settings against the server's environment at the moment of use. Only the variables that
+//! the settings name are read.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
 use super::settings::McpSettings;
 
-/// What every program needs to run at all, and nothing that is secret.
+/// Variables that every program needs to run. None of them is secret.
 const USUAL: [&str; 10] =
     ["PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ", "TMPDIR", "SHELL", "TERM", "SYSTEMROOT"];
 
-/// Shorter values are not taken out of what a program says: they would be found in every word.
+/// Shorter values are not redacted: they would match in ordinary words.
 const SHORT: usize = 6;
 
-/// Settings with everything filled in, and what must not be repeated from it.
+/// Settings with all variables expanded, and the secrets to redact.
 #[derive(Default)]
 pub struct Filled {
     pub command: String,
@@ -27,14 +28,14 @@ pub struct Filled {
 }
 
 impl Filled {
-    /// Looks up what the settings name.
+    /// Expands the variables that the settings name.
     pub fn of(settings: &McpSettings) -> Result<Self, String> {
         Self::with(settings, |name| std::env::var(name).ok())
     }
 
     fn with(settings: &McpSettings, look: impl Fn(&str) -> Option<String>) -> Result<Self, String> {
         let mut filled = Self::default();
-        // Whatever is put somewhere from the environment is nobody's to read there.
+        // Every value taken from the environment is treated as a secret.
         let put = RefCell::new(Vec::new());
         let fill = |text: &str| {
             filled_in(text, |name| {
@@ -76,7 +77,7 @@ impl Filled {
         Ok(filled)
     }
 
-    /// These must not be repeated, in none of their forms.
+    /// Sets the secrets to redact, in all the forms in which they may appear.
     fn hide(&mut self, mut values: Vec<(String, String)>) {
         let longest_first = |(_, value): &(String, String)| std::cmp::Reverse(value.len());
         values.sort_by_key(longest_first);
@@ -84,16 +85,16 @@ impl Filled {
             forms(&value).into_iter().map(move |form| (name.clone(), form))
         });
         self.secrets = formed.filter(|(_, form)| form.len() >= SHORT).collect();
-        // The longest first: one may be a part of another.
+        // The longest first: one secret may be part of another.
         self.secrets.sort_by_key(longest_first);
     }
 
-    /// The length of the longest text that must not be repeated.
+    /// Returns the length of the longest form of a secret.
     pub fn longest(&self) -> usize {
         self.secrets.first().map_or(0, |(_, form)| form.len())
     }
 
-    /// A text that was cut off, without the beginning of a value at its end.
+    /// Removes the beginning of a secret from the end of a truncated text.
     pub fn without_start<'a>(&self, text: &'a [u8]) -> &'a [u8] {
         let starts = |form: &str| {
             let most = form.len().saturating_sub(1).min(text.len());
@@ -103,7 +104,7 @@ impl Filled {
         &text[..text.len() - longest.unwrap_or(0)]
     }
 
-    /// Only what is not to be repeated.
+    /// Creates settings with nothing but secrets.
     #[cfg(test)]
     pub fn hiding(values: &[(&str, &str)]) -> Self {
         let mut filled = Self::default();
@@ -112,7 +113,7 @@ impl Filled {
         filled
     }
 
-    /// A text in which the values that were named are told by their names.
+    /// Replaces secrets in a text with the names of their settings.
     pub fn clean(&self, text: &str) -> String {
         let mut text = text.to_owned();
         for (name, form) in &self.secrets {
@@ -124,8 +125,8 @@ impl Filled {
     }
 }
 
-/// How a value may be repeated: as it is, without the word before it (`Bearer …`), as JSON writes
-/// it, and where it has several lines, each of them.
+/// Returns the forms in which a value may appear: unchanged, without the word before it (`Bearer
+/// …`), as JSON writes it, and each line of a value with several lines.
 fn forms(value: &str) -> Vec<String> {
     let mut forms = vec![value.to_owned()];
     forms.extend(value.split_once(' ').map(|(_, bare)| bare.to_owned()));
@@ -140,7 +141,7 @@ fn forms(value: &str) -> Vec<String> {
     forms
 }
 
-/// JSON as many write it, with other letters than ASCII's escaped.
+/// Escapes the non-ASCII characters of a JSON text, as many serializers do.
 fn in_ascii(written: &str) -> String {
     let mut units = [0; 2];
     let escaped = written.chars().map(|letter| match letter.is_ascii() {
@@ -153,11 +154,11 @@ fn in_ascii(written: &str) -> String {
     escaped.collect()
 }
 
-/// What an address carries that may open something: the values of its query, and a password.
+/// Returns the parts of a URL that may be secret: the values of its query, and a password.
 fn hidden_in(url: &str) -> Vec<String> {
     let Ok(url) = reqwest::Url::parse(url) else { return Vec::new() };
     let plain = url.query_pairs().map(|(_, value)| value.into_owned());
-    // As they are written, too.
+    // Also in their percent-encoded form.
     let written = url.query().unwrap_or_default().split('&');
     let written = written.filter_map(|pair| Some(pair.split_once('=')?.1.to_owned()));
     plain.chain(written).chain(url.password().map(str::to_owned)).collect()
@@ -167,7 +168,7 @@ fn not_set(name: &str) -> String {
     format!("the variable {name} is not set in the server's environment")
 }
 
-/// `${NAME}`, `${env:NAME}` and `${NAME:-otherwise}`, as desktop clients write them.
+/// Expands `${NAME}`, `${env:NAME}` and `${NAME:-default}`, as desktop clients write them.
 fn filled_in(text: &str, look: impl Fn(&str) -> Option<String>) -> Result<String, String> {
     let mut made = String::new();
     let mut rest = text;

@@ -1,5 +1,5 @@
-//! Words in a tool's description that speak to the model instead of describing the tool. They are
-//! shown as they are, and flagged; nothing is done because of what they say, and a rule or a person
+//! Detects text in a tool's description that addresses the model instead of describing the tool.
+//! Such text is shown unchanged and flagged. Toolcrib takes no action on a flag: a rule or a person
 //! decides about the tool as about any other.
 
 use std::sync::LazyLock;
@@ -7,7 +7,7 @@ use std::sync::LazyLock;
 use regex::RegexSet;
 use toolcrib::tool::Definition;
 
-/// Each flag with what it looks for.
+/// Each flag with its pattern.
 const LOOKS: [(&str, &str); 6] = [
     (
         "tells_to_ignore",
@@ -51,8 +51,7 @@ const LOOKS: [(&str, &str); 6] = [
 static FINDER: LazyLock<Option<RegexSet>> =
     LazyLock::new(|| RegexSet::new(LOOKS.iter().map(|(_, look)| *look)).ok());
 
-/// The flags of a tool's words: of its titles, its description, and of what its schemas say about
-/// arguments.
+/// Returns the flags for a tool's titles, description and schemas.
 pub fn found(tool: &Definition, titles: [Option<&str>; 2]) -> Vec<&'static str> {
     let Some(finder) = FINDER.as_ref() else { return Vec::new() };
     let mut hits = [false; LOOKS.len()];
@@ -65,7 +64,7 @@ pub fn found(tool: &Definition, titles: [Option<&str>; 2]) -> Vec<&'static str> 
     named.map(|((flag, _), _)| *flag).collect()
 }
 
-/// The flags that a definition carries.
+/// Returns the flags recorded in a definition.
 pub fn of(tool: &Definition) -> Option<serde_json::Value> {
     tool.metadata.as_ref()?.value().get("flags").cloned()
 }

@@ -1,6 +1,5 @@
-//! Hearing from an upstream of 2026-07-28 that what it has is other than it was. That has to be
-//! asked for, and the stream on which it is said ends whenever something between us closes it: then
-//! it is asked for again.
+//! Follows the changes of an upstream of revision 2026-07-28. Notifications require a subscription,
+//! whose stream ends whenever an intermediary closes it; then Toolcrib subscribes again.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -12,20 +11,20 @@ use rmcp::service::{Peer, Subscription};
 
 use super::ears::{Ears, News};
 
-/// How often the list is looked at where nobody says that it has changed.
+/// Polling interval of the tool list when the upstream sends no notifications.
 const LOOK: Duration = Duration::from_secs(60);
 
-/// How long it may take to agree that it tells us.
+/// Maximum time for the upstream to accept a subscription.
 const AGREEING: Duration = Duration::from_secs(30);
 
-/// The waits before a stream that has ended is asked for again.
+/// First delay of the backoff between subscriptions.
 const FIRST_WAIT: Duration = Duration::from_millis(500);
 
-/// One that was open for so long begins with the shortest wait again.
+/// A stream that was open this long resets the backoff.
 const STEADY: Duration = Duration::from_secs(20);
 
-/// Listens for as long as it is polled. Where it is not said that the tools have changed, they are
-/// looked at from time to time.
+/// Follows changes for as long as it is polled. If the upstream does not announce changes,
+/// refreshes the tool list periodically.
 pub(super) async fn listen(peer: &Peer<RoleClient>, ears: &Arc<Ears>, modern: bool) -> Infallible {
     match modern {
         true => listen_or_look(peer, ears, LOOK).await,
@@ -52,7 +51,7 @@ async fn listen_or_look(peer: &Peer<RoleClient>, ears: &Ears, every: Duration) -
             ears.tools_changed.notify_one();
             continue;
         };
-        // What was not heard of in between is seen at the next look, which is at once.
+        // Changes during the gap between two streams are found by an immediate refresh.
         if std::mem::replace(&mut missed, true) {
             ears.tools_changed.notify_one();
         }
@@ -63,7 +62,7 @@ async fn listen_or_look(peer: &Peer<RoleClient>, ears: &Ears, every: Duration) -
     }
 }
 
-/// What it can tell us about.
+/// Returns a filter for the changes that the upstream can announce.
 fn wanted(peer: &Peer<RoleClient>) -> SubscriptionFilter {
     let mut filter = SubscriptionFilter::builder();
     let info = peer.peer_info();
@@ -80,14 +79,14 @@ fn wanted(peer: &Peer<RoleClient>) -> SubscriptionFilter {
     filter.build()
 }
 
-/// Passes on what is said, until the stream ends.
+/// Forwards notifications until the stream ends.
 async fn hear(mut stream: Subscription, ears: &Ears) {
     loop {
         match stream.next().await {
             Ok(Some(ServerNotification::ToolListChangedNotification(_))) => {
                 ears.tools_changed.notify_one();
             }
-            // Nobody may be listening.
+            // Sending fails if there is no subscriber.
             Ok(Some(ServerNotification::PromptListChangedNotification(_))) => {
                 let _ = ears.news.send(News::Prompts);
             }
@@ -112,7 +111,7 @@ mod tests {
 
     use super::*;
 
-    /// A server that can do nothing.
+    /// A server without any capability.
     struct Plain;
 
     impl rmcp::ServerHandler for Plain {}

@@ -1,8 +1,10 @@
-//! Tokens for one upstream: which to send, when to get another, and when only a person can help.
+//! Access tokens for one upstream: the token to send, the time to renew it, and the cases in which
+//! a person must sign in.
 //!
-//! The protocol is `rmcp`'s: finding the issuer, registering, the code and its exchange, the
-//! refresh. Here is what it leaves to us: where tokens are kept, when each step is taken, what the
-//! person is shown, and that a secret goes to nobody but the issuer it is for.
+//! `rmcp` implements the protocol: discovery of the issuer, registration, the authorization code
+//! and its exchange, and refresh. This module decides the rest: storage of tokens, timing of each
+//! step, the link that a person sees. It ensures that a secret is sent only to the issuer it
+//! belongs to.
 
 mod flow;
 mod kept;
@@ -23,43 +25,43 @@ use kept::{Grant, Pending, Token, Wallet};
 
 pub use settings::{Algorithm, GrantKind, McpOauth};
 
-/// Where a browser reaches this server, as far as that is known.
+/// The URL at which a browser reaches this server, as far as it is known.
 pub type Base = Arc<RwLock<String>>;
 
-/// Where issuers send a person's browser back to, below the server's address.
+/// Path of the redirect URI, below the server's URL.
 const CALLBACK_PATH: &str = "/oauth/callback";
 
-/// Where our client's own metadata is, below the server's address.
+/// Path of Toolcrib's client metadata, below the server's URL.
 const CLIENT_PATH: &str = "/oauth/client.json";
 
-/// An address that a person must open.
+/// A link that a person must open to sign in.
 #[derive(Clone, PartialEq, Eq)]
 pub struct SignIn {
     pub url: String,
     pub expires_ms: u64,
 }
 
-/// How it stands with an upstream's tokens; without any of them.
+/// The authorization status of an upstream, without any token.
 pub struct PassShown {
     pub grant: GrantKind,
     pub signed_in: bool,
     pub issuer: Option<String>,
     pub scopes: Vec<String>,
-    /// What a person must open, where one is needed.
+    /// Link that a person must open, if one is needed.
     pub sign_in: Option<SignIn>,
 }
 
-/// Why there is no token.
+/// The reason why there is no token.
 enum Refusal {
-    /// Only a person can go on.
+    /// A person must sign in.
     Person,
-    /// It may be well another time.
+    /// An error that may be temporary.
     Trouble(String),
 }
 
-/// An answer with which an upstream does not let us in.
+/// A response with which an upstream refuses a request for lack of authorization.
 pub(super) struct Challenge {
-    /// Whether we are known, and may not do this.
+    /// `true` if the token is valid but does not permit the request.
     pub(super) forbidden: bool,
     pub(super) header: Option<String>,
 }
@@ -67,11 +69,11 @@ pub(super) struct Challenge {
 #[derive(Default)]
 struct Inner {
     grant: Grant,
-    /// Knows the issuer and our client there.
+    /// Knows the issuer and Toolcrib's registration there.
     manager: Option<AuthorizationManager>,
 }
 
-/// What lets us in at one upstream.
+/// Obtains and renews the access tokens of one upstream.
 pub struct Pass {
     of: McpSettings,
     oauth: McpOauth,
@@ -88,7 +90,8 @@ pub struct Pass {
 }
 
 impl Pass {
-    /// For an upstream over HTTP that is not given its token by the operator.
+    /// Creates an authorizer for an upstream over HTTP, unless the operator configured an
+    /// `Authorization` header.
     pub(super) fn of(
         settings: &McpSettings,
         ledger: &Arc<dyn Ledger>,
@@ -115,8 +118,8 @@ impl Pass {
         }))
     }
 
-    /// The token to send now; another when its time is nearly over. None where none is known to be
-    /// needed.
+    /// Returns the token to send now, after renewing it if it is about to expire. Returns `None` if
+    /// no token is known to be needed.
     pub(super) async fn token(&self) -> Option<Arc<str>> {
         let known = self.current.lock().clone();
         match known {
@@ -136,7 +139,7 @@ impl Pass {
                 *self.current.lock() = None;
                 None
             }
-            // The upstream may be more generous than the clock.
+            // The upstream may still accept an expired token.
             Err(Refusal::Trouble(why)) => {
                 self.fails(&why);
                 Some(known.value)
@@ -144,7 +147,7 @@ impl Pass {
         }
     }
 
-    /// The upstream has taken what was sent.
+    /// Records that the upstream accepted the token.
     pub(super) fn taken(&self, sent: Option<&str>) {
         let known = self.current.lock();
         if let Some(token) = known.as_ref().filter(|token| Some(&*token.value) == sent) {
@@ -152,8 +155,8 @@ impl Pass {
         }
     }
 
-    /// The upstream does not take what was sent. Gives what may be tried in its place; where that
-    /// is nothing, [`Pass::sign_in`] or [`Pass::problem`] say what is to be done.
+    /// Handles a refused token, and returns one to try instead. If it returns `None`,
+    /// [`Authorizer::pending_sign_in`] or [`Authorizer::problem`] says what to do.
     pub(super) async fn refused(
         &self,
         sent: Option<&str>,
@@ -163,14 +166,14 @@ impl Pass {
         self.load(&mut inner).await;
         let known = self.current.lock().clone();
         if let Some(token) = known.as_ref().filter(|token| Some(&*token.value) != sent) {
-            // Another request has been through this meanwhile.
+            // Another request has replaced the token in the meantime.
             return Some(token.value.clone());
         }
         let header = challenge.header.as_deref();
         let outcome = match challenge.forbidden {
             true => self.step_up(&mut inner, header).await,
             false => {
-                // One that was never taken will not be better when it is renewed.
+                // Renewal does not help a token that was never accepted.
                 let useless = known.as_ref().is_some_and(|token| !token.was_taken());
                 self.again(&mut inner, header, useless).await
             }
@@ -185,7 +188,7 @@ impl Pass {
         }
     }
 
-    /// What was sent is not known there, or not any more.
+    /// Obtains a new token after the upstream refused the old one as unknown or expired.
     async fn again(
         &self,
         inner: &mut Inner,
@@ -207,7 +210,7 @@ impl Pass {
             }
         }
         if self.is_shut() {
-            // Somebody is asked already.
+            // A sign-in is already pending.
             return Err(Refusal::Person);
         }
         self.wallet.set(None);
@@ -216,8 +219,7 @@ impl Pass {
         Err(Refusal::Person)
     }
 
-    /// More rights are needed. What was asked for before is not asked for again: it would end where
-    /// it began.
+    /// Requests more scopes. Does not repeat scopes that were requested before, which would loop.
     async fn step_up(&self, inner: &mut Inner, header: Option<&str>) -> Result<Token, Refusal> {
         let trouble = |why: String| Err(Refusal::Trouble(why));
         let url = self.url()?;
@@ -242,17 +244,17 @@ impl Pass {
         }
     }
 
-    /// What a person must open, where one is needed.
+    /// Returns the link that a person must open, if one is needed.
     pub fn sign_in(&self) -> Option<SignIn> {
         self.wanted.lock().clone()
     }
 
-    /// Whether nothing can be done before a person has signed in.
+    /// Returns `true` if nothing can be done before a person has signed in.
     pub(super) fn is_shut(&self) -> bool {
         self.wanted.lock().is_some() && self.current.lock().is_none()
     }
 
-    /// Why there is no token, where that is not for want of a person.
+    /// Returns the error for which there is no token, unless only a sign-in is missing.
     pub(super) fn problem(&self) -> Option<String> {
         self.failed.lock().clone()
     }
@@ -262,12 +264,12 @@ impl Pass {
         *self.failed.lock() = Some(why);
     }
 
-    /// What went wrong before does not count any more.
+    /// Clears the recorded failure.
     pub(super) fn forgive(&self) {
         *self.failed.lock() = None;
     }
 
-    /// How it stands, for who may know.
+    /// Returns the authorization status, for display.
     pub(super) fn shown(&self) -> PassShown {
         let known = self.wallet.get();
         PassShown {
@@ -279,7 +281,7 @@ impl Pass {
         }
     }
 
-    /// A text without tokens and without our client's secret.
+    /// Redacts tokens and the client secret from a text.
     pub(super) fn clean(&self, text: &str) -> String {
         let mut text = text.to_owned();
         let secrets = self.wallet.get().as_ref().map(kept::secrets).unwrap_or_default();
@@ -292,7 +294,7 @@ impl Pass {
         }
     }
 
-    /// The address, with what it takes from the environment.
+    /// Returns the upstream's URL with its variables expanded.
     fn url(&self) -> Result<String, Refusal> {
         Filled::of(&self.of).map(|filled| filled.url).map_err(Refusal::Trouble)
     }
@@ -301,7 +303,7 @@ impl Pass {
         format!("{}{CALLBACK_PATH}", self.base.read())
     }
 
-    /// Where the issuer can read who we are, if it can.
+    /// Returns the URL at which the issuer can read Toolcrib's client metadata, if there is one.
     fn client_metadata_url(&self) -> Option<String> {
         let ours = format!("{}{CLIENT_PATH}", self.base.read());
         let ours = Some(ours).filter(|url| url.starts_with("https://"));

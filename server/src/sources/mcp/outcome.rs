@@ -1,5 +1,5 @@
-//! What an upstream's answer means for the call: its result, or a fault that says what happened and
-//! whether it can have taken effect.
+//! Converts an upstream's response to the outcome of the attempt: a result, or a fault that says
+//! what went wrong and whether the call may have taken effect.
 
 use rmcp::ServiceError;
 use rmcp::model::{CallToolResult, ErrorCode, ErrorData, InputRequest};
@@ -13,10 +13,10 @@ use super::connection::{Failed, http_failure, never_sent};
 use super::upstream::Upstream;
 use crate::outbound::read_retry_after;
 
-/// How much of a failure's content is kept beside its words.
+/// Maximum size of a failed result that is stored as the fault's detail.
 const KEPT_BYTES: usize = 16 << 10;
 
-/// The result as it is kept: in MCP's own words. A failure in words is a fault.
+/// Returns the result in MCP's form, as it is stored. A result marked as an error becomes a fault.
 pub(super) fn of_result(attempt: &Attempt, mut result: CallToolResult) -> Result<Json, Fault> {
     result.result_type = None;
     if result.is_error != Some(true) {
@@ -38,12 +38,14 @@ pub(super) fn of_result(attempt: &Attempt, mut result: CallToolResult) -> Result
     }
 }
 
-/// It answered, and nobody can understand it: it has run, and what came of it is unknown.
+/// Returns the fault for a response that cannot be understood: the tool has run, with an unknown
+/// outcome.
 pub(super) fn garbled(attempt: &Attempt, message: String) -> Fault {
     unknown(attempt, format!("{}: {message}", attempt.tool))
 }
 
-/// It may have happened. Where that does no harm it may be tried again; otherwise it says so.
+/// Returns the fault for a call that may have taken effect. It is retryable unless the tool is
+/// irreversible; in that case the message says that the outcome is unknown.
 fn unknown(attempt: &Attempt, message: String) -> Fault {
     match attempt.effect {
         Effect::Irreversible => {
@@ -54,8 +56,8 @@ fn unknown(attempt: &Attempt, message: String) -> Fault {
     }
 }
 
-/// It has too much to do, and may have said when to come again. What is turned away with 429 has
-/// not begun; behind any other status it may have.
+/// Returns the fault for an overloaded upstream, which may have set a time to retry. A call refused
+/// with 429 has not started; with any other status it may have.
 pub(super) fn busy(name: &str, attempt: &Attempt, status: u16, after_ms: Option<u64>) -> Fault {
     let when = after_ms.map(|ms| format!(", to come again after {} s", ms.div_ceil(1_000)));
     let when = when.unwrap_or_default();
@@ -71,7 +73,7 @@ pub(super) fn busy(name: &str, attempt: &Attempt, status: u16, after_ms: Option<
     fault.come_again_after(after_ms)
 }
 
-/// What an upstream over HTTP refused with, where that is more than a lost answer.
+/// Returns the fault for an HTTP refusal, where that says more than a lost response.
 fn refused(name: &str, attempt: &Attempt, error: &ServiceError) -> Option<Fault> {
     match http_failure(error)? {
         Failed::HttpStatus(said) => {
@@ -85,10 +87,11 @@ fn refused(name: &str, attempt: &Attempt, error: &ServiceError) -> Option<Fault>
     }
 }
 
-/// The error with which a server of 2025-11-25 says that somebody must open addresses first.
+/// Error code with which a server of revision 2025-11-25 requires URLs to be opened first.
 const OPEN_FIRST: i32 = -32042;
 
-/// Those addresses, as questions: it has not begun, and is called again once they were opened.
+/// Returns those URLs as elicitations. The tool has not started, and is called again once they were
+/// opened.
 pub(super) fn addresses(error: &ErrorData) -> Option<Map<String, Value>> {
     let asked = error.data.as_ref().filter(|_| error.code.0 == OPEN_FIRST)?;
     let asked = asked.get("elicitations")?.as_array()?.iter().filter_map(|asked| {
@@ -96,7 +99,7 @@ pub(super) fn addresses(error: &ErrorData) -> Option<Map<String, Value>> {
         let mut params = asked.as_object()?.clone();
         params.insert("mode".to_owned(), "url".into());
         let question = json!({ "method": "elicitation/create", "params": params });
-        // Only what can be put to somebody is a question.
+        // Skips entries that are not valid elicitations.
         serde_json::from_value::<InputRequest>(question.clone()).ok()?;
         Some((key, question))
     });
@@ -104,7 +107,7 @@ pub(super) fn addresses(error: &ErrorData) -> Option<Map<String, Value>> {
     (!asked.is_empty()).then_some(asked)
 }
 
-/// Why a call that wanted addresses to be opened is not made again.
+/// Returns the fault for a call whose required URLs were not opened, if that is the case.
 pub(super) fn not_opened(attempt: &Attempt) -> Option<Fault> {
     let answers = attempt.dialogue.as_ref().map(|dialogue| &dialogue.answers);
     let refused = answers.into_iter().flatten().any(|(_, answer)| answer["action"] != "accept");
@@ -112,7 +115,7 @@ pub(super) fn not_opened(attempt: &Attempt) -> Option<Fault> {
     refused.then(|| Fault::runtime(message()).not_happened().retryable(false))
 }
 
-/// What went wrong with a request.
+/// Converts the error of a request to a fault.
 pub(super) fn of_error(
     upstream: &Upstream,
     attempt: &Attempt,

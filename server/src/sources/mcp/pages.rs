@@ -1,5 +1,5 @@
-//! Lists of upstreams, page after page, to their end: within limits, because an upstream may have
-//! no end.
+//! Fetches complete lists from upstreams, page by page. The size is limited, because an upstream
+//! may return pages without end.
 
 use std::collections::HashSet;
 
@@ -13,12 +13,12 @@ use serde::Serialize;
 
 use super::tape::{self, Tape};
 
-/// Of one list.
+/// Limits of one list.
 const MOST_ITEMS: usize = 20_000;
 const MOST_PAGES: usize = 2_000;
 const MOST_BYTES: usize = 64 << 20;
 
-/// A page of some list.
+/// A page of a list.
 trait Page {
     type Item: Serialize;
 
@@ -46,7 +46,7 @@ fn endless(what: &str, why: &str) -> ServiceError {
     ServiceError::McpError(ErrorData::new(ErrorCode::INTERNAL_ERROR, message, None))
 }
 
-/// Counts what is written, and keeps nothing of it.
+/// A writer that counts bytes and discards them.
 struct Count(usize);
 
 impl std::io::Write for Count {
@@ -72,7 +72,7 @@ where
     for _ in 0..MOST_PAGES {
         let params = cursor.take().map(|c| PaginatedRequestParams::default().with_cursor(Some(c)));
         let (page, next) = ask(params).await?.split();
-        // What cannot be written has no size.
+        // A page that cannot be serialized counts as zero bytes.
         let _ = serde_json::to_writer(&mut bytes, &page);
         items.extend(page);
         if items.len() > MOST_ITEMS {
@@ -89,7 +89,7 @@ where
     Err(endless(what, &format!("{MOST_PAGES} pages so far")))
 }
 
-/// A tool, or what is wrong with it.
+/// A listed tool, or the reason why it cannot be used.
 #[derive(Serialize)]
 #[serde(untagged)]
 pub(super) enum Listed {
@@ -107,7 +107,7 @@ impl Page for Tools {
     }
 }
 
-/// Every tool of an upstream, and those that cannot be read.
+/// Returns every tool of an upstream, including those that cannot be parsed.
 pub(super) async fn tools(
     peer: &Peer<RoleClient>,
     tape: &Tape,
@@ -121,7 +121,8 @@ pub(super) async fn tools(
                 let tools = page.tools.into_iter().map(|tool| Listed::Tool(Box::new(tool)));
                 Ok(Tools(tools.chain(left_out).collect(), page.next_cursor))
             }
-            // One that is malformed makes the whole page unreadable: then each is read by itself.
+            // One malformed tool makes the whole page unreadable for `rmcp`: use the tools parsed
+            // one by one.
             (Err(ServiceError::UnexpectedResponse), Some(told)) => Ok(each(told)),
             (Err(ServiceError::UnexpectedResponse), None) => Err(unreadable()),
             (Err(error), _) => Err(error),
@@ -145,7 +146,7 @@ fn each(page: tape::Page) -> Tools {
     Tools(tools.chain(listed(page.unreadable)).collect(), page.next)
 }
 
-/// What the upstream offers on a page, and is not among what was read of it.
+/// Returns the tools that the upstream offers on a page and that `rmcp` left out.
 fn left_out(told: tape::Page, read: &[Tool]) -> Vec<Listed> {
     let mut left_out: Vec<Listed> = listed(told.unreadable).collect();
     if told.tools.len() == read.len() {
@@ -161,17 +162,17 @@ fn left_out(told: tape::Page, read: &[Tool]) -> Vec<Listed> {
     left_out
 }
 
-/// Every resource of an upstream.
+/// Returns every resource of an upstream.
 pub async fn resources(peer: &Peer<RoleClient>) -> Result<Vec<Resource>, ServiceError> {
     all("resources", |page| peer.list_resources(page)).await
 }
 
-/// Every template of an upstream.
+/// Returns every resource template of an upstream.
 pub async fn templates(peer: &Peer<RoleClient>) -> Result<Vec<ResourceTemplate>, ServiceError> {
     all("templates", |page| peer.list_resource_templates(page)).await
 }
 
-/// Every prompt of an upstream.
+/// Returns every prompt of an upstream.
 pub async fn prompts(peer: &Peer<RoleClient>) -> Result<Vec<Prompt>, ServiceError> {
     all("prompts", |page| peer.list_prompts(page)).await
 }

@@ -1,5 +1,5 @@
-//! One POST of the protocol, as `rmcp` makes it and with one thing more: an answer that is not a
-//! stream has a limit too, so that no upstream can fill our memory with one.
+//! One POST of the MCP protocol, as `rmcp` makes it, with one addition: a response that is not a
+//! stream also has a size limit, so that an upstream cannot exhaust memory with it.
 
 use std::borrow::Cow;
 
@@ -24,19 +24,19 @@ const SESSION: &str = "mcp-session-id";
 const STREAM: &str = "text/event-stream";
 const JSON: &str = "application/json";
 
-/// How much of an answer that cannot be understood is shown.
+/// Maximum number of characters shown of a response that cannot be parsed.
 const SHOWN: usize = 300;
 
-/// A message, and how it is sent.
+/// A message and the parameters of its request.
 pub(super) struct Post<'a> {
     pub(super) uri: &'a str,
     pub(super) message: &'a ClientJsonRpcMessage,
     pub(super) session: Option<&'a str>,
     pub(super) token: Option<&'a str>,
     pub(super) headers: HeaderMap,
-    /// The most bytes of an answer, or of one event of a stream.
+    /// Maximum size of a response, or of one event of a stream.
     pub(super) limit: usize,
-    /// Where lists of tools are kept as they came.
+    /// Captures raw tool lists.
     pub(super) tape: &'a Tape,
 }
 
@@ -100,21 +100,21 @@ impl Post<'_> {
         matches!(self.message, ClientJsonRpcMessage::Request(_))
     }
 
-    /// The id of the request.
+    /// Returns the id of the request.
     fn asked(&self) -> Option<rmcp::model::RequestId> {
         let ClientJsonRpcMessage::Request(asked) = self.message else { return None };
         Some(asked.id.clone())
     }
 
-    /// Who looks at the answer, where it is a list of tools.
+    /// Returns the capture if the message requests a tool list.
     fn tape(&self) -> Option<&Tape> {
         let ClientJsonRpcMessage::Request(asked) = self.message else { return None };
         matches!(asked.request, ClientRequest::ListToolsRequest(_)).then_some(self.tape)
     }
 
-    /// A list that is the first thing on its stream is answered as if it had come without one: of
-    /// a stream that ends with it the library may see the end first, and then does not look at what
-    /// its tools want in headers.
+    /// Returns a tool list that is the first event of its stream as a plain JSON response. When the
+    /// stream ends right after the list, `rmcp` may see the end first, and then ignores the header
+    /// annotations of the tools.
     async fn listed(
         &self,
         mut events: Events,
@@ -139,7 +139,7 @@ impl Post<'_> {
         StreamableHttpPostResponse::Sse(events, session)
     }
 
-    /// An upstream that does not let us in, and says how it would.
+    /// Returns the error for a 401 or 403 response that carries an authentication challenge.
     fn refused(&self, answer: &Response) -> Option<Failed> {
         let said = text(answer.headers(), WWW_AUTHENTICATE.as_str())?;
         match answer.status() {
@@ -164,20 +164,20 @@ impl Post<'_> {
         let rest = self.tape().and_then(|tape| tape.pass(body));
         let body = rest.as_ref().map_or(body, |rest| rest.as_bytes());
         match serde_json::from_slice::<ServerJsonRpcMessage>(body) {
-            // Nobody would ever hear of it, and whoever asked would wait for ever.
+            // `rmcp` would drop a response with another id, and the request would wait for ever.
             Ok(JsonRpcMessage::Response(answer))
                 if self.asked().is_some_and(|id| id != answer.id) =>
             {
                 Err(unexpected("it answered another request than was made".to_owned()))
             }
             Ok(message) => Ok(StreamableHttpPostResponse::Json(message, session)),
-            // Nobody waits for an answer to it.
+            // A notification expects no response.
             Err(_) if !self.is_request() => Ok(StreamableHttpPostResponse::Accepted),
             Err(error) => Err(unexpected(format!("{error}: {}", shown(body)))),
         }
     }
 
-    /// What an upstream says with a status that is no success.
+    /// Interprets a response with an error status.
     fn rejected(
         &self,
         status: StatusCode,
@@ -189,7 +189,7 @@ impl Post<'_> {
         let said = said.filter(|message| matches!(message, JsonRpcMessage::Error(_)));
         let shut = matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN);
         if let Some(id) = self.discovery().filter(|_| status.is_client_error() && !shut) {
-            // One of before does not know the question: that it says so is its answer.
+            // A legacy server does not know the discovery request: its refusal is the answer.
             let error = match said {
                 Some(JsonRpcMessage::Error(said)) => said.error,
                 _ => ErrorData::invalid_request(format!("HTTP {status}: {}", shown(body)), None),
@@ -206,7 +206,7 @@ impl Post<'_> {
         }
     }
 
-    /// The id of the first question to an upstream that nothing is known of.
+    /// Returns the request's id if it is the discovery request, sent before the revision is known.
     fn discovery(&self) -> Option<rmcp::model::RequestId> {
         let ClientJsonRpcMessage::Request(asked) = self.message else { return None };
         let first = matches!(asked.request, ClientRequest::DiscoverRequest(_));
@@ -214,7 +214,7 @@ impl Post<'_> {
     }
 }
 
-/// An event without those tools that cannot be read.
+/// Removes the tools that cannot be parsed from an event.
 fn readable(mut event: sse_stream::Sse, tape: &Tape) -> sse_stream::Sse {
     let rest = event.data.as_ref().and_then(|data| tape.pass(data.as_bytes()));
     if rest.is_some() {
@@ -242,7 +242,7 @@ fn failed(answer: &Response) -> Option<HttpStatusError> {
     busy.then(|| HttpStatusError::new(status.as_u16(), after))
 }
 
-/// All of an answer, up to the limit.
+/// Reads the whole response, up to the limit.
 async fn whole(answer: &mut Response, limit: usize) -> Result<Vec<u8>, Failed> {
     let mut body = Vec::new();
     while let Some(chunk) = answer.chunk().await? {
@@ -256,7 +256,7 @@ async fn whole(answer: &mut Response, limit: usize) -> Result<Vec<u8>, Failed> {
 
 type Events = futures::stream::BoxStream<'static, Result<sse_stream::Sse, sse_stream::Error>>;
 
-/// The events of a stream, each up to the limit.
+/// Returns the events of a stream, each limited in size.
 fn events(answer: Response, limit: usize) -> Events {
     let (mut size, mut at_start) = (0_usize, true);
     let chunks = answer.bytes_stream().map(move |chunk| {

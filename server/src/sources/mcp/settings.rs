@@ -1,5 +1,5 @@
-//! How an MCP server is reached and what is thought of its tools: the same in the configuration, in
-//! the API and in the store.
+//! Settings of an MCP server: its address and the operator's policy for its tools. The
+//! configuration, the API and the store use the same form.
 
 use std::collections::BTreeMap;
 
@@ -11,82 +11,82 @@ use toolcrib::tool::{Effect, Risk};
 
 use super::oauth::McpOauth;
 
-/// One MCP server. Either `command` or `url`.
+/// An MCP server. Set either `command` or `url`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct McpSettings {
-    /// The first part of its tools' names: letters, digits, `_` and `-`.
+    /// First part of the names of its tools: letters, digits, `_` and `-`.
     pub name: String,
-    /// The project that has its tools.
+    /// Project that has its tools.
     #[serde(skip_serializing_if = "is_default_project")]
     pub project: String,
-    /// Whether it is connected to at all.
+    /// `false` disables it: Toolcrib does not connect to it.
     #[serde(skip_serializing_if = "is_true")]
     pub enabled: bool,
-    /// A program to start, which speaks MCP on its standard input and output.
+    /// Program to start, which speaks MCP on its standard input and output.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub command: Option<String>,
-    /// Its arguments. `${NAME}` is taken from the server's environment.
+    /// Arguments of the program. `${NAME}` is replaced from the server's environment.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub args: Vec<String>,
-    /// Its environment, beside the few variables every program needs. `${NAME}` is taken from the
-    /// server's environment when the program is started.
+    /// Environment of the program, in addition to a few basic variables. `${NAME}` is replaced from
+    /// the server's environment when the program starts.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub env: BTreeMap<String, String>,
-    /// Variables that it gets from the server's environment as they are.
+    /// Names of variables that the program inherits unchanged from the server's environment.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub env_from: Vec<String>,
-    /// The directory it is started in.
+    /// Working directory of the program.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cwd: Option<String>,
-    /// Its address, where it is reached over streamable HTTP.
+    /// URL of a server that is reached over streamable HTTP.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub url: Option<String>,
-    /// Headers of every request. `${NAME}` is taken from the server's environment.
+    /// Headers of every request. `${NAME}` is replaced from the server's environment.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub headers: BTreeMap<String, String>,
-    /// How we get a token for it: `oauth = { grant = "client_credentials", … }`.
+    /// OAuth settings, to obtain tokens for it: `oauth = { grant = "client_credentials", … }`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub oauth: Option<McpOauth>,
-    /// Whether to begin as the revisions before 2026-07-28 do, without trying the newer way first.
+    /// Use the handshake of the revisions before 2026-07-28, without trying the newer one first.
     #[serde(skip_serializing_if = "is_false")]
     pub older: bool,
-    /// Whether its tools stay what they were when it was added: another definition is shown, and
-    /// calls are refused, until somebody accepts it.
+    /// Pin its tools to their accepted definitions: a changed definition is shown, and calls to the
+    /// tool are refused, until an operator accepts it.
     #[serde(skip_serializing_if = "is_false")]
     pub pin: bool,
-    /// What its tools do to the world at the least, whatever it says: `read`, `idempotent` or
+    /// Minimum effect of its tools, whatever the server declares: `read`, `idempotent` or
     /// `irreversible`.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<EffectWord>")]
     pub effect: Option<Effect>,
-    /// How risky its tools are at the least: `low`, `medium`, `high` or `critical`.
+    /// Minimum risk of its tools: `low`, `medium`, `high` or `critical`.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<RiskWord>")]
     pub risk: Option<Risk>,
-    /// How long a call of its tools has; the policy's unless said.
+    /// Timeout of calls to its tools, in milliseconds. Default: the policy's.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub timeout_ms: Option<u64>,
-    /// How long it may take to answer when it is connected to, and to give its list of tools.
+    /// Maximum time, in milliseconds, to connect and to return the tool list.
     #[serde(skip_serializing_if = "is_usual_time")]
     pub connect_timeout_ms: u64,
-    /// How many of its tools are taken.
+    /// Maximum number of its tools that are registered.
     #[serde(skip_serializing_if = "is_usual_number")]
     pub max_tools: usize,
-    /// What holds for one of its tools: `[mcp.tools.NAME]`.
+    /// Settings of single tools: `[mcp.tools.NAME]`.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub tools: BTreeMap<String, McpToolSettings>,
-    /// Whether it may be anywhere: not of what was added over the API with a key.
+    /// `true` if the outbound policy limits its address: set when it was added with an API key.
     #[serde(skip_serializing_if = "is_false")]
     #[schemars(skip)]
     pub guarded: bool,
 }
 
-/// What the operator says about one tool of a server: it holds, whatever the server says.
+/// The operator's settings for one tool. They override what the server declares.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct McpToolSettings {
-    /// Whether it is offered: it is unless this says `false`.
+    /// `false` hides the tool. Default: `true`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub enabled: Option<bool>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -118,16 +118,16 @@ enum RiskWord {
     Critical,
 }
 
-/// Tools of one server, unless its settings say otherwise.
+/// Default maximum number of tools of one server.
 const MAX_TOOLS: usize = 1_000;
 
-/// How long an upstream may take to answer for the first time, unless its settings say otherwise.
+/// Default maximum time for an upstream's first answer.
 const CONNECT_TIMEOUT_MS: u64 = 30_000;
 
 const EFFECTS: &str = "read, idempotent or irreversible";
 const RISKS: &str = "low, medium, high or critical";
 
-/// The first parts of the names of our own tools: `tools.search`, `call.result`.
+/// First parts of the names of built-in tools: `tools.search`, `call.result`.
 const RESERVED: [&str; 2] = ["tools", "call"];
 
 impl Default for McpSettings {
@@ -177,7 +177,7 @@ fn is_usual_number(number: &usize) -> bool {
     *number == MAX_TOOLS
 }
 
-/// What is wrong with settings: the field, and a phrase to follow its name.
+/// An error in the settings: the field, and a phrase that follows its name.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Wrong {
     pub field: &'static str,
@@ -189,7 +189,7 @@ fn wrong(field: &'static str, why: impl Into<String>) -> Result<(), Wrong> {
 }
 
 impl McpSettings {
-    /// Checks what types alone cannot say.
+    /// Checks the constraints that the types do not express.
     pub fn check(&self) -> Result<(), Wrong> {
         if let Err(why) = toolcrib::tool::check_upstream_name(&self.name) {
             return wrong("name", why);
@@ -239,7 +239,7 @@ impl McpSettings {
         Ok(())
     }
 
-    /// Whether anything in it is taken from the server's own environment.
+    /// Returns `true` if any setting takes a value from the server's environment.
     pub fn reads_environment(&self) -> bool {
         let filled = |text: &String| text.contains("${");
         let command = self.command.as_ref();
@@ -250,7 +250,7 @@ impl McpSettings {
             || self.oauth.as_ref().is_some_and(|oauth| oauth.texts().any(filled))
     }
 
-    /// How it is reached, in a few words without any secret.
+    /// Returns a short display form of the command or URL, without secrets.
     pub fn place(&self) -> String {
         match (&self.command, &self.url) {
             (Some(command), _) => command.clone(),
@@ -260,7 +260,7 @@ impl McpSettings {
     }
 }
 
-/// A URL without what may be secret in it: its query, a user name, a password.
+/// Removes the parts of a URL that may be secret: query, user name and password.
 pub fn shown_url(url: &str) -> String {
     let Ok(mut parsed) = reqwest::Url::parse(url) else { return "…".to_owned() };
     let (_, _) = (parsed.set_username(""), parsed.set_password(None));
@@ -270,9 +270,9 @@ pub fn shown_url(url: &str) -> String {
     parsed.to_string().replace("%E2%80%A6", "…")
 }
 
-/// The servers of desktop clients' configuration, `{"mcpServers": {NAME: {…}}}`, as it is: fields
-/// that are about the client are passed over. Of ours, it may say `pin`, `effect` and `risk`; one
-/// that says nothing of the first is pinned if it is so already.
+/// Parses the servers of a desktop client's configuration, `{"mcpServers": {NAME: {…}}}`. Fields
+/// that concern only the desktop client are ignored. An entry may also set Toolcrib's `pin`,
+/// `effect` and `risk`; without `pin`, a server stays pinned if it already is.
 pub fn of_desktop_clients(
     document: &Value,
     pinned: impl Fn(&str) -> bool,
@@ -325,7 +325,7 @@ fn of_desktop_client(
     };
     let off = server.get("disabled").and_then(Value::as_bool).unwrap_or(false);
     let kind = text("type")?.or(text("transport")?);
-    // What is switched off is not spoken with.
+    // A disabled server is never connected to, so its transport does not matter.
     if !off && kind.is_some_and(|kind| kind.eq_ignore_ascii_case("sse")) {
         return Err(Wrong {
             field: "type",
@@ -354,7 +354,7 @@ fn of_desktop_client(
         args: list("args")?,
         env: words("env")?,
         cwd: text("cwd")?,
-        // Where both are there, `url` is the address of the transport before this one.
+        // If both are set, `url` is the address of the older SSE transport.
         url: text("httpUrl")?.or(url).or(other_url),
         headers: words("headers")?,
         pin: pin.unwrap_or_else(|| pinned(&ours)),
@@ -365,7 +365,7 @@ fn of_desktop_client(
     })
 }
 
-/// One of our own settings, where it is given.
+/// Parses one of Toolcrib's own settings, if present.
 fn given<T: DeserializeOwned>(server: &Map<String, Value>, key: &str) -> Result<Option<T>, ()> {
     match server.get(key) {
         None | Some(Value::Null) => Ok(None),
@@ -386,7 +386,8 @@ fn texts(map: &Map<String, Value>) -> Option<BTreeMap<String, String>> {
     map.iter().map(|(name, value)| Some((name.clone(), word(value)?))).collect()
 }
 
-/// Desktop clients allow any name; what tools' names cannot have in them becomes a dash.
+/// Replaces each character that a tool name cannot contain with a dash. Desktop clients allow any
+/// name.
 fn plain_name(name: &str) -> String {
     let plain = |c: char| if c.is_ascii_alphanumeric() || c == '_' { c } else { '-' };
     let name: String = name.trim().chars().map(plain).collect();

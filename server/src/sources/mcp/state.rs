@@ -1,4 +1,4 @@
-//! How an upstream is, for whoever looks at it.
+//! The state of an upstream, and the status that the API shows of it.
 
 use std::collections::VecDeque;
 
@@ -9,31 +9,31 @@ use super::oauth::PassShown;
 use super::settings::McpSettings;
 use super::tools::ToolChange;
 
-/// One that is tried again within this is waited for.
+/// Calls wait for an upstream whose next connection attempt is due within this time.
 const SOON_MS: u64 = 1_500;
 
-/// Where an upstream is.
+/// The phase of an upstream's connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
-    /// It is being connected to.
+    /// Toolcrib is connecting to it.
     Starting,
     /// Its tools can be called.
     Ready,
-    /// It is not there, and will be tried again.
+    /// It is unavailable, and Toolcrib will try again.
     Waiting,
-    /// Somebody must sign in before it can be used.
+    /// A person must sign in before it can be used.
     NeedsSignIn,
-    /// Its settings say that it is not to be used.
+    /// Its settings disable it.
     Off,
 }
 
 impl Phase {
-    /// Every one.
+    /// All phases.
     pub const ALL: [Self; 5] =
         [Self::Starting, Self::Ready, Self::Waiting, Self::NeedsSignIn, Self::Off];
 
-    /// As written on the wire.
+    /// Returns the phase as written on the wire.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Starting => "starting",
@@ -45,14 +45,14 @@ impl Phase {
     }
 }
 
-/// What is known of an upstream.
+/// The state of an upstream.
 #[derive(Debug, Clone)]
 pub struct State {
     pub phase: Phase,
     pub since_ms: u64,
-    /// What is wrong with it, or was when it was last looked at.
+    /// The current problem, or the one found by the last refresh.
     pub problem: Option<String>,
-    /// How often it had to be connected to again.
+    /// Number of reconnections.
     pub restarts: u64,
     pub next_try_ms: Option<u64>,
     pub process: Option<u32>,
@@ -61,9 +61,9 @@ pub struct State {
     pub tools: usize,
     pub skipped: Vec<(String, String)>,
     pub flagged: Vec<String>,
-    /// Of a pinned one: what is not accepted.
+    /// Changes of a pinned upstream that are not accepted yet.
     pub pending: Vec<ToolChange>,
-    /// What has changed, the newest last.
+    /// Recent tool changes, the newest last.
     pub changes: VecDeque<ToolChange>,
 }
 
@@ -86,7 +86,8 @@ impl State {
         }
     }
 
-    /// Whether it is known not to be there, and not to be tried within a moment.
+    /// Returns `true` if the upstream is known to be unavailable and no connection attempt is
+    /// imminent.
     pub(super) fn is_away(&self) -> bool {
         let soon = self.next_try_ms.is_some_and(|at_ms| at_ms < now_ms() + SOON_MS);
         let shut = matches!(self.phase, Phase::Off | Phase::NeedsSignIn);
@@ -101,12 +102,12 @@ impl State {
     }
 }
 
-/// An upstream as it is shown: its settings, and how it is.
+/// The status of an upstream: its settings and its state.
 pub struct Shown {
     pub settings: McpSettings,
     pub state: State,
-    /// The last lines of a program's standard error.
+    /// The last lines of a child process's standard error.
     pub stderr: Vec<String>,
-    /// How it stands with its tokens, where it may need some.
+    /// Status of its tokens, if it may need some.
     pub pass: Option<PassShown>,
 }

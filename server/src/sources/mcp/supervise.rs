@@ -1,5 +1,5 @@
-//! Keeping an upstream connected: begun again when it ends, at growing intervals, and asked for its
-//! tools whenever they may be others.
+//! Supervises one upstream: reconnects with exponential backoff when the connection ends, and
+//! fetches the tool list whenever it may have changed.
 
 use std::collections::{BTreeMap, HashMap};
 use std::panic::AssertUnwindSafe;
@@ -24,25 +24,25 @@ use super::tools::{Offered, ToolChange, changes};
 use super::upstream::{Live, Upstream};
 use super::{Ledger, now_ms, pages};
 
-/// The waits between tries.
+/// Bounds of the backoff between connection attempts.
 const FIRST_WAIT: Duration = Duration::from_millis(500);
 const LONGEST_WAIT: Duration = Duration::from_secs(30);
 
-/// One that was there for so long begins with the shortest wait again.
+/// A connection that lasted this long resets the backoff.
 const STEADY: Duration = Duration::from_secs(60);
 
-/// How long one that did not give its list of tools may take to answer at all.
+/// Maximum time for any answer after an upstream failed to return its tool list.
 const ANSWERING: Duration = Duration::from_secs(10);
 
-/// Between two looks at the list, however often it changes.
+/// Minimum pause between two refreshes, however often the list changes.
 const PAUSE: Duration = Duration::from_millis(500);
 
-/// Why a connection is ended by us.
+/// Reasons for which Toolcrib closes a connection.
 const SIGNED_OUT: &str = "it was signed out";
 const SPOILED: &str = "it asked something that may be of a call which was given up";
 
 impl Upstream {
-    /// Runs until it is told to stop.
+    /// Runs until `stop` is canceled.
     pub(super) async fn supervise(self: Arc<Self>, ledger: Arc<dyn Ledger>) {
         if !self.settings.enabled {
             return;
@@ -51,10 +51,11 @@ impl Upstream {
         loop {
             let began = Instant::now();
             let wanted = self.wanted.load(Ordering::Acquire);
-            // A fault of ours is no reason to leave it for ever. What it held is let go of.
+            // A panic in Toolcrib must not leave the upstream disconnected for good. Unwinding
+            // drops everything the attempt held.
             let tried = AssertUnwindSafe(self.once(&*ledger, older)).catch_unwind().await;
             let (reached, why) = tried.unwrap_or_else(|_| {
-                tracing::error!(upstream = self.settings.name, "its supervision panicked");
+                tracing::error!(upstream = self.settings.name, "the supervisor panicked");
                 (false, "a fault of Toolcrib's own; the server's log has it".to_owned())
             });
             self.set_live(None);
@@ -70,12 +71,12 @@ impl Upstream {
                 continue;
             }
             failures = if began.elapsed() > STEADY && reached { 0 } else { failures + 1 };
-            // Some do not survive a question that they do not know.
+            // Some servers crash on a request that they do not know: try the legacy handshake next.
             older = !reached && !older && self.settings.command.is_some();
             let name = &self.settings.name;
             let wait =
                 (FIRST_WAIT * 2_u32.pow(failures.min(8) - failures.min(1))).min(LONGEST_WAIT);
-            tracing::warn!(upstream = name, problem = why, ?wait, "an MCP server is not there");
+            tracing::warn!(upstream = name, problem = why, ?wait, "an MCP server is unavailable");
             self.wait_after(why, wait, wanted).await;
             if self.stop.is_cancelled() {
                 return;
@@ -85,11 +86,12 @@ impl Upstream {
         }
     }
 
-    /// Until somebody has signed in. The address that is shown is always one that can be used.
+    /// Waits until a person has signed in. Renews the sign-in link before it expires, so that the
+    /// shown link always works.
     async fn wait_for_a_person(&self, wanted: u64) {
         let Some(pass) = &self.pass else { return };
         let name = &self.settings.name;
-        tracing::warn!(upstream = name, "an MCP server needs somebody to sign in");
+        tracing::warn!(upstream = name, "an MCP server needs a person to sign in");
         {
             let mut state = self.state.lock();
             state.enter(Phase::NeedsSignIn);
@@ -129,7 +131,7 @@ impl Upstream {
                 None => why,
             });
         }
-        // Whoever waits for it hears that it is not there.
+        // Wakes the waiting calls, which then find the upstream unavailable.
         self.set_live(None);
         self.has_looked(wanted);
         tokio::select! {
@@ -139,7 +141,8 @@ impl Upstream {
         }
     }
 
-    /// Connects once and stays connected. Answers whether it was there, and why it is not.
+    /// Connects once and serves the connection until it ends. Returns whether the connection was
+    /// established, and why it ended.
     async fn once(&self, ledger: &dyn Ledger, older: bool) -> (bool, String) {
         let filled = match Filled::of(&self.settings) {
             Ok(filled) => Arc::new(filled),
@@ -160,7 +163,8 @@ impl Upstream {
             older: older || self.settings.older,
             limit: self.patience(),
         };
-        // What was begun is ended in order: only what has not begun is let go.
+        // Only connecting may be dropped at any point: an established connection is shut down in
+        // order.
         let dialled = tokio::select! {
             dialled = Connection::dial(dialing) => dialled,
             () = self.stop.cancelled() => return (false, "it was removed".to_owned()),
@@ -210,7 +214,7 @@ impl Upstream {
                 why = &mut over => return why,
                 () = ears.tools_changed.notified() => {}
                 never = &mut listening => match never {},
-                // Who asks for another look may have made room for what was refused.
+                // An operator who requests a refresh may have made room for rejected tools.
                 () = self.again.notified() => {
                     wanted = self.wanted.load(Ordering::Acquire);
                     self.unusable.lock().clear();
@@ -218,7 +222,7 @@ impl Upstream {
                 () = self.leave.notified() => return SIGNED_OUT.to_owned(),
                 () = ears.spoiled() => return SPOILED.to_owned(),
             }
-            // However long it takes, the end of the connection is heard.
+            // The end of the connection is noticed even while a refresh takes long.
             let looked = tokio::select! {
                 looked = self.look(ledger, &peer, &tape) => looked,
                 why = &mut over => return why,
@@ -232,12 +236,13 @@ impl Upstream {
         }
     }
 
-    /// Those who wanted a look have got it.
+    /// Marks the refreshes that were requested so far as completed.
     fn has_looked(&self, wanted: u64) {
         self.looked.send_modify(|looked| *looked = wanted.max(*looked));
     }
 
-    /// Looks at what it offers, and says how that went. An error is why it cannot be used.
+    /// Refreshes the tool list and records the result. Returns an error if the upstream cannot be
+    /// used.
     async fn look(
         &self,
         ledger: &dyn Ledger,
@@ -257,7 +262,7 @@ impl Upstream {
         }
     }
 
-    /// Why we are not let in, where that is why it is not there.
+    /// Returns the authorization problem that makes the upstream unavailable, if there is one.
     fn barred(&self) -> Option<String> {
         self.pass.as_ref().and_then(|pass| pass.problem())
     }
@@ -278,14 +283,14 @@ impl Upstream {
         });
     }
 
-    /// What is wrong although it answers.
+    /// Returns the problem of an upstream that offers more tools than its limit.
     fn offered_problem(&self) -> Option<String> {
         let offered = self.offered.lock();
         let over = offered.skipped.iter().find(|(_, why)| why.contains("max_tools"));
         over.map(|(_, why)| why.clone())
     }
 
-    /// Whether it is reachable at all. One that says nothing is not.
+    /// Returns `true` if the upstream responds. Silence counts as unresponsive.
     async fn answers(&self, peer: &Peer<RoleClient>) -> bool {
         match tokio::time::timeout(self.patience().min(ANSWERING), peer.list_tools(None)).await {
             Ok(Ok(_) | Err(ServiceError::McpError(_))) => true,
@@ -294,12 +299,13 @@ impl Upstream {
         }
     }
 
-    /// How long it may take to introduce itself, and to give its list of tools.
+    /// Maximum time for the initial handshake, and for the tool list.
     fn patience(&self) -> Duration {
         Duration::from_millis(self.settings.connect_timeout_ms)
     }
 
-    /// Looks at what it offers, and puts that into the directory, or shows what is to be accepted.
+    /// Fetches the offered tools and registers them, or records the changes to be accepted if the
+    /// upstream is pinned.
     async fn refresh(
         &self,
         ledger: &dyn Ledger,
@@ -341,7 +347,7 @@ impl Upstream {
         Ok(())
     }
 
-    /// Without what the directory has refused before, as it was.
+    /// Returns the offered tools without those that the registry has rejected in the same form.
     fn usable(&self, offered: &BTreeMap<String, Definition>) -> BTreeMap<String, Definition> {
         let unusable = self.unusable.lock();
         let same = |name: &str, tool: &Definition| {
@@ -351,14 +357,15 @@ impl Upstream {
         fine.map(|(name, tool)| (name.clone(), tool.clone())).collect()
     }
 
-    /// What the directory has refused before and is offered as it was, and why.
+    /// Returns the tools that the registry has rejected and that are still offered in the same
+    /// form, with the reasons.
     fn refused_before(&self, offered: &BTreeMap<String, Definition>) -> Vec<(String, String)> {
         let unusable = self.unusable.lock();
         let same = unusable.iter().filter(|(name, (tool, _))| offered.get(*name) == Some(tool));
         same.map(|(name, (_, why))| (name.clone(), why.clone())).collect()
     }
 
-    /// Puts these into the directory. Answers with what it has refused, and why.
+    /// Registers these tools. Returns those that the registry rejected, with the reasons.
     async fn take(
         &self,
         ledger: &dyn Ledger,
@@ -374,7 +381,7 @@ impl Upstream {
             let refused: HashMap<String, String> =
                 ledger.keep(project, name, list, &why).await?.into_iter().collect();
             let mut unusable = self.unusable.lock();
-            // What is another now may be fine.
+            // A changed definition may be accepted this time.
             unusable.retain(|name, _| !tools.contains_key(name));
             for (tool, why) in refused {
                 if let Some(definition) = tools.get(&tool) {
@@ -398,7 +405,7 @@ impl Upstream {
         self.unusable.lock().contains_key(name)
     }
 
-    /// Accepts what it offers now: these tools, or all. Answers with what was accepted.
+    /// Accepts the current definitions of the given tools, or of all. Returns the accepted changes.
     pub(super) async fn accept(
         &self,
         ledger: &dyn Ledger,
@@ -437,7 +444,7 @@ fn in_words(found: &[ToolChange]) -> String {
     words.join(", ")
 }
 
-/// Every tool.
+/// Fetches the complete tool list.
 async fn list(peer: &Peer<RoleClient>, tape: &Tape) -> Result<Vec<Listed>, String> {
     match pages::tools(peer, tape).await {
         Err(ServiceError::McpError(error)) if error.code == ErrorCode::METHOD_NOT_FOUND => {

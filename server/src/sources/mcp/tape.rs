@@ -1,6 +1,6 @@
-//! A list of tools as an upstream wrote it. `rmcp` reads a page as a whole or not at all, and
-//! leaves out without a word what it cannot send headers for; here each tool is read by itself, so
-//! that one that is malformed is no matter to the others, and is told by its name.
+//! Captures tool lists as upstreams wrote them. `rmcp` parses a page as a whole or not at all, and
+//! silently drops tools whose header annotations it cannot handle. Here each tool is parsed on its
+//! own, so that a malformed tool does not affect the others and is reported by name.
 
 use std::sync::Arc;
 
@@ -10,29 +10,29 @@ use serde::Deserialize;
 use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 
-/// How much of a tool's name is shown.
+/// Maximum number of characters of a tool's name that are shown.
 const SHOWN: usize = 80;
 
-/// A page of the list, each tool read by itself.
+/// A page of the list, with each tool parsed on its own.
 #[derive(Default)]
 pub(super) struct Page {
     pub(super) tools: Vec<Tool>,
-    /// Those that cannot be read, and why.
+    /// Names of tools that cannot be parsed, with the reasons.
     pub(super) unreadable: Vec<(String, String)>,
     pub(super) next: Option<String>,
 }
 
-/// Where the page that came last is kept, while somebody wants it.
+/// Holds the latest page while a capture is active.
 #[derive(Clone, Default)]
 pub(super) struct Tape(Arc<Mutex<Option<Kept>>>);
 
 type Kept = Option<Page>;
 
-/// Somebody wants pages; until this is dropped.
+/// Keeps a capture active until it is dropped.
 pub(super) struct Listening<'a>(&'a Tape);
 
 impl Listening<'_> {
-    /// The page that came last.
+    /// Takes the latest page.
     pub(super) fn take(&self) -> Option<Page> {
         self.0.0.lock().as_mut().and_then(Option::take)
     }
@@ -59,19 +59,19 @@ struct List<'a> {
 }
 
 impl Tape {
-    /// Pages are wanted from now on.
+    /// Starts a capture.
     pub(super) fn listen(&self) -> Listening<'_> {
         *self.0.lock() = Some(None);
         Listening(self)
     }
 
-    /// Whether somebody wants pages.
+    /// Returns `true` while a capture is active.
     pub(super) fn is_wanted(&self) -> bool {
         self.0.lock().is_some()
     }
 
-    /// Looks at an answer. Where it is a page with tools that cannot be read, gives the same
-    /// without them.
+    /// Captures a response. If it is a page with tools that cannot be parsed, returns the same
+    /// response without them.
     pub(super) fn pass(&self, text: &[u8]) -> Option<String> {
         if !self.is_wanted() {
             return None;
@@ -86,7 +86,7 @@ impl Tape {
     }
 }
 
-/// Each tool by itself; and which of them can be read.
+/// Parses each tool on its own. Also returns which of them could be parsed.
 fn read(list: List<'_>) -> (Page, Vec<bool>) {
     let next = list.next.as_ref().and_then(Value::as_str).filter(|next| !next.is_empty());
     let mut page = Page { next: next.map(str::to_owned), ..Page::default() };
@@ -109,12 +109,12 @@ fn named(tool: &RawValue, at: usize) -> String {
     name.map_or_else(|| format!("number {}", at + 1), |name| name.chars().take(SHOWN).collect())
 }
 
-/// What is wrong with a tool, without the place in a text that nobody sees.
+/// Describes a parse error without its line and column, which refer to a text that is not shown.
 fn why(tool: &RawValue, error: &serde_json::Error) -> String {
     let place = format!(" at line {} column {}", error.line(), error.column());
     let said = error.to_string();
     let said = said.strip_suffix(&place).unwrap_or(&said);
-    // Which field it is, the error does not say.
+    // The error does not name the field.
     let field = serde_json::from_str::<Map<String, Value>>(tool.get()).ok().and_then(|tool| {
         let texts = ["name", "title", "description"].into_iter();
         let mut wrong = texts.filter(|field| tool.get(*field).is_some_and(|v| !v.is_string()));
@@ -129,7 +129,7 @@ fn why(tool: &RawValue, error: &serde_json::Error) -> String {
     }
 }
 
-/// The answer with those tools only that are fine.
+/// Returns the response with only the parsable tools.
 fn without(text: &[u8], fine: &[bool]) -> Option<String> {
     let mut answer: Value = serde_json::from_slice(text).ok()?;
     let tools = answer.pointer_mut("/result/tools")?.as_array_mut()?;

@@ -1,4 +1,4 @@
-//! Tasks of upstreams, followed to their end: also by another process than the one that began them.
+//! Follows tasks of upstreams to their end, also in another process than the one that started them.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,27 +19,27 @@ use super::call::{Note, Try};
 use super::outcome;
 use super::upstream::Live;
 
-/// How often a task is looked at, whatever the upstream wishes.
+/// Bounds and default of the polling interval in milliseconds, whatever the upstream asks for.
 const SOONEST: u64 = 50;
 const LATEST: u64 = 30_000;
 const USUAL: u64 = 1_000;
 
-/// How long to wait before an upstream that is away is asked again.
+/// Delay before an unavailable upstream is tried again.
 const AWAY: Duration = Duration::from_millis(500);
 
 impl Try {
-    /// It goes on as a task: once that is stored, the rest is waited for.
+    /// Detaches the attempt as a task. The engine stores the handle before it awaits the rest.
     pub(super) fn goes_on(self, task: String, live: Option<Arc<Live>>) -> Started {
         let handle = task.clone();
         Started::GoesOn { handle, rest: self.followed(task, live).boxed() }
     }
 
-    /// Goes on with a task that another process began.
+    /// Resumes a task that another process started.
     pub(super) async fn follow(self, task: String) -> Started {
         self.followed(task, None).await
     }
 
-    /// The answers for a task, and then what becomes of it.
+    /// Sends the answers to a task, then follows it.
     pub(super) async fn tell_task(self, task: String) -> Started {
         let answers = self.attempt.dialogue.as_ref().map(|dialogue| dialogue.answers.clone());
         let answers = answers.unwrap_or_default().into_iter().collect();
@@ -50,7 +50,8 @@ impl Try {
         };
         let told = live.peer.update_task(UpdateTaskParams::new(task.clone(), answers)).await;
         if let Err(error) = told {
-            // To answer twice does no harm: what was answered is not asked any more.
+            // Answering twice is harmless: a question that has been answered is not pending any
+            // more.
             let fault = outcome::of_error(&self.upstream, &self.attempt, &error, None);
             let fault = Fault { code: Code::UpstreamUnavailable, ..fault }.not_happened();
             return Started::Done(Err(fault.retryable(true)));
@@ -66,7 +67,8 @@ impl Try {
                 None => match self.upstream.live(self.attempt.deadline_ms, &token).await {
                     Ok(live) => live,
                     Err(fault) if token.is_cancelled() => return Started::Done(Err(fault)),
-                    // It is there as long as the upstream keeps it: the deadline decides.
+                    // The task exists as long as the upstream keeps it: only the deadline ends the
+                    // wait.
                     Err(_) => {
                         tokio::select! {
                             () = tokio::time::sleep(AWAY) => continue,
@@ -102,7 +104,7 @@ impl Try {
         }
     }
 
-    /// What a look at the task says: how long to wait, or how it ended.
+    /// Evaluates a task's state. Returns the delay before the next poll, or the outcome.
     fn seen(&self, task: &str, found: DetailedTask) -> Result<Duration, Started> {
         let wait = found.task.poll_interval_ms.unwrap_or(USUAL).clamp(SOONEST, LATEST);
         match found.payload {
@@ -146,7 +148,7 @@ impl Try {
         }
     }
 
-    /// Says how far it is, once for each new message.
+    /// Reports progress, once for each new message.
     fn report(&self, message: String) {
         let mut last = self.running.said.lock();
         if *last != message {

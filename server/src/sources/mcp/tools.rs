@@ -1,4 +1,4 @@
-//! What an upstream offers, as tools of the crib; and what has changed about it.
+//! Converts the tools that an upstream offers to Toolcrib's tool definitions, and detects changes.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -11,23 +11,24 @@ use toolcrib::tool::{Definition, Effect, Executor, Risk, check_name};
 use super::flags;
 use super::settings::{McpSettings, McpToolSettings};
 
-/// What an upstream offers, read.
+/// The tools that an upstream offers, as definitions.
 #[derive(Debug, Default, Clone)]
 pub struct Offered {
-    /// By our names, in their order.
+    /// Definitions by qualified name, in order.
     pub tools: BTreeMap<String, Definition>,
-    /// The upstream's own name of each.
+    /// The upstream's own name of each tool.
     pub names: HashMap<String, String>,
-    /// Those with arguments that are repeated in headers.
+    /// Tools with arguments that are repeated in HTTP headers.
     pub mirrored: HashSet<String>,
-    /// Those that cannot be taken, and why.
+    /// Tools that cannot be registered, with the reasons.
     pub skipped: Vec<(String, String)>,
-    /// Those whose words speak to the model.
+    /// Tools whose texts address the model.
     pub flagged: Vec<String>,
 }
 
 impl Offered {
-    /// Reads a list; of some of it nothing is known but that it cannot be read.
+    /// Converts a tool list. `unreadable` holds the tools that could not be parsed, with the
+    /// reasons.
     pub fn of(
         settings: &McpSettings,
         list: Vec<Tool>,
@@ -82,7 +83,7 @@ impl Offered {
     }
 }
 
-/// `NAME.tool`, with what names cannot have in them replaced.
+/// Returns `NAME.tool`, replacing the characters that a name cannot contain.
 fn our_name(upstream: &str, theirs: &str) -> Option<String> {
     let plain = |c: char| match c {
         c if c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '/' | '.') => c,
@@ -145,8 +146,8 @@ fn metadata(settings: &McpSettings, tool: &Tool, found: &[&str]) -> Json {
     Json::of_value(&metadata)
 }
 
-/// What a tool does and how risky it is. What the operator says of the tool holds. What the
-/// operator says of the server is the least; the server's own hints can only add to it.
+/// Determines a tool's effect and risk. The operator's settings for the tool take precedence. The
+/// operator's settings for the server are a minimum, which the server's hints can only raise.
 fn weighed(
     settings: &McpSettings,
     said: Option<&McpToolSettings>,
@@ -176,20 +177,20 @@ fn graver(a: Effect, b: Effect) -> Effect {
     if a as u8 >= b as u8 { a } else { b }
 }
 
-/// How a tool is another than it was.
+/// A change of a tool's definition.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct ToolChange {
-    /// Its name.
+    /// Qualified name of the tool.
     pub tool: String,
     /// `added`, `changed` or `removed`.
     pub change: &'static str,
-    /// What is another about it.
+    /// Names of the changed fields.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub fields: Vec<&'static str>,
     pub at_ms: u64,
 }
 
-/// What is another than what was known.
+/// Returns the differences between the known and the offered definitions.
 pub fn changes(
     known: &BTreeMap<String, Definition>,
     offered: &BTreeMap<String, Definition>,
@@ -224,7 +225,7 @@ fn differences(a: &Definition, b: &Definition) -> Vec<&'static str> {
     fields.into_iter().filter(|(_, differs)| *differs).map(|(field, _)| field).collect()
 }
 
-/// What a tool is called in words: its title, and that among its hints.
+/// Returns a tool's title, and the one in its annotations.
 fn titles(tool: &Definition) -> [Option<Value>; 2] {
     let metadata = tool.metadata.as_ref().map(Json::value);
     ["/title", "/mcp/annotations/title"]

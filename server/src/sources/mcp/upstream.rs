@@ -1,4 +1,4 @@
-//! One upstream: what is known of it, and what is under way at it.
+//! One upstream: its state, its connection and the attempts that run on it.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
@@ -28,30 +28,31 @@ use super::state::{Phase, State};
 use super::tools::{Offered, ToolChange};
 use crate::outbound::Outbound;
 
-/// How long a call waits for an upstream that is just being connected to.
+/// Maximum time a call waits for an upstream that is being connected.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Changes that are shown.
+/// Maximum number of tool changes that are stored for display.
 const KEPT_CHANGES: usize = 50;
 
-/// A connection that can be used.
+/// A usable connection.
 pub(super) struct Live {
     pub(super) peer: Peer<RoleClient>,
     pub(super) ears: Arc<Ears>,
     pub(super) watch: Watch,
     pub(super) direct: direct::Shared,
-    /// Whether it may ask in the middle of a call, and over pipes, where nothing says which.
+    /// `true` if the upstream may send elicitations in the middle of a call over stdio, where
+    /// nothing identifies the call.
     pub(super) asks_within: bool,
 }
 
 type Key = (CallId, u32);
 
-/// An attempt that can be stopped; forgotten when this goes.
+/// An attempt that can be canceled. Dropping it unregisters the attempt.
 pub(super) struct Running {
     upstream: Arc<Upstream>,
     key: Key,
     pub(super) token: CancellationToken,
-    /// What was last said about how far it is.
+    /// Latest progress message of the attempt.
     pub(super) said: Mutex<String>,
 }
 
@@ -68,19 +69,19 @@ pub struct Upstream {
     pub(super) complaints: Complaints,
     pub(super) news: broadcast::Sender<News>,
     pub(super) outbound: Arc<Outbound>,
-    /// Its tokens, where it may need some.
+    /// Source of its tokens, if it may need some.
     pub(super) pass: Option<Arc<Pass>>,
     pub(super) stop: CancellationToken,
-    /// It is to be tried again at once.
+    /// Signals that the upstream is to be tried again at once.
     pub(super) again: Notify,
-    /// How often somebody has asked for another look, and how many of them have got it.
+    /// Number of refreshes requested, and below it the number of those completed.
     pub(super) wanted: AtomicU64,
     pub(super) looked: watch::Sender<u64>,
-    /// It is to be left, and begun again.
+    /// Signals that the connection is to be closed and opened again.
     pub(super) leave: Notify,
-    /// What it offers now, whether or not that was accepted.
+    /// Tools that the upstream offers now, accepted or not.
     pub(super) offered: Mutex<Offered>,
-    /// What was offered and cannot be used, and why: it is not offered to the directory again.
+    /// Offered tools that the registry rejected, with the reasons. They are not submitted again.
     pub(super) unusable: Mutex<BTreeMap<String, (Definition, String)>>,
     pub(super) suspended: Mutex<HashMap<CallId, Suspended>>,
     live: watch::Sender<Option<Arc<Live>>>,
@@ -125,7 +126,7 @@ impl Upstream {
         *self.filled.lock() = Some(filled);
     }
 
-    /// A text without the values that the settings name.
+    /// Redacts the secrets of the settings and the tokens from a text.
     pub(super) fn clean(&self, text: &str) -> String {
         let text = match &*self.filled.lock() {
             Some(filled) => filled.clean(text),
@@ -134,12 +135,12 @@ impl Upstream {
         self.pass.as_ref().map_or(text.clone(), |pass| pass.clean(&text))
     }
 
-    /// The connection, if there is one.
+    /// Returns the connection, if there is one.
     pub(super) fn connected(&self) -> Option<Arc<Live>> {
         self.live.borrow().clone().filter(|live| !live.peer.is_transport_closed())
     }
 
-    /// Waits until it is known to be there, or not to be.
+    /// Waits until the upstream is known to be available or unavailable.
     pub(super) async fn begun(&self) {
         let mut seen = self.live.subscribe();
         while self.state.lock().phase == Phase::Starting {
@@ -149,7 +150,7 @@ impl Upstream {
         }
     }
 
-    /// Has it tried again, or looked at, from now on, and waits until that was done.
+    /// Requests a reconnection or a refresh, and waits until it is done.
     pub(super) async fn look_again(&self) {
         if !self.settings.enabled {
             return;
@@ -163,7 +164,11 @@ impl Upstream {
         }
     }
 
-    /// The connection, once there is one; a fault when it is known that there is none.
+    /// Waits for the connection and returns it.
+    ///
+    /// # Errors
+    /// Returns a fault when the upstream is known to be unavailable, or the wait times out or is
+    /// canceled.
     pub(super) async fn live(
         &self,
         deadline_ms: u64,
@@ -180,7 +185,7 @@ impl Upstream {
                 if let Some(live) = found.filter(|live| !live.peer.is_transport_closed()) {
                     return Some(live);
                 }
-                // What is known not to be there is not waited for, unless it is tried soon.
+                // Do not wait for an unavailable upstream, unless its next attempt is due soon.
                 if self.state.lock().is_away() {
                     return None;
                 }
@@ -197,7 +202,7 @@ impl Upstream {
         }
     }
 
-    /// It cannot be used now, and why.
+    /// Returns the fault that says why the upstream cannot be used now.
     pub(super) fn away(&self) -> Fault {
         let name = &self.settings.name;
         let state = self.state.lock();
@@ -211,7 +216,7 @@ impl Upstream {
         Fault::unreachable(message).retryable(!shut)
     }
 
-    /// The upstream's own name of a tool of ours.
+    /// Returns the upstream's own name for one of its registered tools.
     pub(super) fn their_name(&self, tool: &str) -> Result<String, Fault> {
         let found = self.offered.lock().names.get(tool).cloned();
         found.ok_or_else(|| {
@@ -221,12 +226,12 @@ impl Upstream {
         })
     }
 
-    /// Whether arguments of a tool are repeated in headers.
+    /// Returns `true` if arguments of the tool are repeated in HTTP headers.
     pub(super) fn is_mirrored(&self, tool: &str) -> bool {
         self.offered.lock().mirrored.contains(tool)
     }
 
-    /// Refuses a tool that is not what was accepted.
+    /// Refuses a tool of a pinned upstream whose definition is not the accepted one.
     pub(super) fn check_pin(&self, tool: &str) -> Result<(), Fault> {
         if !self.settings.pin {
             return Ok(());
@@ -253,7 +258,7 @@ impl Upstream {
         Running { upstream: self.clone(), key, token, said: Mutex::default() }
     }
 
-    /// Stops an attempt, and what waits for an answer.
+    /// Cancels an attempt, and the suspended request that waits for an answer.
     pub(super) fn cancel(&self, call_id: &CallId, attempt: u32) {
         if let Some(token) = self.running.lock().get(&(call_id.clone(), attempt)) {
             token.cancel();
@@ -261,8 +266,9 @@ impl Upstream {
         self.abandon(call_id);
     }
 
-    /// An attempt is over for the engine. The second time that is said of one which has asked, its
-    /// call has ended, and nobody will answer.
+    /// Records that an attempt is over for the engine. For an attempt that sent an elicitation the
+    /// second report means that its call has ended, so no answer will come and the request is
+    /// abandoned.
     pub(super) fn settled(&self, call_id: &CallId, attempt: u32) {
         let over = {
             let mut suspended = self.suspended.lock();

@@ -1,6 +1,7 @@
-//! The way of commands to the broker: one task for all of them, which publishes what waits and
-//! takes the acknowledgements. What is not acknowledged is published again until it is, or until
-//! its call has ended; the broker drops what it has, and what it may have forgotten is looked for.
+//! Publishes commands to the broker. One task publishes all queued commands and receives the
+//! acknowledgements. It publishes a command again until the broker acknowledges it or the call has
+//! ended. The broker drops duplicates that it remembers; a command that it may have forgotten is
+//! searched in the stream first.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -19,43 +20,44 @@ use toolcrib::utp::{card, subject};
 
 use crate::utp::{Link, wire};
 
-/// Commands that are on their way to the broker at once.
+/// Maximum number of commands in flight.
 const ON_THEIR_WAY: usize = 1_024;
-/// How long what comes waits for the acknowledgement of what is out, to go together; and how many
-/// do not wait.
+/// Time that new commands wait for the acknowledgement of those in flight, to be sent as one batch;
+/// and the number of queued commands that are sent without waiting.
 const TOGETHER: Duration = Duration::from_millis(2);
 const ENOUGH: usize = 24;
-/// Most that are taken out of the line in one go.
+/// Maximum number of commands taken from the queue at once.
 const MANY: usize = 256;
-/// How long an acknowledgement is waited for before the command is published again.
+/// Time to wait for an acknowledgement before a command is published again.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// How often it is looked for what has to be published again.
+/// Interval between checks for commands to publish again.
 const LOOK: Duration = Duration::from_millis(100);
-/// How long before the broker forgets a command it is not relied on to know it; and by how much
-/// its clock may be another.
+/// Safety margin before the end of the broker's duplicate window, and for clock differences.
 const MARGIN_MS: u64 = 20_000;
-/// How long after a search in vain the next is tried.
+/// Delay before a failed search is repeated.
 const SEARCH_AGAIN: Duration = Duration::from_millis(500);
-/// Most that is sent beforehand in one message, and a card that is too large to be.
+/// Maximum size of a message with prefetched cards, and the size from which a card is not
+/// prefetched.
 const AHEAD_BYTES: usize = 262_144;
 const LARGE: usize = 65_536;
 
-/// What is not acknowledged yet.
+/// Commands that are not acknowledged yet.
 pub(super) type Waiting = Arc<Mutex<HashSet<(CallId, u32)>>>;
 
-/// A command on its way.
+/// A command to publish.
 pub(super) struct Outgoing {
     attempt: Attempt,
     subject: String,
-    /// What it says; none when it was published before and has to be written again.
+    /// The encoded message, or `None` if it was published before and must be encoded again.
     written: Option<(HeaderMap, Vec<u8>)>,
     tries: u32,
-    /// The broker may have it already: it was sent before, by this process or one before it.
+    /// `true` if the broker may already have it, from this process or an earlier one.
     perhaps_there: bool,
 }
 
 impl Outgoing {
-    /// None when it cannot be a command; why, otherwise.
+    /// Encodes a command. Returns `None` if the attempt has no command, and an error if it cannot
+    /// be encoded.
     pub(super) fn new(version: &str, attempt: Attempt) -> Result<Option<Self>, String> {
         let Some(command) = &attempt.command else { return Ok(None) };
         let (subject, headers, payload) = wire::command(version, &attempt, command)?;
@@ -84,12 +86,13 @@ impl Outgoing {
         self.attempt.command.as_ref().map_or(0, |command| command.call.created_ms)
     }
 
-    /// Whether it may be there, and the broker not know it any more.
+    /// Returns `true` if the command may be published already and the broker no longer detects
+    /// duplicates of it.
     fn is_doubtful(&self, now_ms: u64, remembers_ms: u64) -> bool {
         self.perhaps_there && now_ms.saturating_sub(self.created_ms()) + MARGIN_MS > remembers_ms
     }
 
-    /// Who is sent its card beforehand, and the card.
+    /// Returns the command's card and the inbox of the follower that receives it in advance.
     fn card(&self, link: &Link) -> Option<(Arc<str>, Box<RawValue>)> {
         let target = subject::parse(&self.subject)?.target;
         let inbox = link.followers().of(&self.attempt.project, target)?;
@@ -100,7 +103,7 @@ impl Outgoing {
     }
 }
 
-/// Looks whether the broker has these. Those that it has not come back, to be published.
+/// Searches the stream for these commands. Sends those that are missing back for publication.
 async fn search(
     link: Link,
     waiting: Waiting,
@@ -121,14 +124,14 @@ async fn search(
                         continue;
                     }
                     outgoing.perhaps_there = false;
-                    // Nobody takes it only when the server is going down.
+                    // Fails only when the server shuts down.
                     let _ = back.send(outgoing);
                 }
                 return;
             }
             Err(error) => error,
         };
-        tracing::debug!(%error, subject, "commands that may be there will be looked for again");
+        tracing::debug!(%error, subject, "the search for published commands will be repeated");
         tokio::select! {
             () = tokio::time::sleep(SEARCH_AGAIN) => {}
             () = back.closed() => return,
@@ -147,7 +150,7 @@ async fn until(held: Option<(u64, tokio::time::Instant)>) {
     }
 }
 
-/// The broker's word on a message.
+/// The broker's acknowledgement of a message.
 #[derive(Deserialize)]
 struct Ack {
     #[serde(default)]
@@ -157,11 +160,11 @@ struct Ack {
 pub(super) struct Post {
     link: Link,
     waiting: Waiting,
-    /// Where acknowledgements come; behind it is the number of the message.
+    /// Subject prefix of acknowledgements, followed by the number of the message.
     inbox: String,
     sent: HashMap<u64, Sent>,
     number: u64,
-    /// Those who come wait for this acknowledgement, and until when at most.
+    /// The acknowledgement that new commands wait for, and the end of that wait.
     held: Option<(u64, tokio::time::Instant)>,
 }
 
@@ -171,7 +174,7 @@ impl Post {
         Self { link, waiting, inbox, sent: HashMap::new(), number: 0, held: None }
     }
 
-    /// Publishes until there is nobody any more who could have something to publish.
+    /// Publishes until the queue is closed.
     pub(super) async fn run(mut self, mut line: UnboundedReceiver<Outgoing>) {
         let mut look = tokio::time::interval(LOOK);
         look.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -212,7 +215,8 @@ impl Post {
         }
     }
 
-    /// Whether those who wait can go: when nothing is out, or there are enough of them.
+    /// Returns `true` if queued commands can be sent: none is awaited, or there are enough for a
+    /// batch.
     fn takes(&self, waiting: usize) -> bool {
         let room = self.sent.len() < ON_THEIR_WAY;
         room && (self.held.is_none() || waiting >= ENOUGH)
@@ -236,7 +240,7 @@ impl Post {
         self.later(sent.outgoing);
     }
 
-    /// Kept until its time comes again.
+    /// Schedules a command for another try, with backoff.
     fn later(&mut self, mut outgoing: Outgoing) {
         outgoing.tries += 1;
         let wait = Duration::from_millis(50 << outgoing.tries.min(5));
@@ -257,11 +261,11 @@ impl Post {
     async fn publish(&mut self, some: &mut Vec<Outgoing>, back: &UnboundedSender<Outgoing>) {
         self.link.up().await;
         if let Err(error) = self.link.ensure_streams().await {
-            tracing::debug!(%error, "the streams are not there yet");
+            tracing::debug!(%error, "the streams do not exist yet");
             return some.drain(..).for_each(|outgoing| self.later(outgoing));
         }
         {
-            // Whose call has ended meanwhile is not wanted any more.
+            // Drops commands whose call has ended in the meantime.
             let waiting = self.waiting.lock();
             some.retain(|outgoing| waiting.contains(&outgoing.place()));
         }
@@ -289,7 +293,7 @@ impl Post {
         }
     }
 
-    /// What the broker may have and not know any more is looked for first, while others go out.
+    /// Searches for commands that the broker may have forgotten, while the others are published.
     fn set_aside(&self, some: &mut Vec<Outgoing>, back: &UnboundedSender<Outgoing>) {
         let now_ms = u64::try_from(jiff::Timestamp::now().as_millisecond()).unwrap_or_default();
         let remembers_ms = self.link.remembers_ms();
@@ -303,7 +307,7 @@ impl Post {
         }
     }
 
-    /// Before the commands, so that they are there when a command is.
+    /// Sends the cards before the commands, so that they arrive first.
     async fn send_cards(&self, some: &[Outgoing]) {
         let mut ahead: HashMap<Arc<str>, (Vec<Box<RawValue>>, usize)> = HashMap::new();
         for outgoing in some {
@@ -324,10 +328,10 @@ impl Post {
 
     async fn send_ahead(&self, inbox: &str, cards: &[Box<RawValue>]) {
         let Ok(body) = serde_json::to_vec(&wire::CardsAhead { cards }) else { return };
-        // Whom it does not reach asks.
+        // Best effort: a follower without the card requests it.
         let sent = self.link.client().publish(inbox.to_owned(), body.into()).await;
         if let Err(error) = sent {
-            tracing::debug!(%error, "cards were not sent beforehand");
+            tracing::debug!(%error, "cards were not sent in advance");
         }
     }
 }

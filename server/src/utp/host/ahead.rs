@@ -1,7 +1,9 @@
-//! Cards that the crib sends before the commands that name them, so that nobody has to ask.
+//! Cards that the server sends before the commands that name them, which saves a request per
+//! command.
 //!
-//! What is here is only a copy that saves a question. It is used while it is fresh; after that, and
-//! for a command that was given before, the crib is asked: it may know that the call has ended.
+//! The cache is only an optimization. A card is used while it is fresh. After that, and for a
+//! redelivered command, the host requests the card, because the server may reply that the call has
+//! ended.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -15,11 +17,11 @@ use serde_json::{Value, json};
 use super::together::Asker;
 use crate::utp::follow::FOLLOWS;
 
-/// How long a card is good for.
+/// Time for which a prefetched card is valid.
 const FRESH: Duration = Duration::from_secs(1);
-/// Most bytes of cards that are kept.
+/// Maximum total size of cached cards in bytes.
 const MOST: usize = 16 << 20;
-/// Most places that are known to be followed.
+/// Maximum number of subject prefixes for which the last request is remembered.
 const PLACES: usize = 10_000;
 
 struct Kept {
@@ -30,19 +32,19 @@ struct Kept {
 #[derive(Default)]
 struct Known {
     cards: HashMap<String, Kept>,
-    /// In the order they came, with their size.
+    /// In order of arrival, with their sizes.
     order: VecDeque<(Instant, String, usize)>,
     bytes: usize,
 }
 
-/// The cards that came.
+/// The cache of prefetched cards.
 pub(super) struct Ahead {
     asker: Asker,
     target: String,
-    /// Where they come.
+    /// The subject on which cards arrive.
     pub(super) inbox: String,
     known: Mutex<Known>,
-    /// When it was last said, to which project, that they are wanted.
+    /// The time of the last request for prefetching, by subject prefix.
     followed: Mutex<HashMap<String, Instant>>,
 }
 
@@ -59,7 +61,7 @@ impl Ahead {
         Arc::new(Self { asker, target, inbox, known: Mutex::default(), followed: Mutex::default() })
     }
 
-    /// Keeps cards that came.
+    /// Stores the cards of a message, and evicts stale cards and those over the size limit.
     pub(super) fn keep(&self, message: &Message) {
         let Ok(Came { cards }) = serde_json::from_slice(&message.payload) else { return };
         let size = message.payload.len() / cards.len().max(1);
@@ -81,13 +83,13 @@ impl Ahead {
         }
     }
 
-    /// A card, if it came and is fresh.
+    /// Removes and returns a card, if it is cached and fresh.
     pub(super) fn take(&self, card_id: &str) -> Option<Value> {
         let kept = self.known.lock().cards.remove(card_id)?;
         (kept.came.elapsed() < FRESH).then_some(kept.card)
     }
 
-    /// Says that the cards of a place are wanted, from time to time.
+    /// Requests the cards of a subject prefix in advance, unless that was requested recently.
     pub(super) fn follow(self: &Arc<Self>, place: &str) {
         {
             let (now, mut followed) = (Instant::now(), self.followed.lock());
@@ -106,9 +108,9 @@ impl Ahead {
             let body = json!({ "target": ahead.target, "inbox": ahead.inbox }).to_string();
             let headers = ahead.asker.headers("");
             let client = ahead.asker.link.client();
-            // A crib that does not know this is asked for each card.
+            // If the server does not support prefetching, the host requests each card.
             if let Err(error) = client.publish_with_headers(subject, headers, body.into()).await {
-                tracing::debug!(%error, "cards are not followed");
+                tracing::debug!(%error, "requesting prefetched cards failed");
             }
         });
     }

@@ -1,6 +1,9 @@
-//! Requests that go together: while one is out, what comes meanwhile waits for the next one and
-//! goes along with it. Nobody waits for company: what comes alone goes alone, at once. Nor does
-//! anybody wait for one that takes long, or while there are enough for another.
+//! Coalesces requests to one subject prefix into batches. While a request is in flight, new ones
+//! queue up and go out together in the next batch.
+//!
+//! A request is never delayed to fill a batch: if none is in flight, it goes out at once. A slow
+//! request does not block the queue, and a queue that fills a batch does not wait for the request
+//! in flight.
 
 use std::collections::{HashMap, VecDeque};
 use std::future::Future;
@@ -12,24 +15,24 @@ use futures::future::BoxFuture;
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
-/// So many do not wait for the request that is out.
+/// Number of queued requests that do not wait for the batch in flight.
 const ENOUGH: usize = 24;
-/// How long a request that is out is waited for.
+/// Time after which a batch in flight counts as slow.
 const LONG: Duration = Duration::from_millis(20);
-/// Most that go in one, and most bytes of them.
+/// Maximum number of requests in one batch, and of their bytes.
 const MANY: usize = 100;
 const BYTES: usize = 262_144;
 
-/// What is asked many times.
+/// An RPC that accepts many requests in one message.
 pub(super) trait Errand: Send + Sync + 'static {
     type Question: Send + Sync + 'static;
     type Answer: Send + 'static;
 
-    /// How large a question is on the wire, about.
+    /// Returns the approximate size of a request on the wire.
     fn size(question: &Self::Question) -> usize;
 
-    /// Asks all at once; none when it could not be answered like that, and each has to be asked
-    /// alone.
+    /// Sends all requests in one message. Returns `None` if the batch could not be answered, and
+    /// each request has to be sent alone.
     fn ask(
         &self,
         place: &str,
@@ -44,15 +47,15 @@ struct Waiting<E: Errand> {
 
 struct Line<E: Errand> {
     waiting: VecDeque<Waiting<E>>,
-    /// Requests that are out, and those of them that take long.
+    /// Batches in flight, and the number of them that are slow.
     out: usize,
     slow: usize,
-    /// Somebody will look in a moment.
+    /// True if a worker is about to start.
     called: bool,
 }
 
 impl<E: Errand> Line<E> {
-    /// Whether somebody has to be called for those who wait.
+    /// Returns true if a new worker must start for the queued requests, and marks it as scheduled.
     fn calls(&mut self) -> bool {
         let free = self.out == self.slow || self.waiting.len() >= ENOUGH;
         let calls = !self.called && free && !self.waiting.is_empty();
@@ -67,7 +70,7 @@ impl<E: Errand> Default for Line<E> {
     }
 }
 
-/// The lines before every place.
+/// The queues of all subject prefixes.
 pub(super) struct Bundles<E: Errand> {
     inner: Arc<Inner<E>>,
 }
@@ -82,8 +85,8 @@ impl<E: Errand> Bundles<E> {
         Self { inner: Arc::new(Inner { errand, lines: Mutex::default() }) }
     }
 
-    /// Asks, together with whoever asks the same place meanwhile. None when there was no answer to
-    /// be had in this way.
+    /// Sends a request, batched with other requests to the same prefix. Returns `None` if the batch
+    /// could not be answered.
     pub(super) async fn ask(&self, place: String, question: E::Question) -> Option<E::Answer> {
         let (tell, told) = oneshot::channel();
         let begins = {
@@ -100,9 +103,9 @@ impl<E: Errand> Bundles<E> {
 }
 
 impl<E: Errand> Inner<E> {
-    /// Asks for those who wait, until nobody does.
+    /// Sends batches until the queue is empty.
     async fn carry(self: Arc<Self>, place: String) {
-        // Who comes in the same moment comes along.
+        // Requests of the same instant join the first batch.
         tokio::task::yield_now().await;
         if let Some(line) = self.lines.lock().get_mut(&place) {
             line.called = false;
@@ -115,13 +118,13 @@ impl<E: Errand> Inner<E> {
             let answers = self.clone().unless_slow(&place, asking).await;
             let mut answers = answers.map(Vec::into_iter);
             for tell in tells {
-                // Who does not listen any more has gone away.
+                // An error means that the requester has been dropped.
                 let _ = tell.send(answers.as_mut().and_then(Iterator::next));
             }
         }
     }
 
-    /// Waits for an answer; when it takes long, others need not.
+    /// Awaits a batch. If it is slow, starts another worker, so that queued requests need not wait.
     async fn unless_slow<T>(self: Arc<Self>, place: &str, asking: impl Future<Output = T>) -> T {
         let mut asking = std::pin::pin!(asking);
         tokio::select! {
@@ -143,7 +146,7 @@ impl<E: Errand> Inner<E> {
         answers
     }
 
-    /// The same, with a type that can be named: it is called from within itself.
+    /// The same with a nameable type, because `run_worker` starts itself recursively.
     fn carry_boxed(self: Arc<Self>, place: String) -> BoxFuture<'static, ()> {
         self.carry(place).boxed()
     }
@@ -176,7 +179,7 @@ impl<E: Errand> Inner<E> {
 mod tests {
     use super::*;
 
-    /// Answers when it is let.
+    /// Replies when the test permits it.
     struct Counting {
         open: tokio::sync::Semaphore,
         asked: Mutex<Vec<usize>>,

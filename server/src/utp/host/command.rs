@@ -1,4 +1,4 @@
-//! A command as a tool service reads it, and what may be wrong with it.
+//! A command as a tool service parses it, and the errors it may contain.
 
 use async_nats::jetstream::Message;
 use serde_json::{Map, Value};
@@ -9,11 +9,11 @@ use toolcrib::utp::{AfterExecution, Route, ToolStatus, subject, trace};
 use super::super::wire;
 use super::{Answer, Job};
 
-/// What keeps a command from being executed.
+/// The reason why a command cannot be executed.
 pub(super) enum Trouble {
-    /// The crib does not answer: later.
+    /// The server does not reply; the command is returned for a later delivery.
     Away,
-    /// Something is wrong with it, and this is the answer.
+    /// The command is invalid; holds the result to report.
     Wrong(Box<Answer>),
 }
 
@@ -46,7 +46,8 @@ pub(super) struct Command {
 }
 
 impl Command {
-    /// Reads what is needed to answer; why that is not there, otherwise.
+    /// Parses the fields that are needed to report a result. Returns the reason if that fails; such
+    /// a command becomes a dead letter.
     pub(super) fn read(message: &Message) -> Result<Self, String> {
         let parts = subject::parse(&message.subject).ok_or("this is no subject of ours")?;
         let payload: Value = serde_json::from_slice(&message.payload)
@@ -75,7 +76,7 @@ impl Command {
         let deadline = fields.get("deadline_at_ms").and_then(Value::as_u64);
         let in_header = || header(wire::DEADLINE)?.parse().ok();
         let tool_call_id = needed("tool_call_id", "cg-tool-call-id")?;
-        // A trace that cannot be read is no reason to leave a command without an answer.
+        // An invalid trace header is no reason to leave a command unanswered.
         let traced = header("traceparent").and_then(|text| trace::normal(&text));
         Ok(Self {
             project: parts.project.to_owned(),
@@ -98,7 +99,7 @@ impl Command {
         })
     }
 
-    /// Checks the rest, which can be answered with a failed result.
+    /// Validates the other fields. An error here is reported as a failed result.
     pub(super) fn check(&self) -> Result<(), Trouble> {
         for name in ["args", "arguments", "result"] {
             if self.fields.contains_key(name) {
@@ -130,7 +131,7 @@ impl Command {
         Ok(())
     }
 
-    /// What the report says becomes of the turn; what cannot be read is taken for `suspend`.
+    /// Returns the value to report for `after_execution`; an invalid value counts as `suspend`.
     pub(super) fn after_execution(&self) -> AfterExecution {
         let given = self.after_execution.as_deref().unwrap_or_default();
         given.parse().unwrap_or_default()
@@ -140,12 +141,12 @@ impl Command {
         (self.project.clone(), self.turn_id.clone(), self.tool_call_id.clone())
     }
 
-    /// Whether it must not happen twice: unless somebody said that it may.
+    /// Returns true unless the command declares that its tool may run twice.
     pub(super) fn is_irreversible(&self) -> bool {
         !matches!(self.effect.as_deref(), Some("read" | "idempotent"))
     }
 
-    /// When nobody waits for it any more, where that was said.
+    /// Returns the deadline of the call, if the command has one.
     pub(super) fn deadline_ms(&self) -> Option<u64> {
         self.deadline_ms
     }
@@ -154,7 +155,7 @@ impl Command {
         self.tool_name.as_deref().unwrap_or("unknown")
     }
 
-    /// What is to be executed; `meta` is its card's metadata.
+    /// Converts the command into a job; `meta` is the metadata of its card.
     pub(super) fn job(&self, tool_name: &str, args: Value, meta: &Value) -> Job {
         Job {
             tool_name: tool_name.to_owned(),

@@ -1,4 +1,4 @@
-//! The crib as a tool service sees it: cards, reports and dead letters by request and reply.
+//! The server as a tool service sees it: cards, reports and dead letters by request and reply.
 
 use std::time::{Duration, Instant};
 
@@ -19,11 +19,11 @@ use super::command::{Command, Trouble};
 use super::together::{Asker, Cards, Got, Reported, Reports, Said, Wanted};
 use crate::utp::wire;
 
-/// How long a question is asked where nobody says when its command is of no more use.
+/// Time for which a request is repeated if its command has no deadline.
 const PATIENCE: Duration = Duration::from_secs(600);
-/// How long it is asked at least: a result that is late is worth writing down.
+/// Minimum time for which a request is repeated: a late result is still worth recording.
 const AT_LEAST: Duration = Duration::from_secs(60);
-/// How long a dead letter is offered.
+/// Time for which storing a dead letter is retried.
 const OF_A_LETTER: Duration = Duration::from_secs(20);
 
 fn patience(command: &Command) -> Duration {
@@ -32,15 +32,15 @@ fn patience(command: &Command) -> Duration {
     Duration::from_millis(deadline_ms.saturating_sub(now_ms)).max(AT_LEAST)
 }
 
-/// What became of a report.
+/// The outcome of a report.
 pub(super) enum Told {
     Taken,
     Refused(String),
-    /// Nobody answered.
+    /// The server did not reply.
     Nobody,
 }
 
-/// A report as it is written.
+/// The JSON body of a report.
 #[derive(Serialize)]
 struct ReportBody<'a> {
     tool_call_id: &'a str,
@@ -55,14 +55,14 @@ struct ReportBody<'a> {
     card: Option<Value>,
 }
 
-/// What a card asks for.
+/// The arguments and metadata in a card.
 pub(super) struct Asked {
     pub(super) tool_name: String,
     pub(super) args: Value,
     pub(super) meta: Value,
-    /// Nobody waits for it any more.
+    /// True if the call has already ended.
     pub(super) ended: bool,
-    /// The crib knows that it is being looked at.
+    /// True if the server knows that this host has taken the call.
     pub(super) looked: bool,
 }
 
@@ -79,7 +79,8 @@ impl Crib {
         Self { asker, cards, reports }
     }
 
-    /// Asks until there is an answer, or it is of no more use: the crib may be being restarted.
+    /// Repeats a request until there is a reply or the timeout passes: the server may be
+    /// restarting.
     async fn ask(
         &self,
         subject: &str,
@@ -100,7 +101,7 @@ impl Crib {
                     }});
                     return Some(refused.to_string().into());
                 }
-                Err(error) => tracing::debug!(%error, subject, "no answer; asked again"),
+                Err(error) => tracing::debug!(%error, subject, "no reply; retrying"),
             }
             tokio::time::sleep(wait).await;
             wait = (wait * 2).min(Duration::from_secs(2));
@@ -108,13 +109,13 @@ impl Crib {
         None
     }
 
-    /// Before what a request about a command is for.
+    /// Returns the subject prefix of requests about a command.
     pub(super) fn place(command: &Command) -> String {
         let Command { version, project, channel, .. } = command;
         format!("cg.{version}.{project}.{channel}")
     }
 
-    /// A card, asked for by itself.
+    /// Requests a single card.
     async fn card_alone(&self, command: &Command, card_id: &str) -> Option<Value> {
         let subject = format!("{}.rpc.sys.cards.get", Self::place(command));
         let headers = self.asker.headers(&trace::child(&command.traceparent, &subject));
@@ -128,7 +129,7 @@ impl Crib {
         Wanted { traceparent: trace::child(&command.traceparent, &card_id), card_id }
     }
 
-    /// What a command's card asks for.
+    /// Fetches a command's card and returns its arguments.
     pub(super) async fn arguments(&self, command: &Command) -> Result<Asked, Trouble> {
         let wanted = Self::wanted(command);
         let Got { card, ended } = match self.cards.ask(Self::place(command), wanted).await {
@@ -138,12 +139,12 @@ impl Crib {
         Ok(Asked { looked: true, ..Self::asked(command, card, ended)? })
     }
 
-    /// Looks at a card that is known, so that the crib knows too.
+    /// Requests a card that is already known, so that the server learns that the call was taken.
     pub(super) async fn look(&self, command: &Command) {
         self.cards.ask(Self::place(command), Self::wanted(command)).await;
     }
 
-    /// What a card asks for.
+    /// Validates a card and returns its arguments.
     pub(super) fn asked(command: &Command, mut card: Value, ended: bool) -> Result<Asked, Trouble> {
         let card_id = command.card_id.as_deref().unwrap_or_default();
         let wrong = |message: String| Err(Trouble::wrong(Code::BadRequest, message));
@@ -177,21 +178,23 @@ impl Crib {
         Ok(Got { card: answer["cards"][0].take(), ended })
     }
 
-    /// The id of the call's own result: a plain success under it need not be stored.
+    /// Returns the id under which the server itself stores the call's result: a plain success under
+    /// this id need not be stored again as a card.
     fn own_card_id(command: &Command) -> Option<String> {
         let asked = command.card_id.as_deref()?;
         let (id, _) = toolcrib::utp::card::made_from(asked)?;
         Some(toolcrib::utp::card::id_of(&id, toolcrib::utp::card::TOOL_RESULT))
     }
 
-    /// The same call has the same card, however often it is executed.
+    /// Returns the id of the result card. It depends only on the call, so a second execution has
+    /// the same card.
     fn card_id(command: &Command) -> String {
         let (project, turn, call) = command.anchor();
         let named = json!([project, turn, call]).to_string();
         format!("res{}", hex(&Sha256::digest(named.as_bytes())[..16]))
     }
 
-    /// Reports a result.
+    /// Reports a result. A result over a size limit is replaced by a fault.
     pub(super) async fn report(&self, command: &Command, answer: Answer, meta: &Value) -> Told {
         let card = self.card(command, &answer, meta);
         let told = self.send(command, &answer, card).await;
@@ -253,7 +256,8 @@ impl Crib {
         }
     }
 
-    /// Reports the result that a command had when it was given before; none when it had none.
+    /// Reports the result that an earlier delivery of the command stored. Returns `None` if there
+    /// is none.
     pub(super) async fn report_known(&self, command: &Command) -> Option<Told> {
         let mut known = None;
         for card_id in Self::own_card_id(command).into_iter().chain([Self::card_id(command)]) {
@@ -304,7 +308,7 @@ impl Crib {
         })
     }
 
-    /// Gives a command to the dead letters that can be neither executed nor answered.
+    /// Stores a command that can be neither executed nor answered as a dead letter.
     pub(super) async fn bury(&self, message: &Message, why: &str) -> Told {
         let Some(parts) = toolcrib::utp::subject::parse(&message.subject) else {
             return Told::Refused("its subject is not one of ours".to_owned());
@@ -318,7 +322,7 @@ impl Crib {
         });
         let limit = self.asker.link.client().max_payload();
         if limit > 0 && letter.to_string().len() > limit {
-            // As JSON a byte can become six, so not all that came in can go out again.
+            // A byte can become six in JSON, so the payload may not fit into one message again.
             let begins = &message.payload[..message.payload.len().min(limit / 8)];
             letter["payload"] = String::from_utf8_lossy(begins).into();
             letter["headers"] = json!({});

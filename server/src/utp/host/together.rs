@@ -1,5 +1,5 @@
-//! What a tool service asks the crib for every command, many in one request: cards, and reports.
-//! An answer that cannot be had like that is none here: then each is asked for alone.
+//! Batched requests of a tool service to the server: cards and reports, many per message. If a
+//! batch cannot be answered as such, the result is `None` and each request is sent alone.
 
 use std::time::{Duration, Instant};
 
@@ -13,10 +13,10 @@ use super::bundle::Errand;
 use crate::utp::Link;
 use crate::utp::wire;
 
-/// How long a crib that does not know several reports in one request is not asked to take them.
+/// Time for which batches of reports are not tried after the server has rejected one as unknown.
 const NOT_AGAIN: Duration = Duration::from_secs(60);
 
-/// Who asks.
+/// The RPC connection of a tool host, with its sender name.
 #[derive(Clone)]
 pub(super) struct Asker {
     pub(super) link: Link,
@@ -30,7 +30,7 @@ impl Asker {
         headers
     }
 
-    /// Asks once.
+    /// Sends one request without retries.
     async fn once<T: serde::de::DeserializeOwned>(
         &self,
         subject: String,
@@ -41,26 +41,26 @@ impl Asker {
         match self.link.client().send_request(subject, request).await {
             Ok(reply) => serde_json::from_slice(&reply.payload).ok(),
             Err(error) => {
-                tracing::debug!(%error, "no answer; each is asked for alone");
+                tracing::debug!(%error, "no reply; sending each request alone");
                 None
             }
         }
     }
 }
 
-/// A card that is wanted.
+/// A request for one card.
 pub(super) struct Wanted {
     pub(super) card_id: String,
     pub(super) traceparent: String,
 }
 
-/// A card, and whether anybody waits for what it asks.
+/// A card, and whether its call has already ended.
 pub(super) struct Got {
     pub(super) card: Value,
     pub(super) ended: bool,
 }
 
-/// Reading cards.
+/// Fetches cards.
 pub(super) struct Cards(pub(super) Asker);
 
 #[derive(Serialize)]
@@ -82,7 +82,8 @@ impl Errand for Cards {
     type Question = Wanted;
     type Answer = Got;
 
-    // It is the answer that is long. One that is too long for NATS is none.
+    // A constant, because the response is what is large. A response over NATS's payload limit
+    // fails, and each card is then requested alone.
     fn size(_: &Wanted) -> usize {
         4_096
     }
@@ -105,7 +106,7 @@ impl Errand for Cards {
     }
 }
 
-/// A report, and the headers of its own.
+/// A report with its headers.
 pub(super) struct Reported {
     pub(super) report: Box<RawValue>,
     pub(super) traceparent: String,
@@ -126,10 +127,10 @@ impl Reported {
     }
 }
 
-/// Reporting.
+/// Submits reports.
 pub(super) struct Reports {
     asker: Asker,
-    /// When the crib said that it takes one report in a request and no more.
+    /// The time at which the server rejected a batch of reports as unknown.
     one_by_one: Mutex<Option<Instant>>,
 }
 
@@ -159,7 +160,7 @@ struct ReportsQuestion<'a> {
     reports: Vec<OneOfMany<'a>>,
 }
 
-/// What the crib said to a report.
+/// The server's reply to a report.
 #[derive(Debug, Deserialize)]
 pub(super) struct Said {
     #[serde(default)]

@@ -1,8 +1,8 @@
-//! Cards in `public.cards`, where tool services read and write them themselves.
+//! Cards in `public.cards`, which tool services read and write directly.
 //!
-//! That table knows a card by its id alone, and a result by the id of its call alone; here both
-//! belong to a project and a turn. Where the shorter name is taken, ours is stored under a longer
-//! one, and what the card truly says is in `toolcrib_body`.
+//! That table identifies a card by its id alone, and a result by the id of its call alone; in
+//! Toolcrib both belong to a project and a turn. When the short id is taken, Toolcrib stores its
+//! card under a longer one, and the exact card in `toolcrib_body`.
 
 use serde_json::{Map, Value};
 use tokio_postgres::Row;
@@ -16,12 +16,12 @@ use super::super::storable;
 use super::super::writer::Desk;
 use crate::row::{Fields, decode, encode};
 
-/// The columns that a card is read from, in this order.
+/// The columns that [`read_card`] reads, in this order.
 const COLUMNS: &str = "card_id, tenant_id, content::text, tool_calls::text, tool_call_id, \
      ttl_seconds::bigint, metadata::text, (extract(epoch FROM created_at) * 1000)::bigint, \
      toolcrib_body";
 
-/// What the table keeps among a card's metadata.
+/// Names that the table reserves in a card's metadata.
 const KEPT_IN_METADATA: [&str; 4] = ["project_id", "type", "author_id", "created_at"];
 
 pub(super) async fn by_id(
@@ -38,7 +38,7 @@ pub(super) async fn by_id(
     Ok(found.map(|row| read(&row)).transpose()?)
 }
 
-/// The result of a call of a turn.
+/// Returns the result card of a call of a turn.
 pub(super) async fn result(
     session: &Session,
     project: &str,
@@ -55,9 +55,10 @@ pub(super) async fn result(
     Ok(found.map(|row| read(&row)).transpose()?)
 }
 
-/// JSONB takes more from others than can be read here: numbers beyond all numbers, and what is
-/// nested without end. Such a card says nothing, and whoever needs it to say something refuses it;
-/// a report that could never be judged would be looked at for ever.
+/// Decodes a JSON object, or returns an empty one. JSONB accepts values from other programs that
+/// cannot be decoded here: numbers out of range, and unlimited nesting. A card with such a value
+/// reads as empty, and code that needs its content refuses it; an error here would leave a report
+/// pending forever.
 fn object(text: Option<String>) -> Map<String, Value> {
     match text.map(|text| decode::<Value>(&text)) {
         Some(Ok(Value::Object(map))) => map,
@@ -96,11 +97,11 @@ fn read(row: &Row) -> Result<Card, StoreError> {
     })
 }
 
-/// Whether the columns can say all that the card says.
+/// Returns true if the columns can represent the card exactly.
 fn fits(card: &Card, body: &str) -> bool {
     let taken = KEPT_IN_METADATA.iter().any(|name| card.metadata.contains_key(*name));
     let unsaid = card.tool_call_id.is_none() && card.metadata.contains_key("tool_call_id");
-    // JSONB has neither the character 0 nor a negative zero.
+    // JSONB can store neither the NUL character nor a negative zero.
     !taken && !unsaid && !body.contains("\\u0000") && !body.contains("-0.0")
 }
 
@@ -114,7 +115,7 @@ pub(in super::super) async fn put(desk: &mut Desk, card: &Card) -> Result<CardPu
     if insert(session, card, exact, &card.card_id, card.tool_call_id.as_deref()).await? {
         return Ok(CardPut::New);
     }
-    // Somebody wrote it a moment ago, or one of the names is taken by another.
+    // Another program wrote the card a moment ago, or another card has one of the ids.
     if let Some(known) = known(session, card).await? {
         return Ok(known);
     }

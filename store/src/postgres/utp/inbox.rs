@@ -1,5 +1,6 @@
-//! Inboxes in `state.agent_inbox`. What the crib puts in is accepted; a row that somebody else
-//! wrote is a report of a tool service, and becomes what is in the inbox once it has been judged.
+//! Inboxes in `state.agent_inbox`. Items that Toolcrib puts in are accepted. A row that another
+//! program wrote is a report of a tool service, and becomes an inbox item once Toolcrib has
+//! accepted it.
 
 use serde_json::{Map, Value};
 use tokio_postgres::Row;
@@ -13,7 +14,7 @@ use super::super::{limited, storable};
 use super::post;
 use crate::row::{Fields, decode, encode};
 
-/// The columns that an item is read from, in this order.
+/// The columns that [`read_inbox_item`] reads, in this order.
 const COLUMNS: &str = "inbox_id, project_id, agent_id, message_type, toolcrib_turn_id, \
      toolcrib_tool_call_id, payload::text, traceparent, tracestate, parent_step_id, \
      source_agent_id, recursion_depth::bigint, (extract(epoch FROM created_at) * 1000)::bigint, \
@@ -54,7 +55,7 @@ pub(super) async fn waiting(
     session.collect(&sql, &[&project, &agent_id, &limited(limit)], read).await
 }
 
-/// The oldest thing that waits for each agent.
+/// Returns the oldest pending item of each agent.
 pub(super) async fn oldest(
     session: &Session,
     before_ms: u64,
@@ -73,7 +74,7 @@ pub(super) async fn oldest(
     session.collect(&sql, bound, numbered).await
 }
 
-/// Puts something into an inbox, unless the outcome of that call is there already.
+/// Puts an item into an inbox, unless it already holds the outcome of that call.
 pub(super) async fn put(session: &Session, item: &InboxItem) -> Result<Delivered, Broke> {
     let sql = "SELECT inbox_id FROM state.agent_inbox WHERE project_id = $1 \
                AND toolcrib_turn_id = $2 AND toolcrib_tool_call_id = $3 AND toolcrib_accepted";
@@ -81,8 +82,8 @@ pub(super) async fn put(session: &Session, item: &InboxItem) -> Result<Delivered
     if let Some(row) = session.row(sql, bound).await? {
         return Ok(Delivered::Known(row.text(0)?));
     }
-    // A stop is about a turn, all else about a call. Where another turn has used the id of the
-    // call, ours is told apart from it.
+    // A stop concerns a turn, every other item a call. When another turn has used the same call id,
+    // a longer correlation id distinguishes this item.
     let correlation = match item.message_type.as_str() {
         "stop" => item.turn_id.clone(),
         _ => item.tool_call_id.clone(),
@@ -96,7 +97,8 @@ pub(super) async fn put(session: &Session, item: &InboxItem) -> Result<Delivered
     Err(StoreError::Unavailable("the place in the inbox is taken".to_owned()).into())
 }
 
-/// A report of the same call that waits to be judged is what is put in: it has been.
+/// Inserts an item. A pending or consumed report of the same call, written by a tool service, is
+/// replaced by the item: the item is the accepted form of that report.
 async fn insert(session: &Session, item: &InboxItem, correlation: &str) -> Result<bool, Broke> {
     let sql = "INSERT INTO state.agent_inbox AS i (inbox_id, project_id, agent_id, message_type, \
                correlation_id, recursion_depth, traceparent, tracestate, trace_id, \
@@ -117,7 +119,7 @@ async fn insert(session: &Session, item: &InboxItem, correlation: &str) -> Resul
                WHERE NOT i.toolcrib_accepted AND i.status IN ('pending', 'consumed') \
                AND i.payload->>'agent_turn_id' = excluded.toolcrib_turn_id";
     let body = encode(item)?;
-    // JSONB has neither the character 0 nor a negative zero.
+    // JSONB can store neither the NUL character nor a negative zero.
     let exact = (body.contains("\\u0000") || body.contains("-0.0")).then_some(body);
     let bound: Bound<'_> = &[
         &item.inbox_id,
@@ -153,7 +155,7 @@ pub(super) async fn deliver(
         let mut waiting: Waiting = decode(&row.text(1)?)?;
         waiting.result_card_id = Some(card_id.clone());
         waiting.inbox_id = Some(item.inbox_id.clone());
-        // Also when it was put in before its step was stored.
+        // Also when the item was put into the inbox before its step was stored.
         let sql = "UPDATE turn_calls SET inbox_id = $1, body = $2 WHERE number = $3";
         let bound: Bound<'_> = &[&item.inbox_id, &encode(&waiting)?, &row.number(0)?];
         session.execute(sql, bound).await?;

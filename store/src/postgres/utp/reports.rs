@@ -1,4 +1,5 @@
-//! What tool services find and leave in the tables themselves: the cards of commands, and reports.
+//! Exchange with tool services through shared tables: Toolcrib publishes the cards of commands,
+//! tool services write reports.
 
 use toolcrib::store::utp::{Judged, WrittenReport};
 use toolcrib::utp::{Card, Route};
@@ -9,8 +10,8 @@ use super::super::writer::Desk;
 use super::cards;
 use crate::row::Fields;
 
-/// The card of a command and the edge that says it was sent: a report is only written for a call
-/// that has one.
+/// Publishes the card of a command, and the edge that records that it was sent: a tool service
+/// reports only on a call that has an edge.
 pub(super) async fn show(
     desk: &mut Desk,
     (card, route, traceparent): &(Card, Route, String),
@@ -40,7 +41,7 @@ pub(super) async fn show(
     Ok(())
 }
 
-/// Reports that nobody has judged. Rows of other kinds are not ours to judge.
+/// Lists the reports that have no disposition yet. Rows of other kinds do not belong to Toolcrib.
 pub(super) async fn written(
     session: &Session,
     after: u64,
@@ -68,8 +69,9 @@ pub(super) async fn written(
     session.collect(sql, &[&(after as i64), &limited(limit)], read).await
 }
 
-/// A report that was taken is in the inbox by now, or its agent has none. One that was not must not
-/// stand in the way of another about the same call.
+/// Records the disposition of a report. An accepted report is in the inbox by now, or its agent has
+/// no inbox. A refused report gives up its correlation id, so that another report about the same
+/// call can be written.
 pub(super) async fn judged(desk: &mut Desk, (number, judged): &(u64, Judged)) -> Result<(), Broke> {
     let (status, frees) = match judged {
         Judged::Taken => ("consumed", false),

@@ -1,4 +1,4 @@
-//! Turns and the calls of their steps, and getting rid of what is old.
+//! Turns and the calls of their steps, and the purge of old UTP data.
 
 use toolcrib::store::Saved;
 use toolcrib::store::utp::{REPLACED_FOR_MS, TurnChange};
@@ -10,7 +10,8 @@ use super::super::writer::Desk;
 use super::{inbox, post};
 use crate::row::encode;
 
-/// Saves a turn with what belongs to it, unless its stored version is not the one before.
+/// Saves a turn with its step calls, inbox items and outbox messages. Returns a conflict if the
+/// stored version is not the preceding one.
 pub(super) async fn save(
     desk: &mut Desk,
     (turn, change): &(Turn, TurnChange),
@@ -61,17 +62,17 @@ pub(super) async fn save(
     Ok(Saved::Yes)
 }
 
-/// A time that PostgreSQL knows, too.
+/// Upper bound for a cutoff time, near the end of the year 9999: PostgreSQL can represent it.
 const LATEST_MS: u64 = 253_402_300_000_000;
 
-/// What is old and of no more use, a little of each.
+/// Deletes up to `limit` old rows of each UTP table.
 pub(super) async fn purge(desk: &mut Desk, (before, limit): &(u64, usize)) -> Result<usize, Broke> {
     let (before, limit) = ((*before).min(LATEST_MS) as i64, limited(*limit));
     let mut count = 0;
     for sql in [
         "DELETE FROM public.cards WHERE toolcrib_seq IN (SELECT toolcrib_seq FROM public.cards \
          ORDER BY toolcrib_seq LIMIT $2) AND created_at < to_timestamp($1::bigint / 1000.0)",
-        // Also what nobody took: the call and its cards are gone by now.
+        // Includes items that were never consumed: their call and its cards are gone by now.
         "DELETE FROM state.agent_inbox WHERE toolcrib_seq IN (SELECT toolcrib_seq \
          FROM state.agent_inbox ORDER BY toolcrib_seq LIMIT $2) \
          AND created_at < to_timestamp($1::bigint / 1000.0)",
@@ -91,7 +92,7 @@ pub(super) async fn purge(desk: &mut Desk, (before, limit): &(u64, usize)) -> Re
     ] {
         count += desk.session.execute(sql, &[&before, &limit]).await?;
     }
-    // Definitions that were replaced before the oldest call that is kept was made.
+    // Deletes tool definitions that were replaced before the oldest stored call was created.
     let sql = "DELETE FROM tool_versions WHERE (project, name, version) IN \
                (SELECT project, name, version FROM tool_versions WHERE replaced_ms + $3 < \
                least($1::bigint, (SELECT created_ms FROM calls ORDER BY place LIMIT 1)) LIMIT $2)";

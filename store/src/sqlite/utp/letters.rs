@@ -1,4 +1,4 @@
-//! Inboxes, the outbox, and getting rid of what is old.
+//! Inboxes, the outbox, and the purge of old UTP data.
 
 use rusqlite::{Connection, OptionalExtension, params};
 use toolcrib::store::utp::{Delivered, REPLACED_FOR_MS};
@@ -6,7 +6,7 @@ use toolcrib::utp::{InboxItem, Letter, Waiting};
 
 use super::{body, of_body};
 
-/// Puts something into an inbox, unless the outcome of that call is there already.
+/// Puts an item into an inbox, unless it already holds the outcome of that call.
 pub(super) fn put(connection: &Connection, item: &InboxItem) -> rusqlite::Result<Delivered> {
     let known: Option<String> = connection
         .prepare_cached(
@@ -56,7 +56,7 @@ pub(super) fn deliver(
         let mut waiting: Waiting = of_body(&text)?;
         waiting.result_card_id = Some(result_card_id.to_owned());
         waiting.inbox_id = Some(item.inbox_id.clone());
-        // Also when it was put in before its step was stored.
+        // Also when the item was put into the inbox before its step was stored.
         connection
             .prepare_cached("UPDATE turn_calls SET inbox_id = ?1, body = ?2 WHERE number = ?3")?
             .execute(params![item.inbox_id, body(&waiting)?, number])?;
@@ -92,7 +92,7 @@ pub(super) fn take(
     Ok(count)
 }
 
-/// What is old and of no more use, a little of each.
+/// Deletes up to `limit` old rows of each UTP table.
 pub(super) fn purge(
     connection: &Connection,
     before_ms: u64,
@@ -103,7 +103,7 @@ pub(super) fn purge(
     for sql in [
         "DELETE FROM cards WHERE number IN (SELECT number FROM cards ORDER BY number LIMIT ?2) \
          AND created_ms < ?1",
-        // Also what nobody took: the call and its cards are gone by now.
+        // Includes items that were never consumed: their call and its cards are gone by now.
         "DELETE FROM inbox WHERE number IN (SELECT number FROM inbox ORDER BY number LIMIT ?2) \
          AND created_ms < ?1",
         "DELETE FROM dead_letters WHERE id IN (SELECT id FROM dead_letters ORDER BY id LIMIT ?2) \
@@ -121,7 +121,7 @@ pub(super) fn purge(
     Ok(count + purge_versions(connection, before_ms, limit)?)
 }
 
-/// Definitions that were replaced before the oldest call that is kept was made.
+/// Deletes tool definitions that were replaced before the oldest stored call was created.
 fn purge_versions(
     connection: &Connection,
     before_ms: u64,

@@ -7,7 +7,8 @@ use toolcrib::utp::Turn;
 
 use super::{body, letters};
 
-/// Saves a turn with what belongs to it, unless its stored version is not the one before.
+/// Saves a turn with its step calls, inbox items and outbox messages. Returns a conflict if the
+/// stored version is not the preceding one.
 pub(super) fn save(
     connection: &Connection,
     turn: &Turn,

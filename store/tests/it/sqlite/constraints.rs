@@ -1,4 +1,4 @@
-//! The schema refuses what no call can be, whatever program writes it: one test per constraint.
+//! The schema rejects contradictory rows, whatever program writes them: one test per constraint.
 
 use rusqlite::ErrorCode;
 use toolcrib::call::Status;
@@ -10,8 +10,8 @@ use toolcrib::store::{Saved, Store};
 use super::{fresh, number, raw};
 use crate::support::{NOW, call, database_in, put_with_status};
 
-/// A database with a call of every status, a key and a rule; then one statement of somebody else.
-/// It must be refused by the constraint that says this, and nothing may have changed.
+/// Creates a database with a call of every status, a key and a rule, and runs one statement of
+/// another program. The named constraint must reject it, and nothing may have changed.
 async fn refused(sql: &str, constraint: &str) {
     let (directory, store) = fresh();
     for status in Status::ALL {

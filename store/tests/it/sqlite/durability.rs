@@ -1,5 +1,5 @@
-//! What was acknowledged is on the disk: after reopening, for other connections, and in a copy of
-//! the files taken while the store was at work, which is what a crash leaves behind.
+//! Acknowledged changes are durable: after reopening, for other connections, and in a copy of the
+//! files taken while the store was writing, which is what a crash leaves behind.
 
 use std::path::Path;
 
@@ -96,7 +96,7 @@ async fn event_numbers_never_come_again_after_a_purge_and_reopening() {
     let next = call();
     put(&store, &next).await;
     assert!(history(&store, of_call(&next)).await[0].number > newest);
-    // Also when the newest event is one that no row was written for.
+    // The same holds when the newest event is implied and has no row.
     let implied = call();
     let requested = Record::new(Kind::Requested, implied.created_ms, 0)
         .with("tool", implied.tool_name.as_str())
@@ -121,7 +121,7 @@ async fn open_calls_are_found_again_however_much_ended_around_them() {
                 open.push(made);
             }
         }
-        // The oldest ends, and what has ended is purged.
+        // The oldest open call ends; one round purges the ended calls.
         let oldest = open.remove(0);
         save(&store, &ended(&oldest, Status::Canceled, NOW + 20)).await;
         if round == 1 {
@@ -134,7 +134,7 @@ async fn open_calls_are_found_again_however_much_ended_around_them() {
     }
 }
 
-/// Makes this many calls and ends all of them.
+/// Creates this many calls and ends all of them.
 async fn make_and_end(store: &SqliteStore, count: usize) {
     let calls: Vec<Call> = (0..count).map(|_| call()).collect();
     futures::future::join_all(calls.iter().map(|call| put(store, call))).await;
@@ -160,7 +160,7 @@ async fn a_call_that_stayed_open_for_long_is_found_again() {
     drop(store);
     let store = SqliteStore::open(&path).unwrap();
     assert_eq!(open_ids(&store).await, std::slice::from_ref(&open.id));
-    // And while others come and go at the same time, so that they share commits.
+    // The same while other calls start and end concurrently and share commits.
     let mut waiting: Vec<Call> = (0..1_500).map(|_| call()).collect();
     futures::future::join_all(waiting.iter().map(|call| put(&store, call))).await;
     for _ in 0..2 {
@@ -178,7 +178,7 @@ async fn a_call_that_stayed_open_for_long_is_found_again() {
     assert_eq!((found.len(), &found[0].call), (1_501, &open));
 }
 
-/// A quiet server: all that ever was has ended and was purged before the next call comes.
+/// An idle server: every call has ended and was purged before the next one arrives.
 #[tokio::test]
 async fn a_call_that_came_after_everything_was_purged_is_found_again() {
     let directory = tempfile::tempdir().unwrap();
@@ -233,7 +233,7 @@ async fn what_is_committed_is_seen_by_other_connections_at_once() {
     }
 }
 
-/// `toolcrib keys create` beside a running server.
+/// `toolcrib keys create` while a server runs.
 #[tokio::test]
 async fn a_change_made_beside_the_server_is_seen_by_it() {
     let (directory, server) = fresh();
@@ -252,8 +252,8 @@ async fn a_change_made_beside_the_server_is_seen_by_it() {
     assert_eq!(history(&server, of_project("p")).await.len(), 2);
 }
 
-/// The files as they are now, in another place. The log comes last: what a copy of the log into
-/// the database moves meanwhile is still in it.
+/// Copies the files in their current state to another path. The WAL comes last: frames that a
+/// concurrent checkpoint moves into the database are still in it.
 fn crashed(path: &Path, to: &Path) -> SqliteStore {
     std::fs::copy(path, to).unwrap();
     std::fs::copy(beside(path, "-wal"), beside(to, "-wal")).unwrap();
@@ -266,7 +266,7 @@ async fn all_that_was_acknowledged_is_there_after_a_crash() {
     let path = database_in(&directory);
     let store = SqliteStore::open(&path).unwrap();
     let mut acknowledged: Vec<Call> = vec![];
-    // The last step is long enough for the log to be copied into the database in between.
+    // The last step is long enough for a checkpoint to happen during it.
     for (step, count) in [1, 10, 300, 3_000].into_iter().enumerate() {
         let calls: Vec<Call> = (0..count).map(|_| call()).collect();
         let creates = calls.iter().map(|call| {
@@ -294,8 +294,8 @@ async fn all_that_was_acknowledged_is_there_after_a_crash() {
     }
 }
 
-/// Power fails in the middle of a flush: the log ends anywhere. What is before the tear is there
-/// and whole; a call never without its event.
+/// The power fails during a flush, so the WAL ends at an arbitrary byte. Commits before the tear
+/// are present and complete; a call is never stored without its event.
 #[tokio::test]
 async fn a_torn_log_gives_whole_commits_in_their_order() {
     let (directory, store) = fresh();
@@ -326,8 +326,8 @@ async fn a_torn_log_gives_whole_commits_in_their_order() {
     }
 }
 
-/// A server's log gets its length while nobody waits, in parts, and calls come in between: what
-/// was stored before, between and after is there, also when the machine stops at any of these.
+/// The server preallocates its WAL in chunks while it is idle, and calls arrive in between. Calls
+/// stored before, between and after are present, even if the machine stops at any of these points.
 #[tokio::test]
 async fn the_log_is_grown_while_nobody_waits_and_nothing_is_lost_by_it() {
     let directory = tempfile::tempdir().unwrap();

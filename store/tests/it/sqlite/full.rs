@@ -1,9 +1,9 @@
-//! A disk without room: writes are refused as a whole, everything else goes on, and when there is
-//! room again so do the writes.
+//! A full disk: each write is refused as a whole, everything else continues, and writes succeed
+//! again once there is space.
 //!
-//! The disk is made full by the system's limit on the length of files, which holds for root and
-//! for everybody else, and needs no mount. It holds for the whole process; so the test runs itself
-//! a second time, in a process in which that is the only test.
+//! The test simulates a full disk with the system's file size limit, which applies to root as well
+//! and needs no mount. The limit applies to the whole process, so the test runs itself again in a
+//! process where it is the only test.
 
 use std::process::Command;
 
@@ -18,7 +18,7 @@ use crate::support::{
     of_project, put, put_with_status, read, requested, save, saving,
 };
 
-/// Set in the process that has the disk for itself.
+/// Set in the process that runs this test alone.
 const ALONE: &str = "TOOLCRIB_TEST_FULL_DISK";
 const TEST: &str = "a_full_disk_refuses_writes_and_nothing_else";
 
@@ -29,7 +29,7 @@ fn a_full_disk_refuses_writes_and_nothing_else() {
         return runtime.block_on(alone());
     }
     let (_, module) = module_path!().split_once("::").unwrap();
-    // The signal that comes with the limit would end the process; a full disk sends none.
+    // The signal that accompanies the limit would end the process; a full disk sends no signal.
     let ran = Command::new("sh")
         .args(["-c", "trap '' XFSZ; exec \"$0\" \"$@\""])
         .arg(std::env::current_exe().unwrap())
@@ -43,7 +43,7 @@ fn a_full_disk_refuses_writes_and_nothing_else() {
     assert!(said.contains("1 passed"), "{said}\n{told}");
 }
 
-/// No file can grow beyond this, until room is made.
+/// Prevents every file from growing beyond this size, until `make_room` is called.
 fn fill_up(bytes: u64) {
     let maximum = getrlimit(Resource::Fsize).maximum;
     setrlimit(Resource::Fsize, Rlimit { current: Some(bytes), maximum }).unwrap();
@@ -60,7 +60,7 @@ async fn alone() {
     let store = SqliteStore::open_briefly(&path).unwrap();
     survives_a_full_disk(&store).await;
     drop(store);
-    // Once more as the server opens it, and over what the first time left behind.
+    // Again with the settings of a server, and on the database that the first pass left behind.
     let store = SqliteStore::open(&path).unwrap();
     survives_a_full_disk(&store).await;
     let there = ids_of(&store, "p").await;
@@ -70,7 +70,7 @@ async fn alone() {
     assert_eq!(store.integrity().await.unwrap(), "ok");
 }
 
-/// A call of some size, so that room runs out soon.
+/// A call large enough to fill the disk soon.
 fn large() -> Call {
     let mut large = call();
     large.target.args = json(&format!("\"{}\"", "x".repeat(20_000)));
@@ -79,7 +79,7 @@ fn large() -> Call {
 
 async fn survives_a_full_disk(store: &SqliteStore) {
     let waiting = put_with_status(store, &call(), Status::Running).await;
-    // Beyond what making the database leaves in its log.
+    // More than the WAL holds after the database was created.
     fill_up(700_000);
     let (mut taken, mut refused) = (vec![], vec![]);
     for _ in 0..200 {
@@ -99,11 +99,11 @@ async fn survives_a_full_disk(store: &SqliteStore) {
     }
     assert!(!taken.is_empty() && refused.len() == 5, "{} {}", taken.len(), refused.len());
     let mut done = ended(&waiting, Status::Succeeded, NOW + 9);
-    // Larger than what was refused, so that it does not fit into what is left.
+    // Larger than the refused calls, so that it does not fit into the remaining space.
     let result = json(&format!("\"{}\"", "y".repeat(60_000)));
     done.outcome.as_mut().unwrap().data = Some(result);
     assert!(is_unavailable(&saving(store, &done, vec![requested()]).await));
-    // Nothing of it happened, and everything can be read.
+    // None of the refused writes had an effect, and everything can be read.
     for call in &taken {
         assert_eq!(read(store, call).await, *call);
         assert_eq!(history(store, of_call(call)).await.len(), 1);

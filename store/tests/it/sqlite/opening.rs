@@ -1,4 +1,4 @@
-//! Opening: what is ours is brought up to date, and what is not is left as it was.
+//! Opening a database: Toolcrib's own is migrated, and one of another program stays untouched.
 
 use std::path::Path;
 
@@ -11,7 +11,7 @@ use crate::support::{beside, call, database_in, found, ids, ids_of, put};
 
 const INIT: &str = include_str!("../../../migrations/sqlite/0001_init.sql");
 
-/// Tries to open a file that must be refused, both ways, and sees that not a byte has changed.
+/// Tries to open a file that must be refused, in both ways, and checks that not a byte has changed.
 fn refused_untouched(path: &Path) -> OpenError {
     let before = std::fs::read(path).unwrap();
     let first = SqliteStore::open(path).err().expect("must not be opened");
@@ -39,7 +39,7 @@ async fn a_database_of_a_newer_version_is_refused_and_untouched() {
     assert_eq!((*version, *known), (newer, SCHEMA_VERSION));
     let said = error.to_string();
     assert!(said.contains(&newer.to_string()) && said.contains("newer toolcrib"), "{said}");
-    // The program that made it finds everything there.
+    // The newer program still finds everything.
     raw(&path).pragma_update(None, "user_version", SCHEMA_VERSION).unwrap();
     let store = SqliteStore::open_briefly(&path).unwrap();
     assert_eq!(found(&store, &kept).await, Some(kept));
@@ -106,7 +106,7 @@ async fn opening_again_changes_nothing() {
     assert_eq!(ids_of(&store, "p").await.len(), 1);
 }
 
-/// The files of a database, as they are on the disk at this moment, in another directory.
+/// Copies the files of a database, in their current state on disk, to another path.
 fn copied_now(path: &Path, into: &Path) {
     std::fs::copy(path, into).unwrap();
     for ending in ["-wal", "-journal"] {
@@ -116,7 +116,7 @@ fn copied_now(path: &Path, into: &Path) {
     }
 }
 
-/// Begins the migration as the store does, with so little cache that its pages go to the disk
+/// Begins the migration as the store does, with so little cache that its pages reach the disk
 /// before the commit.
 fn migrating(path: &Path, journal: &str) -> Connection {
     let connection = raw(path);
@@ -149,7 +149,7 @@ async fn a_migration_that_was_killed_half_way_is_made_again() {
     }
 }
 
-/// A database as the first version left it, with a background task in it.
+/// A database written by the first schema version, with a background task in it.
 #[tokio::test]
 async fn a_database_of_the_first_version_is_brought_up_to_date() {
     let directory = tempfile::tempdir().unwrap();
@@ -177,14 +177,14 @@ async fn a_database_of_the_first_version_is_brought_up_to_date() {
     assert_eq!(ids(&store, CallFilter { limit: 10, ..tasks }).await, [task.id]);
 }
 
-/// The store makes a new database and the machine stops: its log ends after any of its pages.
+/// The machine stops while the store creates a new database: its WAL ends after any of its pages.
 #[tokio::test]
 async fn a_new_database_that_was_cut_off_anywhere_is_made_again() {
     let (directory, _store) = fresh();
     let path = database_in(&directory);
     let database = std::fs::read(&path).unwrap();
     let log = std::fs::read(beside(&path, "-wal")).unwrap();
-    // The log is a header of 32 bytes and then pages, each with a header of 24.
+    // The WAL has a header of 32 bytes, followed by pages with a header of 24 bytes each.
     let page = 24 + number(&raw(&path), "PRAGMA page_size") as usize;
     let cuts: Vec<usize> = (32..=log.len()).step_by(page).collect();
     assert!(cuts.len() > 10, "the tables take some pages");

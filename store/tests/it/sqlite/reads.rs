@@ -1,7 +1,8 @@
-//! A page of a list is read through an index: what one reads does not grow with what is stored.
+//! A page of a list is read through an index: the cost of a read does not grow with the size of the
+//! database.
 //!
-//! Measured in bytes from the file, not in time: Linux counts them per thread, and here all reading
-//! is done by one thread that has nothing else to do.
+//! The cost is measured in bytes read from the file, not in time: Linux counts them per thread, and
+//! here one dedicated thread does all reads.
 
 use toolcrib::call::{Call, Status};
 use toolcrib::store::{CallFilter, EventScope, Store};
@@ -14,10 +15,10 @@ use crate::support::{
 
 const CALLS: u64 = 10_000;
 const PAGE: usize = 20;
-/// Far below the table, far above a page of it.
+/// Far below the size of the table, far above that of a page of it.
 const BUDGET: u64 = 1 << 20;
 
-/// One of many finished calls, with a few that are open or went wrong strewn among them.
+/// Returns one of many finished calls, with a few open and failed ones among them.
 fn nth(n: u64) -> Call {
     let at = call_at(NOW + n * 1_000);
     let (project, run) = (if n % 500 == 7 { "small" } else { "p" }, format!("run-{}", n / 50));
@@ -52,7 +53,7 @@ async fn fill(store: &SqliteStore) -> Vec<Call> {
     calls
 }
 
-/// What the reading thread has read so far.
+/// Returns the number of bytes that the reading thread has read so far.
 async fn bytes_read() -> u64 {
     let read = || {
         let counts = std::fs::read_to_string("/proc/thread-self/io").unwrap();
@@ -70,7 +71,7 @@ async fn within_budget<T>(what: &str, look: impl Future<Output = T>) -> T {
     seen
 }
 
-/// Runs with one thread for all reading.
+/// Runs a test with one thread for all reads.
 fn with_one_reader(test: impl Future<Output = ()>) {
     let mut builder = tokio::runtime::Builder::new_current_thread();
     builder.max_blocking_threads(1).build().unwrap().block_on(test);
@@ -111,7 +112,7 @@ fn a_page_of_any_list_reads_little_of_a_large_table() {
         assert!(std::fs::metadata(&path).unwrap().len() > 20 * BUDGET);
         for filter in filters() {
             let newest = within_budget(&format!("{filter:?}"), ids(&store, filter.clone())).await;
-            // And from the middle of the list.
+            // The same from the middle of the list.
             let before = Some(calls[calls.len() / 2].id.clone());
             let middle = CallFilter { before, ..filter.clone() };
             let older = within_budget(&format!("{middle:?}"), ids(&store, middle)).await;

@@ -1,4 +1,5 @@
-//! The one writer: many changes share a commit, and a lock that somebody else holds is survived.
+//! The single writer: many changes share a commit, and the store survives a lock held by another
+//! program.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -15,8 +16,8 @@ use crate::support::{
     of_project, put, read, record, requested, running, save, saving,
 };
 
-/// How many transactions were committed to this database since its log was made: the counter
-/// `iChange` in the header of the log's index (sqlite.org/walformat.html).
+/// Returns the number of transactions committed since the WAL was created: the counter `iChange` in
+/// the header of the WAL index (sqlite.org/walformat.html).
 fn commits(path: &Path) -> u32 {
     let index = std::fs::read(beside(path, "-shm")).unwrap();
     u32::from_ne_bytes(index[8..12].try_into().unwrap())
@@ -26,7 +27,7 @@ fn creating<'a>(store: &'a dyn Store, call: &Call) -> Answer<'a, Created> {
     support::creating(store, call, vec![requested()], None)
 }
 
-/// Lets each begin, which hands its change to the writer; none can be done yet.
+/// Polls each request once, which sends its change to the writer; none can be finished yet.
 async fn begin(answers: &mut [Answer<'_, Created>]) {
     for answer in answers {
         assert!(futures::poll!(answer.as_mut()).is_pending());
@@ -52,7 +53,7 @@ async fn a_thousand_concurrent_creates_share_a_few_commits() {
     let calls: Vec<Call> = (0..1_000).map(|_| call()).collect();
     let before = commits(&path);
     let mut answers: Vec<_> = calls.iter().map(|call| creating(&store, call)).collect();
-    // While somebody else writes, all of them come to wait.
+    // All requests queue up while another program writes.
     let other = raw(&path);
     other.execute_batch("BEGIN IMMEDIATE").unwrap();
     begin(&mut answers).await;
@@ -97,8 +98,8 @@ async fn everything_handed_over_is_committed_before_the_store_is_gone() {
     assert_eq!(ids_of(&store, "p").await.len(), 100);
 }
 
-/// The database refuses one event in the middle of a group, after much of it was written: each
-/// answer is true, and nothing is half there.
+/// The database rejects one event in the middle of a group, after much of the group was written:
+/// each reply is correct, and no change is stored partially.
 #[tokio::test]
 async fn a_group_that_fails_in_the_middle_leaves_nothing_behind() {
     let (directory, store) = fresh();
@@ -166,8 +167,7 @@ async fn a_locked_database_refuses_writes_and_nothing_else() {
     assert_eq!(numbers, [1, 2], "what was refused took no number");
 }
 
-/// The engine's own records, not ones made to fit: a fact more in any of them would cost every
-/// call a row.
+/// Uses the engine's real event records: one more fact in any of them would cost every call a row.
 #[tokio::test]
 async fn a_call_that_is_over_at_once_is_one_row() {
     #[derive(serde::Deserialize, schemars::JsonSchema)]

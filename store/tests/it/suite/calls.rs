@@ -1,4 +1,4 @@
-//! Calls: what is stored is read back, and a save replaces exactly the version before it.
+//! Calls: a stored call reads back unchanged, and a save replaces exactly the preceding version.
 
 use serde_json::json as value;
 use toolcrib::call::{Asked, Call, FailedAttempt, Hold, Status, Target};
@@ -15,7 +15,7 @@ use crate::support::{
     running, save, saving, target,
 };
 
-/// A call in which no field has the value it would have by default.
+/// A call in which no field has its default value.
 fn full_call() -> Call {
     Call {
         run_id: "run-7".into(),
@@ -91,7 +91,7 @@ pub async fn arguments_and_results_keep_their_text(store: &dyn Store) {
 
 pub async fn text_of_every_kind_is_kept(store: &dyn Store) {
     let odd = "Zürich 東京 🦀 'quoted' \"twice\" %_\\ \u{202e} ; DROP TABLE calls";
-    // Names have no such character: the doors refuse it.
+    // Names cannot contain this character: the transports refuse it.
     let odder = format!("{odd} \u{0}");
     let mut strange = call();
     strange.project = odd.into();
@@ -175,7 +175,7 @@ pub async fn every_status_and_hold_is_read_back(store: &dyn Store) {
             save(store, &partly).await;
             assert_eq!(read(store, &asked).await, partly);
         }
-        // A call may also be stored for the first time as what it has become meanwhile.
+        // A call may also be stored for the first time in its later state.
         let at_once = Call { id: call().id, version: 1, ..next };
         put(store, &at_once).await;
         assert_eq!(read(store, &at_once).await, at_once);
@@ -212,7 +212,7 @@ pub async fn what_a_tool_gave_and_was_refused_is_kept_with_its_fault(store: &dyn
     assert_eq!(kept.text(), raw, "as it was given");
 }
 
-/// As `lifecycle` does it: the alternate leaves the list and its attempts are counted anew.
+/// Applies a fallback like `lifecycle`: it leaves the list, and its attempts are counted from zero.
 fn fallen_back(call: &Call) -> Call {
     let mut next = running(call);
     next.target = next.alternates.remove(0);

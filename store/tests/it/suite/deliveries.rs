@@ -1,5 +1,5 @@
-//! Deliveries: stored with their call, due with its end, saved by version; and the background
-//! tasks among the calls.
+//! Deliveries: stored with their call, due when it ends, saved by version; and background tasks in
+//! lists of calls.
 
 use toolcrib::call::{Asked, Call, Status};
 use toolcrib::delivery::{Answer, Delivery, DeliveryStatus, KEPT_TRIES, Schedule, Try};
@@ -101,7 +101,7 @@ pub async fn saving_the_next_version_replaces_the_delivery_and_keeps_the_try(sto
     let stored = store.delivery("p", &due.call_id).await.unwrap();
     assert_eq!(stored, Some((second.clone(), vec![first_try.clone()])));
     assert_eq!(second.due_ms, Some(NOW + 525));
-    // Decided on what is not there any more: nothing changes.
+    // A save based on a stale version changes nothing.
     let (stale, lost) = due.tried(&answered(200), (NOW + 6, NOW + 7), &schedule);
     assert_eq!(store.save_delivery(stale, Some(lost)).await.unwrap(), Saved::Stale);
     let (third, second_try) = second.tried(&answered(204), (NOW + 530, NOW + 531), &schedule);
@@ -158,7 +158,7 @@ pub async fn deliveries_and_tasks_go_with_their_call(store: &dyn Store) {
     assert_eq!(ids(store, tasks()).await, []);
     let (late, tried) = next.tried(&answered(200), (NOW, NOW), &Schedule::default());
     assert_eq!(store.save_delivery(late, Some(tried)).await.unwrap(), Saved::Stale);
-    // What takes the place that became free has nothing of it.
+    // A call that reuses the freed place inherits nothing.
     let fresh = put_due(store, NOW + 5).await;
     assert_eq!(store.delivery("p", &fresh.call_id).await.unwrap(), Some((fresh, vec![])));
 }

@@ -1,4 +1,4 @@
-//! The directory: tools, clients, keys, rules, and what is written down about their changes.
+//! The directory: tools, clients, keys, rules, and the audit log of their changes.
 
 use std::collections::BTreeMap;
 
@@ -74,7 +74,7 @@ fn entry(project: &str, subject: &str) -> AuditEntry {
     }
 }
 
-/// Makes a change decided on the present version.
+/// Applies a change based on the current version.
 pub(super) async fn change(store: &dyn Store, change: Change) {
     let version = store.directory_version().await.unwrap();
     assert_eq!(store.change(change, version, None).await.unwrap(), Saved::Yes);
@@ -87,7 +87,7 @@ async fn loaded(store: &dyn Store) -> Directory {
     directory
 }
 
-/// `project/tool` of each tool, and `project/tool@client` of each offer, in order.
+/// Returns `project/tool` for each tool and `project/tool@client` for each offer, in order.
 async fn offered(store: &dyn Store) -> (Vec<String>, Vec<String>) {
     let directory = loaded(store).await;
     let named = |tool: &Definition| format!("{}/{}", tool.project.as_ref().unwrap(), tool.name);
@@ -176,7 +176,7 @@ pub async fn others_are_kept_or_withdrawn_as_asked(store: &dyn Store) {
     change(store, register("p", "laptop", &["c"], Others::Keep)).await;
     let (tools, _) = offered(store).await;
     assert_eq!(tools, ["p/a", "p/b", "p/c", "p/z"]);
-    // Only the client's own are withdrawn, and what somebody else still offers stays.
+    // Only the client's own offers are withdrawn; tools that another client still offers stay.
     change(store, register("p", "laptop", &["c", "d"], Others::Withdraw)).await;
     let (tools, offers) = offered(store).await;
     assert_eq!(tools, ["p/b", "p/c", "p/d", "p/z"]);
@@ -210,7 +210,7 @@ pub async fn a_tool_lives_while_somebody_offers_it(store: &dyn Store) {
     change(store, register("p", "phone", &["a"], Others::Keep)).await;
     change(store, withdraw("p", "laptop", "a")).await;
     assert_eq!(offered(store).await, (vec!["p/a".into()], vec!["p/a@phone".into()]));
-    // What was never offered, or is not any more, can be withdrawn without harm.
+    // Withdrawing a tool that was never offered, or no longer is, has no effect.
     change(store, withdraw("p", "laptop", "a")).await;
     change(store, withdraw("p", "nobody", "a")).await;
     assert_eq!(offered(store).await.0, ["p/a"]);
@@ -243,7 +243,7 @@ pub async fn keys_are_added_and_revoked_once(store: &dyn Store) {
     assert_eq!(loaded(store).await.keys, [one, revoked, three]);
 }
 
-/// The clock was set back meanwhile: the key is revoked all the same.
+/// The clock was set back in the meantime: the key is revoked all the same.
 pub async fn a_key_is_not_revoked_before_it_was_made(store: &dyn Store) {
     change(store, Change::AddKey(key("key_1", Role::Agent))).await;
     change(store, Change::RevokeKey { id: "key_1".into(), at_ms: NOW - 5 }).await;
@@ -321,7 +321,7 @@ pub async fn no_entry_is_written_with_a_stale_change(store: &dyn Store) {
 }
 
 pub async fn the_audit_log_is_newest_first(store: &dyn Store) {
-    // By when it was written down, not by what the clock said.
+    // In insertion order, not by the timestamps.
     for (subject, at_ms) in [("one", NOW + 5), ("two", NOW + 1), ("three", NOW + 3)] {
         store.audit(AuditEntry { at_ms, ..entry("p", subject) }).await.unwrap();
     }
@@ -347,7 +347,7 @@ pub async fn the_audit_log_of_a_project_has_only_its_own(store: &dyn Store) {
     assert_eq!(newest, [entry("p", "three")]);
 }
 
-/// What upstreams are there, and what they offer.
+/// Upstreams and the tools that they offer.
 pub async fn upstreams_and_their_tools_are_kept(store: &dyn Store) {
     let upstream = |name: &str, settings: &str| Upstream {
         project: "p".into(),
@@ -390,7 +390,7 @@ pub async fn upstreams_and_their_tools_are_kept(store: &dyn Store) {
     assert_eq!(directory.upstreams.len(), 1);
 }
 
-/// Tokens of an upstream.
+/// Stored credentials of an upstream.
 pub async fn what_was_granted_for_an_upstream_goes_with_it(store: &dyn Store) {
     let grants = store.grants();
     assert_eq!(grants.grant("default", "a").await.unwrap(), None);

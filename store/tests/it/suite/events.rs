@@ -1,4 +1,4 @@
-//! Events: numbered over the whole store in the order of the commits, read by scope and page.
+//! Events: numbered across the whole store in commit order, read by scope and page.
 
 use serde_json::json as value;
 use toolcrib::call::Status;
@@ -129,12 +129,12 @@ pub async fn pages_give_every_event_once(store: &dyn Store) {
     }
 }
 
-/// Programs that know only one run put everything into it.
+/// Programs that use a single run put all their calls into it.
 pub async fn a_run_of_very_many_calls_is_read_page_by_page(store: &dyn Store) {
     let calls: Vec<_> =
         (0..5_300).map(|n| call_of("p", if n % 53 == 7 { "other" } else { "big" }, "a")).collect();
     let all = calls.iter().enumerate().map(|(n, call)| {
-        // Most are as the engine writes them, which has no row of its own.
+        // Most records equal those of the engine, which are implied and have no row.
         let plain = Record::new(Kind::Requested, call.created_ms, 0);
         let plain = plain.with("tool", "a").with("args_bytes", call.target.args.text().len());
         creating(store, call, vec![if n % 9 == 0 { requested() } else { plain }], None)
@@ -201,8 +201,8 @@ pub async fn the_newest_event_of_a_call_is_its_last(store: &dyn Store) {
     assert_eq!(newest(of_call(&call())).await, 0);
 }
 
-/// For a run or a project a number above the newest in scope would do as well: what counts is
-/// what somebody sees who follows from it.
+/// For a run or a project, a number above the newest in scope is valid as well: what matters is
+/// what a subscriber sees that starts from it.
 pub async fn following_from_the_newest_sees_only_what_comes(store: &dyn Store) {
     let (mine, other) = (call_of("p", "r", "a"), call_of("q", "r", "a"));
     put(store, &mine).await;
@@ -233,7 +233,7 @@ pub async fn records_of_one_commit_stay_together(store: &dyn Store) {
     }
 }
 
-/// A call as the engine stores it first: its two first records say what its row says.
+/// A call as the engine first stores it: its row implies its first two records.
 fn accepted(run: &str) -> (toolcrib::Call, Vec<Record>) {
     let begun = running(&call_of("p", run, "weather.query"));
     let begun = toolcrib::Call { version: 1, ..begun };
@@ -249,7 +249,7 @@ pub async fn the_usual_beginning_is_told_like_everything_else(store: &dyn Store)
     for n in 0..20 {
         let (mut begun, mut records) = accepted(if n % 2 == 0 { "even" } else { "odd" });
         if n % 5 == 0 {
-            // Over when it was stored first.
+            // Finished when it was first stored.
             let over = ended(&begun, Status::Succeeded, begun.created_ms + 4);
             let result = over.outcome.as_ref().unwrap().data.as_ref().unwrap().text().len();
             let finished = Record::new(Kind::Finished, begun.created_ms + 4, 1)
@@ -280,7 +280,7 @@ pub async fn the_usual_beginning_is_told_like_everything_else(store: &dyn Store)
     assert_eq!(seen(&history(store, of_run("p", "odd")).await), expected(Some("odd")));
     let first = &told[0].0;
     assert_eq!(history(store, of_call(first)).await.len(), 4);
-    // From every place on, in pages of every size: nothing twice, nothing left out.
+    // Starting after every event, with pages of several sizes: no event is repeated or missing.
     for (n, event) in all.iter().enumerate() {
         for limit in [1, 2, 7] {
             let page = store.events(of_project("p"), event.number, limit).await.unwrap();

@@ -1,4 +1,4 @@
-//! Idempotency keys: the same key means the same request, once.
+//! Idempotency keys: the same key means the same request, executed once.
 
 use toolcrib::call::{Call, Status};
 use toolcrib::store::{Created, Store};
@@ -53,7 +53,7 @@ pub async fn the_same_key_for_another_request_is_a_mismatch(store: &dyn Store) {
     assert_eq!(id, first.id);
     assert_eq!(found(store, &second).await, None);
     assert_eq!(history(store, of_call(&second)).await, []);
-    // And the key still stands for the first.
+    // The key still refers to the first call.
     let again = put_keyed(store, &call(), &key("ada", "k", "one")).await;
     assert!(matches!(again, Created::Replayed(known) if known.id == first.id));
 }
@@ -66,7 +66,7 @@ pub async fn keys_of_other_agents_and_projects_are_independent(store: &dyn Store
         let created = put_keyed(store, &elsewhere(project), &key(agent, name, "f")).await;
         assert!(matches!(created, Created::New), "{project} {agent} {name}");
     }
-    // What belongs to which part of the key is not guessed from the letters.
+    // The parts of the key are compared separately, not as one concatenated text.
     for (project, agent, name) in [("a", "bc", "d"), ("ab", "c", "d"), ("a", "b", "cd")] {
         let created = put_keyed(store, &elsewhere(project), &key(agent, name, "f")).await;
         assert!(matches!(created, Created::New), "{project} {agent} {name}");

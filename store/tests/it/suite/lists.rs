@@ -1,4 +1,4 @@
-//! Lists: newest first, by filter and page, and the calls that are still open.
+//! Lists of calls: newest first, by filter and page, and the open calls.
 
 use std::collections::HashSet;
 
@@ -17,7 +17,7 @@ fn of(project: &str) -> CallFilter {
 }
 
 pub async fn the_newest_call_is_first(store: &dyn Store) {
-    // By when they were made, whatever the order of their commits.
+    // By creation time, whatever the order of their commits.
     let calls = [call_at(NOW), call_at(NOW + 500), call_at(NOW + 100)];
     for call in &calls {
         put(store, call).await;
@@ -29,7 +29,7 @@ pub async fn the_newest_call_is_first(store: &dyn Store) {
     assert_eq!(listed[2], read(store, &listed[2]).await);
 }
 
-/// Calls of every status in two projects, two runs and two tools, a second apart.
+/// Creates calls of every status in two projects, two runs and two tools, one second apart.
 async fn assorted(store: &dyn Store) -> Vec<Call> {
     let mut calls = vec![];
     for status in Status::ALL {
@@ -74,7 +74,7 @@ pub async fn every_filter_and_combination_gives_what_fits(store: &dyn Store) {
     assert!(seen > 100, "the filters must find something to mean anything: {seen}");
 }
 
-/// Reads the whole list in pages while more calls come in between them.
+/// Reads the whole list in pages while more calls arrive between them.
 async fn paged(
     store: &dyn Store,
     filter: CallFilter,
@@ -192,7 +192,7 @@ pub async fn no_project_sees_anothers_calls(store: &dyn Store) {
         let listed = store.calls(of(mine)).await.unwrap();
         assert_eq!(listed.len(), 24);
         assert!(listed.iter().all(|call| call.project == mine));
-        // An id from another project's list is only a place in time: it opens nothing.
+        // An id from another project's list is only a point in time: it gives access to nothing.
         let newest = ids_of(store, other).await.swap_remove(0);
         let older = store.calls(CallFilter { before: Some(newest), ..of(mine) }).await.unwrap();
         assert!(older.iter().all(|call| call.project == mine));

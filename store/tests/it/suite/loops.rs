@@ -1,4 +1,4 @@
-//! Runs that are conversations with models, and their journals.
+//! Runs of the agent loop, and their journals.
 
 use serde_json::json;
 use toolcrib::model::{Reply, Usage, Wanted};
@@ -84,7 +84,7 @@ pub async fn a_run_is_saved_by_version_with_its_journal(store: &dyn Store) {
     let journal = loops.journal("p", "run_1").await.unwrap();
     let kinds: Vec<EntryKind> = journal.iter().map(|noted| noted.entry.kind).collect();
     assert_eq!(kinds, [EntryKind::Created, EntryKind::Replied, EntryKind::Finished]);
-    // One that is over can go on, and fail.
+    // An ended run can continue, and fail.
     let trouble = Trouble {
         code: "UPSTREAM_UNAVAILABLE".into(),
         message: "away".into(),
@@ -169,7 +169,7 @@ pub async fn entries_and_events_of_calls_are_numbered_together(store: &dyn Store
     let next = Run { version: 2, ..mine };
     let entries = vec![entry(EntryKind::Results, "x")];
     store.loops().save_loop(next, entries).await.unwrap();
-    // Neither another run nor another project is in it.
+    // Neither another run nor another project is included.
     create(store, &run("p", "run_2")).await;
     create(store, &run("q", "run")).await;
     let all = store.loops().happened("p", "run", 0, 100).await.unwrap();

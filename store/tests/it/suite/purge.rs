@@ -1,4 +1,5 @@
-//! Purging: only what ended long enough ago, with all that belongs to it, in steps.
+//! Purge: deletes only calls that ended long enough ago, with everything that belongs to them, in
+//! steps.
 
 use toolcrib::call::{Call, Status};
 use toolcrib::directory::AuditEntry;
@@ -10,7 +11,7 @@ use crate::support::{
     put_keyed, put_with_status, record, save,
 };
 
-/// A call that ended at this time, a moment after it came.
+/// Stores a call that ended at this time, one millisecond after its creation.
 async fn put_ended(store: &dyn Store, completed_ms: u64) -> Call {
     let fresh = call_at(completed_ms - 1);
     put(store, &fresh).await;
@@ -40,7 +41,8 @@ pub async fn only_calls_that_ended_before_are_deleted(store: &dyn Store) {
     assert_eq!(store.purge(NOW, 100).await.unwrap().calls, 0);
 }
 
-/// A call that was committed a moment after a younger one may have to wait for it, not longer.
+/// A call committed shortly after a younger one may have to wait until that one is purged, but no
+/// longer.
 pub async fn a_call_that_came_out_of_order_is_deleted_in_the_end(store: &dyn Store) {
     put_ended(store, NOW + 50).await;
     put_ended(store, NOW).await;
@@ -59,10 +61,11 @@ pub async fn events_and_keys_go_with_their_call(store: &dyn Store) {
     assert_eq!(found(store, &old).await, None);
     assert_eq!(history(store, of_call(&old)).await, []);
     assert_eq!(history(store, of_project("p")).await.len(), 1);
-    // What came late for it finds nothing, and harms nothing.
+    // A late append finds no call and has no effect.
     append(store, &old, record(Kind::Late)).await;
     assert_eq!(history(store, of_project("p")).await.len(), 1);
-    // Its key may be used again, for anything; the other one still stands.
+    // The key of a purged call may be reused for any request; the other key still refers to its
+    // call.
     let created = put_keyed(store, &call(), &key("ada", "old", "other")).await;
     assert!(matches!(created, Created::New));
     let created = put_keyed(store, &call(), &key("ada", "young", "f")).await;

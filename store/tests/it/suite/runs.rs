@@ -1,4 +1,4 @@
-//! What is kept of a run beside its calls.
+//! The tool definitions stored for a run.
 
 use toolcrib::call::{Call, Status};
 use toolcrib::store::{Run, Store};
@@ -53,7 +53,7 @@ pub async fn a_run_goes_with_the_last_of_its_calls(store: &dyn Store) {
         let updated_ms = if run_id == "young" { NOW + 100 } else { NOW };
         store.put_run(Run { updated_ms, ..run("p", run_id, "[]") }).await.unwrap();
     }
-    // The same name in another project is another run.
+    // The same id in another project is another run.
     store.put_run(run("q", "run", "[]")).await.unwrap();
     let old = call_at(NOW);
     put(store, &old).await;

@@ -347,7 +347,7 @@ pub async fn an_old_definition_goes_with_the_last_call_that_can_refer_to_it(stor
     assert!(kept(&old).await, "its call is kept");
     purged(NOW + 9 * HOUR).await;
     assert!(!kept(&old).await && kept(&new).await, "nobody can ask for it any more");
-    // Put in again, it is the one that is used, however long ago it was replaced before.
+    // A definition that is put again is current again, however long ago it was replaced.
     changed(Change::PutTools(vec![old.clone()]), NOW + 3 * HOUR).await;
     changed(Change::PutTools(vec![new.clone()]), NOW + 4 * HOUR).await;
     changed(Change::PutTools(vec![old.clone()]), NOW + 5 * HOUR).await;

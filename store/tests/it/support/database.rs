@@ -1,7 +1,7 @@
-//! PostgreSQL databases to test with. `TOOLCRIB_TEST_POSTGRES_URL` is a superuser's URL of a
-//! throw-away instance; each test makes a database of its own in it, and removes it again.
+//! PostgreSQL databases for the tests. `TOOLCRIB_TEST_POSTGRES_URL` is a superuser's URL of a
+//! disposable instance; each test creates its own database in it and drops it afterwards.
 //!
-//! Without the variable they fail, unless `TOOLCRIB_TEST_QUICK=1` says that they may be left out.
+//! Without the variable these tests fail, unless `TOOLCRIB_TEST_QUICK=1` allows them to be skipped.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -10,7 +10,7 @@ use toolcrib_store::PostgresStore;
 
 use super::Opened;
 
-/// A database of this test alone.
+/// A database used by one test only.
 pub struct Database {
     admin: Client,
     name: String,
@@ -18,7 +18,7 @@ pub struct Database {
 }
 
 impl Database {
-    /// None where the tests may be left out.
+    /// Returns `None` when the tests may be skipped.
     pub async fn new() -> Option<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let given = match std::env::var("TOOLCRIB_TEST_POSTGRES_URL") {
@@ -37,12 +37,12 @@ impl Database {
         Some(Self { admin, url: format!("{start}/{name}"), name })
     }
 
-    /// A connection of somebody else.
+    /// Opens a connection of another program.
     pub async fn client(&self) -> Client {
         connect(&self.url).await
     }
 
-    /// Ends every connection of the store, as a server that is restarted does.
+    /// Ends every connection of the store, as a restart of PostgreSQL does.
     pub async fn cut(&self) {
         let sql = format!(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{}'",
@@ -51,7 +51,7 @@ impl Database {
         self.admin.execute(&sql, &[]).await.unwrap();
     }
 
-    /// Nobody gets in, and who is in is put out; or everybody may again.
+    /// Refuses new connections and ends the existing ones, or accepts connections again.
     pub async fn shut(&self, shut: bool) {
         let sql = format!("ALTER DATABASE {} WITH ALLOW_CONNECTIONS {}", self.name, !shut);
         self.admin.batch_execute(&sql).await.unwrap();
@@ -73,7 +73,7 @@ async fn connect(url: &str) -> Client {
     client
 }
 
-/// A store in a database of its own.
+/// Opens a store in a new database.
 pub async fn store() -> Option<Opened> {
     let database = Database::new().await?;
     let store = PostgresStore::open(&database.url).await.unwrap();

@@ -1,4 +1,4 @@
-//! How long a client of MCP waits for its list of tools.
+//! Measures the time an MCP client waits for its list of tools.
 
 use std::time::Instant;
 
@@ -9,12 +9,12 @@ use toolcrib_bench::report::{Limit, Measure};
 use super::super::child::{Kind, Server};
 use super::{Bench, median};
 
-/// How many tools are listed, and how often.
+/// Number of tools in the list, and number of lists.
 const TOOLS: usize = 1_000;
 const LISTS: usize = 50;
 
 impl Bench<'_> {
-    /// `tools/list` of a long list, on one page, until the last byte.
+    /// Measures `tools/list` of a long list on one page, until the last byte.
     pub(super) async fn tools_list(&mut self) -> anyhow::Result<()> {
         self.step(&format!("tools/list with {TOOLS} tools"));
         let dir = self.scratch.dir("listing")?;
@@ -54,7 +54,7 @@ fn question() -> Value {
     } } })
 }
 
-/// A tool of ordinary size.
+/// Returns a tool definition of typical size.
 fn tool(n: usize) -> Value {
     json!({
         "name": format!("bench.tool_{n:04}"),

@@ -1,4 +1,4 @@
-//! What the loop costs beside its model and its tools, with a model that says what it is told to.
+//! Measures the cost of the agent loop without its model and tools, with a scripted model.
 
 use std::time::{Duration, Instant};
 
@@ -14,16 +14,16 @@ use super::{Bench, median};
 
 /// Steps of a run whose overhead is measured, each with one call.
 const STEPS: usize = 20;
-/// Runs at once, and how long their model thinks.
+/// Number of concurrent runs, and the response delay of their model.
 const AT_ONCE: usize = 200;
 const THINKS: Duration = Duration::from_millis(200);
-/// Runs whose first word is waited for.
+/// Number of runs in the measurement of the first word.
 const FIRST_WORDS: usize = 40;
-/// What the model calls, as it knows it.
+/// The tool's name as the model sees it.
 const TOOL: &str = "bench__noop";
 
 impl Bench<'_> {
-    /// The loop: its overhead, many at once, and the way of a first word.
+    /// Measures the agent loop: its overhead, many runs at once, and the delay of the first word.
     pub(super) async fn runs(&mut self) -> anyhow::Result<()> {
         self.step("runs: start");
         let model = Scripted::deciding(decide).await?;
@@ -38,7 +38,7 @@ impl Bench<'_> {
         self.first_words(&client, &model).await
     }
 
-    /// A run of many steps against the same requests made of the model directly.
+    /// Measures a run of many steps against the same requests made directly to the model.
     async fn overhead(&mut self, client: &Asker, model: &Scripted) -> anyhow::Result<()> {
         let mut each = Vec::new();
         for _ in 0..self.plan.rounds * 3 {
@@ -78,7 +78,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// From the model's first word leaving it to its reaching the client.
+    /// Measures the time from the first word leaving the model to its arrival at the client.
     async fn first_words(&mut self, client: &Asker, model: &Scripted) -> anyhow::Result<()> {
         self.step("runs: first words");
         let mut ways = Vec::new();
@@ -95,7 +95,7 @@ impl Bench<'_> {
     }
 }
 
-/// What the model does, by its name.
+/// Decides the behavior of the model by its name.
 fn decide(asked: &Asked) -> Turn {
     let results = asked.messages().iter().filter(|message| message["role"] == "tool").count();
     let call = || {
@@ -110,7 +110,7 @@ fn decide(asked: &Asked) -> Turn {
     }
 }
 
-/// Someone who starts runs.
+/// An HTTP client that starts runs.
 struct Asker {
     http: reqwest::Client,
     url: String,
@@ -129,7 +129,7 @@ impl Asker {
         })
     }
 
-    /// A run to its end.
+    /// Starts a run and waits for its end.
     async fn run(&self, model: &str) -> anyhow::Result<()> {
         let request = self.http.post(&self.url).json(&Self::body(model));
         let run: Value = request.send().await?.json().await?;
@@ -137,14 +137,14 @@ impl Asker {
         Ok(())
     }
 
-    /// The model itself, as the server asked it.
+    /// Sends a request to the model directly, with the body that the server sent.
     async fn ask(&self, url: &str, body: &Value) -> anyhow::Result<()> {
         let request = self.http.post(format!("{url}/chat/completions")).json(body);
         request.send().await?.error_for_status()?.bytes().await?;
         Ok(())
     }
 
-    /// When the first word of a streamed run came.
+    /// Returns the time at which the first word of a streamed run arrives.
     async fn first_word(&self) -> anyhow::Result<Instant> {
         let mut body = Self::body("words");
         body["stream"] = true.into();

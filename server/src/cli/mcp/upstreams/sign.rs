@@ -1,4 +1,4 @@
-//! `toolcrib mcp sign-in` and `sign-out`: the tokens of MCP servers behind the crib.
+//! `toolcrib mcp sign-in` and `sign-out`: manage the tokens of upstream MCP servers.
 
 use std::time::Duration;
 
@@ -11,10 +11,10 @@ use crate::cli::client::Ask;
 use crate::cli::failure::{Failure, exit};
 use crate::cli::output::{now_ms, number, plain, text};
 
-/// How often to look whether somebody has signed in.
+/// Interval between checks for a completed sign-in.
 const LOOK: Duration = Duration::from_millis(500);
 
-/// Gives the address to open, and waits until somebody has been there.
+/// Prints the sign-in URL and waits until the sign-in is over.
 pub(super) async fn sign_in(
     context: &Context,
     crib: &Crib,
@@ -62,17 +62,17 @@ pub(super) async fn sign_in(
     output.line(&in_words(&ended))
 }
 
-/// Whether the sign-in that was begun is over, well or not.
+/// Returns true if the sign-in that was started is over, successfully or not.
 fn is_done(shown: &Value, address: &str) -> bool {
     let oauth = &shown["oauth"];
     match oauth["sign_in_url"].as_str() {
-        // There is another address once this one was used for nothing.
+        // A failed sign-in replaces its URL with a new one.
         Some(other) => other != address,
         None => oauth["signed_in"] == true && text(shown, "state") != "starting",
     }
 }
 
-/// Forgets the tokens.
+/// Deletes the tokens.
 pub(super) async fn sign_out(context: &Context, crib: &Crib, name: &str) -> Result<(), Failure> {
     match crib {
         Crib::Server(client) => {

@@ -1,5 +1,5 @@
-//! How a client hears of work: WebSocket, SSE and long poll over one queue.
-//! docs/protocol/ingress.md is the description for whoever writes a client.
+//! Delivery of requests to clients: WebSocket, SSE and long poll over one queue.
+//! docs/protocol/ingress.md describes the protocol for authors of clients.
 
 pub(super) mod poll;
 pub(super) mod sse;
@@ -12,10 +12,10 @@ use toolcrib::{CallId, Engine, Json};
 
 use super::super::question::wrong_parameter;
 
-/// The most requests that one client can have in hand.
+/// Maximum number of requests in flight per client.
 const MAX_WINDOW: usize = 1_024;
 
-/// A request as a client sees it. The arguments are as they were given, byte for byte.
+/// A request as sent to a client. The arguments are those of the caller, byte for byte.
 #[derive(Serialize)]
 struct RequestBody {
     args: Json,
@@ -33,7 +33,7 @@ struct RequestBody {
     kind: &'static str,
 }
 
-/// What nobody wants any more, as a client sees it.
+/// A cancellation as sent to a client.
 #[derive(Serialize)]
 struct CancelBody {
     attempt: u32,
@@ -42,7 +42,7 @@ struct CancelBody {
     kind: &'static str,
 }
 
-/// A message as a client sees it.
+/// A message as sent to a client.
 #[derive(Serialize)]
 #[serde(untagged)]
 enum MessageBody {
@@ -86,13 +86,13 @@ impl MessageBody {
     }
 }
 
-/// What is sent. These always have a text: their keys are names, and their values are JSON.
+/// Serializes a message. This cannot fail: keys are names, and values are JSON.
 fn text(body: &impl Serialize) -> String {
     serde_json::to_string(body).unwrap_or_default()
 }
 
-/// How many requests a client takes at once. More than there can be is taken for the most there
-/// can be; none at all is nothing that somebody who asks for work can mean.
+/// Resolves the number of requests in flight that a client requests. Clamps it to the maximum, and
+/// refuses 0, which no client that requests work can mean.
 fn window(field: &str, asked: Option<usize>, usual: usize) -> Result<usize, Error> {
     match asked.unwrap_or(usual) {
         0 => {

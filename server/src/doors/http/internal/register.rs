@@ -1,4 +1,4 @@
-//! Registering tools.
+//! Registration of a client's tools.
 
 use axum::Json;
 use axum::extract::State;
@@ -16,17 +16,17 @@ use super::super::answer::{Problem, Refused};
 use super::super::question::{Asked, Body, NamePath, Who};
 use super::super::wire::timeout_ms;
 
-/// A client's tools.
+/// The tools of a client.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct RegisterBody {
     client_id: String,
     tools: Vec<OfferBody>,
-    /// Take back what this client offered before and does not name now.
+    /// Withdraw tools that this client registered before and that are not in this list.
     #[serde(default)]
     replace: bool,
 }
 
-/// One tool.
+/// A tool that a client provides.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct OfferBody {
     name: String,
@@ -34,10 +34,10 @@ pub(super) struct OfferBody {
     #[serde(default = "toolcrib::Json::empty_object")]
     #[schema(value_type = Object)]
     schema: toolcrib::Json,
-    /// 1 to 86400000; the configured default unless said.
+    /// Time limit of a call in milliseconds, 1 to 86400000 (default: the configured one).
     #[serde(default, deserialize_with = "timeout_ms")]
     timeout_ms: Option<u64>,
-    /// Its calls are background tasks: nobody waits for them, the result arrives later.
+    /// True if its calls are background tasks: callers do not wait, and the result arrives later.
     #[serde(default, rename = "async")]
     background: bool,
     #[serde(default)]
@@ -45,19 +45,19 @@ pub(super) struct OfferBody {
     /// JSON Schema of the result.
     #[schema(value_type = Option<Object>)]
     output_schema: Option<toolcrib::Json>,
-    /// What running it does to the world; `irreversible` unless said.
+    /// Effect of running the tool: `read`, `idempotent` or `irreversible` (default).
     #[serde(default)]
     #[schema(value_type = String, example = "read")]
     effect: Effect,
-    /// `medium` unless said.
+    /// `low`, `medium` (default), `high` or `critical`.
     #[serde(default)]
     #[schema(value_type = String, example = "low")]
     risk: Risk,
-    /// Limits of its own: max_parallel, default_timeout_ms, max_retries, backoff.
+    /// Limits of this tool: max_parallel, default_timeout_ms, max_retries, backoff.
     #[serde(default)]
     #[schema(value_type = Option<Object>)]
     policy: PolicyPatch,
-    /// Tools to use instead: `[{"tool": "other.tool", "args": {"q": {"from": "/query"}}}]`.
+    /// Tools to fall back to: `[{"tool": "other.tool", "args": {"q": {"from": "/query"}}}]`.
     #[serde(default)]
     #[schema(value_type = Vec<Object>)]
     fallback: Vec<Alternate>,
@@ -88,7 +88,7 @@ impl OfferBody {
 }
 
 impl RegisterBody {
-    /// These tools of this client, beside what it offered before.
+    /// Adds these tools to those that the client registered before.
     pub(super) fn of(client_id: String, tools: Vec<OfferBody>) -> Self {
         Self { client_id, tools, replace: false }
     }
@@ -105,14 +105,14 @@ impl RegisterBody {
     }
 }
 
-/// How many tools were registered.
+/// The number of registered tools.
 #[derive(Serialize, ToSchema)]
 pub(super) struct RegisteredBody {
     ok: bool,
     registered_count: usize,
 }
 
-/// Offers tools, or offers them anew.
+/// Registers or updates the tools of a client.
 #[utoipa::path(post, path = "/internal/tools/register", tag = "providers",
     request_body = RegisterBody,
     responses((status = 200, body = RegisteredBody), (status = 403, body = Problem),
@@ -127,14 +127,14 @@ pub(super) async fn register(
     Ok(Json(RegisteredBody { ok: true, registered_count }))
 }
 
-/// Which client.
+/// Identifies a client.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(super) struct WhichClient {
     client_id: String,
 }
 
-/// Takes a tool back. A tool that no client offers is gone.
+/// Withdraws a client's tool. A tool that no client provides any more is removed.
 #[utoipa::path(delete, path = "/internal/tools/{name}", tag = "providers",
     params(("name" = String, Path, description = "The tool's name"), WhichClient),
     responses((status = 204), (status = 404, body = Problem)))]
@@ -148,7 +148,7 @@ pub(super) async fn withdraw(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Forgets a client, with all it offers. It must not be connected nor have requests in hand.
+/// Removes a client and its tools. It must not be connected or have requests in flight.
 #[utoipa::path(delete, path = "/internal/clients/{client_id}", tag = "providers",
     params(("client_id" = String, Path, description = "The client's id")),
     responses((status = 204), (status = 403, body = Problem), (status = 404, body = Problem),
@@ -162,7 +162,7 @@ pub(super) async fn forget(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// The same for a tool whose name is `register`.
+/// Withdraws a tool with the name `register`.
 pub(super) async fn withdraw_register(
     state: State<Door>,
     who: Who,

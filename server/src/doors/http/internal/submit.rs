@@ -1,4 +1,4 @@
-//! Reporting on a call: taken, progress, result.
+//! Reports on a call: acknowledgement, progress, result.
 
 use axum::Json;
 use axum::extract::{Request, State};
@@ -14,7 +14,7 @@ use super::super::answer::{Problem, Refused};
 use super::super::question::{self, Body, CallPath, Who};
 use super::super::wire::reported_fault;
 
-/// How a call went.
+/// The result of a call.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct SubmitBody {
     /// `SUCCEEDED` or `FAILED`.
@@ -26,9 +26,9 @@ pub(super) struct SubmitBody {
     #[serde(default)]
     #[schema(value_type = Option<Object>)]
     error: Option<Value>,
-    /// Who says so; must own the call.
+    /// The client that reports; it must own the call.
     client_id: Option<String>,
-    /// Which attempt; the one that is out unless said.
+    /// Number of the attempt (default: the current one).
     attempt: Option<u32>,
 }
 
@@ -50,17 +50,17 @@ impl SubmitBody {
     }
 }
 
-/// What the call is now.
+/// The status of the call after the report.
 #[derive(Serialize, ToSchema)]
 pub(super) struct SubmittedBody {
     ok: bool,
     tool_call_id: String,
-    /// The call's status: the one submitted, or PENDING when it will be tried again.
+    /// Status of the call: the submitted one, or PENDING if it will be retried.
     status: &'static str,
 }
 
-/// A report that was read, or that is too large: then that is how the attempt went, and the error
-/// is for who reports.
+/// Reads a report. A report that is too large becomes a failure of its attempt; the additional
+/// error is the response to the client.
 async fn submitted(door: &Door, request: Request) -> Result<(Report, Option<Error>), Error> {
     let limit = door.max_result_body_bytes();
     let too_large = |bytes: Option<usize>| {
@@ -88,7 +88,9 @@ async fn submitted(door: &Door, request: Request) -> Result<(Report, Option<Erro
     Ok((body.report()?, None))
 }
 
-/// Submits how a call went. The same again gets the same answer; another gets 409.
+/// Submits the result of a call.
+///
+/// Submitting the same result again returns the same response; a different one returns 409.
 #[utoipa::path(post, path = "/internal/tool_calls/{tool_call_id}/submit", tag = "providers",
     params(("tool_call_id" = String, Path, description = "The ticket")),
     request_body = SubmitBody,
@@ -110,14 +112,14 @@ pub(super) async fn submit(
     Ok(Json(SubmittedBody { ok: true, tool_call_id, status }))
 }
 
-/// Who has taken it.
+/// The client that takes a call.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct AckBody {
     client_id: String,
     attempt: Option<u32>,
 }
 
-/// Takes a call: it is RUNNING from here on, and with this client.
+/// Acknowledges a call: it becomes RUNNING and belongs to this client.
 #[utoipa::path(post, path = "/internal/tool_calls/{tool_call_id}/ack", tag = "providers",
     params(("tool_call_id" = String, Path, description = "The ticket")),
     request_body = AckBody,
@@ -134,7 +136,7 @@ pub(super) async fn ack(
     Ok(Json(SubmittedBody { ok: true, tool_call_id, status }))
 }
 
-/// How far a call is.
+/// The progress of a call.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct ProgressBody {
     client_id: Option<String>,
@@ -153,13 +155,13 @@ impl ProgressBody {
     }
 }
 
-/// Taken note of.
+/// The response to a progress report.
 #[derive(Serialize, ToSchema)]
 pub(super) struct NotedBody {
     ok: bool,
 }
 
-/// Says how far a call is; shown on its event stream.
+/// Reports the progress of a call, which appears in its event stream.
 #[utoipa::path(post, path = "/internal/tool_calls/{tool_call_id}/progress", tag = "providers",
     params(("tool_call_id" = String, Path, description = "The ticket")),
     request_body = ProgressBody,

@@ -1,4 +1,4 @@
-//! Chat completions.
+//! OpenAI's chat completions API.
 
 mod answer;
 
@@ -15,7 +15,8 @@ use super::fields::Fields;
 use super::refusal::{Refusal, RefusalBody, invalid};
 use answer::Form;
 
-/// What is not passed on to the model: what this door answers itself, and what it has no answer to.
+/// Fields that are not forwarded to the model: those that this transport handles itself, and those
+/// that it does not support.
 const OURS: [&str; 8] = [
     "functions",
     "function_call",
@@ -27,27 +28,29 @@ const OURS: [&str; 8] = [
     "audio",
 ];
 
-/// A conversation, as OpenAI's API has it.
+/// A chat completion request, in OpenAI's format.
 #[derive(ToSchema)]
 #[allow(dead_code, reason = "only its schema is used")]
 pub(super) struct ChatBody {
-    /// One of `GET /v1/models`, or of the configured endpoint.
+    /// A model of `GET /v1/models`, or another one of the configured endpoint.
     model: String,
     #[schema(value_type = Vec<Object>)]
     messages: Vec<Value>,
-    /// The client's own functions; their calls are returned.
+    /// The caller's own functions; their calls are returned.
     #[schema(value_type = Option<Vec<Object>>)]
     tools: Option<Vec<Value>>,
-    /// Whether the answer comes as server-sent events.
+    /// True to receive the response as server-sent events.
     stream: Option<bool>,
-    /// For the crib: `tools` (names and patterns of its tools that are offered; unless said, all
-    /// that the caller may call), `run_id`, `limits`, `policy`, `wait_ms`.
+    /// Options for Toolcrib: `tools` (names and patterns of its tools to offer; default: all that
+    /// the caller may call), `run_id`, `limits`, `policy`, `wait_ms`.
     #[schema(value_type = Option<Object>)]
     toolcrib: Option<Value>,
 }
 
-/// Answers a conversation. Calls of the crib's tools are executed here, calls of the client's own
-/// are returned. Everything else in the request (`temperature`, `max_tokens`, …) goes to the model.
+/// Creates a chat completion.
+///
+/// Toolcrib executes calls of its own tools and returns calls of the caller's functions. It
+/// forwards all other fields (`temperature`, `max_tokens`, …) to the model.
 #[utoipa::path(post, path = "/v1/chat/completions", tag = "models",
     request_body = ChatBody,
     responses(
@@ -101,7 +104,7 @@ fn check(fields: &mut Fields) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// A tool of the crib may be chosen by its own name, too.
+/// Accepts the original name of a Toolcrib tool in `tool_choice`, too.
 fn told_choice(choice: &mut Value) {
     let function = choice.get_mut("function").and_then(Value::as_object_mut);
     let name = |function: &Map<String, Value>| function.get("name")?.as_str().map(for_model);

@@ -1,10 +1,11 @@
-//! One request to converse, whatever its wire: the loop over the crib's tools until there is
-//! something to say to the client.
+//! Answers one request for a model response, in either of OpenAI's formats: runs the agent loop
+//! over Toolcrib's tools until there is a response for the caller.
 //!
-//! A client sees none of the crib's calls, so it cannot send them back. Where its own tools are
-//! called after or beside the crib's, what it does not see is kept as a thread, and the ids of the
-//! calls that it is handed lead to it: `call_THREAD_0`. When it comes back with their results, its
-//! message with these calls is replaced by what was really said there.
+//! A caller sees none of the calls of Toolcrib's tools, so it cannot send them back. If the model
+//! calls the caller's own tools after or beside Toolcrib's, Toolcrib saves the messages that the
+//! caller does not see (a saved conversation) and puts its id into the call ids that it returns:
+//! `call_CONVERSATION_0`. When the caller returns the results, the saved messages replace the
+//! caller's message with these calls.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -28,13 +29,13 @@ use super::fields::{Extras, Fields, check_tools};
 use super::refusal::{Refusal, invalid, no_model};
 use crate::auth;
 
-/// How long late results are waited for where the request does not say.
+/// Default time to wait for late results.
 const WAIT_MS: u64 = 30_000;
 
-/// How many threads one conversation is put together from: the newest ones.
+/// Maximum number of saved conversations that are restored into one request: the newest ones.
 const MAX_THREADS: usize = 256;
 
-/// Who asks, and what.
+/// The caller and the fields of a request.
 pub(super) struct Asker {
     pub(super) caller: Caller,
     pub(super) fields: Fields,
@@ -42,7 +43,7 @@ pub(super) struct Asker {
 }
 
 impl Asker {
-    /// Recognises the caller and reads the body.
+    /// Authenticates the caller and parses the body.
     pub(super) async fn of(door: &Door, request: Request) -> Result<Self, Refusal> {
         let headers = request.headers();
         let caller = auth::caller(&door.engine, headers)?;
@@ -53,59 +54,59 @@ impl Asker {
     }
 }
 
-/// What a request brings: messages and the client's own tools, in the chat form.
+/// The messages and the caller's own tools of a request, in the chat format.
 pub(super) struct Said {
-    /// What the system says first.
+    /// The system message that comes first.
     pub(super) instructions: Option<String>,
     pub(super) messages: Vec<Value>,
     pub(super) tools: Vec<Value>,
 }
 
-/// A conversation that is about to be held.
+/// A conversation that is ready to run.
 pub(super) struct Conversation {
     pub(super) engine: Engine,
     pub(super) caller: Caller,
     chosen: Chosen,
     pub(super) terms: Terms,
     talk: Talk,
-    /// How many of its messages the client has, or has heard of.
+    /// Number of messages that the caller has or has seen.
     known: usize,
     wait: Duration,
 }
 
-/// What happens, as a client may be told.
+/// An event of the conversation that is streamed to the caller.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum News {
-    /// The model begins to answer, for the so manieth time.
+    /// The model started another response.
     Step,
     Text(String),
-    /// The model has answered; calls may follow.
+    /// The model finished a response; calls may follow.
     Replied,
 }
 
-/// Who is told.
+/// Receives the events of a conversation.
 pub(super) type Teller<'a> = &'a (dyn Fn(News) + Send + Sync);
 
-/// What a conversation came to.
+/// The result of a conversation.
 #[derive(Debug)]
 pub(super) struct Ending {
-    /// What the model said last.
+    /// The last text of the model.
     pub(super) text: String,
-    /// What it said in each step, where it said something.
+    /// The non-empty texts of all steps.
     pub(super) texts: Vec<String>,
-    /// Calls for the client.
+    /// Calls of the caller's own tools.
     pub(super) calls: Vec<Wanted>,
     pub(super) stopped: Stopped,
     pub(super) usage: Usage,
-    /// For who wants to know more: the run, its steps, its calls, the limit that ended it.
+    /// Additional information: the run, its steps, its calls, and the limit that ended it.
     pub(super) about: Value,
-    /// The whole conversation, and the calls whose results come late.
+    /// The whole conversation, and the calls whose results are outstanding.
     pub(super) thread: Thread,
 }
 
 impl Conversation {
-    /// Puts a conversation together: what was said `before` and is kept here, and what the client
-    /// says now. `tools` are the client's, in the chat form.
+    /// Builds a conversation from the saved messages (`before`) and those of the request. The tools
+    /// of the request are the caller's own.
     pub(super) async fn new(
         door: &Door,
         asker: Asker,
@@ -152,7 +153,7 @@ impl Conversation {
         Ok(Self { engine, caller, chosen, terms, talk, known, wait })
     }
 
-    /// Holds it, until there is something for the client.
+    /// Runs the agent loop until there is a response for the caller.
     pub(super) async fn held(mut self, tell: Teller<'_>) -> Result<Ending, Broken> {
         let made: Mutex<Vec<Value>> = Mutex::default();
         let ending = self.holding(tell, &made).await;
@@ -201,7 +202,7 @@ impl Conversation {
             }
             Next::HandedBack(calls) => {
                 let calls = self.handed(calls).await?;
-                // An answer that was cut may have cut the arguments of its calls.
+                // A response that was cut off may contain calls with incomplete arguments.
                 let stopped = *how.lock();
                 (last_text(&self.talk.messages[self.known..]), calls, stopped, None)
             }
@@ -222,8 +223,8 @@ impl Conversation {
         Ok(Ending { text, texts, calls, stopped, usage: progress.usage, about, thread })
     }
 
-    /// Keeps what the client does not see, if there is anything, and gives its calls ids that lead
-    /// there.
+    /// Saves the messages that the caller does not see, if there are any, and gives the returned
+    /// calls ids that refer to them.
     async fn handed(&mut self, mut calls: Vec<Wanted>) -> Result<Vec<Wanted>, Error> {
         let unseen = self.talk.messages.len() - self.known;
         if unseen < 2 && self.talk.progress.awaited.is_empty() {
@@ -248,7 +249,7 @@ impl Conversation {
     }
 }
 
-/// The conversation with what the client does not have of it.
+/// Restores the messages that the caller does not have into the conversation.
 async fn whole(
     engine: &Engine,
     caller: &Caller,
@@ -268,7 +269,7 @@ async fn whole(
     let goes_on_from = last_said.and_then(thread_of);
     for message in messages {
         let id = thread_of(&message).filter(|id| newest.contains(id));
-        // Calls of one step that come back in several messages are one step all the same.
+        // Calls of one step that come back in several messages still belong to one step.
         if id.as_ref().is_some_and(|id| told.contains(id)) {
             continue;
         }
@@ -280,7 +281,8 @@ async fn whole(
             (Some(thread), Some(id)) => {
                 drop_said(&mut all.messages, known, &thread.messages);
                 all.messages.extend(thread.messages);
-                // What came late was told, and answered, when the client went on from there.
+                // For earlier saved conversations, late results were delivered and answered when
+                // the caller continued from there.
                 if goes_on_from.as_ref() == Some(&id) {
                     all.awaited.extend(thread.awaited);
                 }
@@ -292,8 +294,9 @@ async fn whole(
     Ok(all)
 }
 
-/// Takes from the end what a thread has, too: what the model said before the crib's calls is a
-/// message of its own in a response, and a client sends it back as one.
+/// Drops trailing messages that the saved conversation contains as well: in the Responses format,
+/// the text before a call of Toolcrib's tools is a separate message, and callers send it back as
+/// one.
 fn drop_said(messages: &mut Vec<Value>, known: usize, thread: &[Value]) {
     let said = thread.iter().rev().filter(|message| message["role"] == "assistant");
     let mut said = said.map(|message| &message["content"]);
@@ -307,7 +310,7 @@ fn drop_said(messages: &mut Vec<Value>, known: usize, thread: &[Value]) {
     }
 }
 
-/// The thread that the calls of a message lead to.
+/// Returns the id of the saved conversation that the calls of a message refer to.
 fn thread_of(message: &Value) -> Option<String> {
     let calls = message.get("tool_calls")?.as_array()?;
     let lead = |call: &Value| {
@@ -338,7 +341,8 @@ fn about_call(settled: &Settled) -> Value {
     json!({ "tool_call_id": id, "name": settled.name, "ok": settled.ok() })
 }
 
-/// The patterns that the loop refuses stand under `toolcrib` here.
+/// Prefixes the pointers of the loop's validation errors: the loop's options are under `toolcrib`
+/// here.
 fn named(error: Error) -> Error {
     let Error::Refused { mut fault, retry_after_ms } = error else { return error };
     let pointer = fault.detail.as_ref().and_then(|detail| detail["pointer"].as_str());
@@ -349,7 +353,7 @@ fn named(error: Error) -> Error {
     Error::Refused { fault, retry_after_ms }
 }
 
-/// A run that was named and may not be.
+/// Points a refusal of the requested run at the field `toolcrib.run_id`.
 fn about_run(error: Error) -> Error {
     let Error::Refused { mut fault, retry_after_ms } = error else { return error };
     if fault.code == Code::PermissionDenied {
@@ -358,12 +362,13 @@ fn about_run(error: Error) -> Error {
     Error::Refused { fault, retry_after_ms }
 }
 
-/// What was told of the step under way. An answer that was cut is asked for again; what of it was
-/// told already is not told a second time, as far as the model says the same again.
+/// Forwards the text of the current step without repetition. After a response was cut off, the loop
+/// requests it again; text that was already forwarded is not forwarded a second time, as far as the
+/// model repeats it.
 struct Telling<'a> {
     tell: Teller<'a>,
     said: String,
-    /// What was told of an answer that is void.
+    /// Text that was forwarded of a discarded response.
     void: String,
 }
 
@@ -385,9 +390,9 @@ impl Telling<'_> {
         if self.void.is_empty() {
             (self.tell)(News::Text(text.to_owned()));
         } else if self.void.starts_with(&self.said) {
-            // Told before.
+            // Already forwarded.
         } else if let Some(more) = self.said.strip_prefix(&self.void) {
-            // It goes on where it was cut.
+            // The new response continues where the discarded one was cut off.
             (self.tell)(News::Text(more.to_owned()));
             self.void.clear();
         } else {
@@ -396,7 +401,7 @@ impl Telling<'_> {
         }
     }
 
-    /// All of it is told, also what no piece was told of.
+    /// Forwards the rest of the text, including text that arrived without deltas.
     fn end(&mut self, text: &str) {
         let missing = text.strip_prefix(self.said.as_str()).unwrap_or(text);
         if !missing.is_empty() && self.said != text {
@@ -405,12 +410,12 @@ impl Telling<'_> {
     }
 }
 
-/// A conversation that ended with a fault.
+/// A conversation that ended with an error.
 pub(super) struct Broken {
     pub(super) error: Error,
     run_id: String,
-    /// Calls were made by then. Clients repeat requests on their own; this one would make them
-    /// all again.
+    /// True if calls were made before the error. OpenAI's SDKs retry requests by themselves, and a
+    /// retry would make all these calls again.
     made: bool,
 }
 
@@ -426,7 +431,7 @@ impl IntoResponse for Broken {
     }
 }
 
-/// An answer with the run that it came from.
+/// Adds the header with the run id to a response.
 pub(super) fn marked(mut answer: Response, run_id: &str) -> Response {
     if let Ok(run_id) = HeaderValue::from_str(run_id) {
         answer.headers_mut().insert("toolcrib-run-id", run_id);
@@ -434,7 +439,7 @@ pub(super) fn marked(mut answer: Response, run_id: &str) -> Response {
     answer
 }
 
-/// Ends a conversation whose client has gone.
+/// Aborts a conversation when the caller disconnects.
 pub(super) struct Leash(pub(super) tokio::task::AbortHandle);
 
 impl Drop for Leash {
@@ -443,13 +448,13 @@ impl Drop for Leash {
     }
 }
 
-/// News as they come, and then the end.
+/// The events of a conversation, and then its result.
 pub(super) enum Told {
     News(News),
     End(Box<Result<Ending, Broken>>),
 }
 
-/// Holds a conversation in a task of its own, which ends with the leash.
+/// Runs a conversation in a separate task, which is aborted when the returned guard is dropped.
 pub(super) fn begun(
     conversation: Conversation,
 ) -> (tokio::sync::mpsc::UnboundedReceiver<Told>, Leash) {

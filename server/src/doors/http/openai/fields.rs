@@ -1,4 +1,4 @@
-//! Reading the fields of a request, each with its name in the refusal.
+//! Parses the fields of a request; an error names the invalid field.
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -6,26 +6,25 @@ use toolcrib::turn::{Acting, Limits};
 
 use super::refusal::{Refusal, invalid};
 
-/// A request, of which fields are taken one by one.
+/// A request whose fields are taken one by one.
 pub(super) struct Fields(pub(super) Map<String, Value>);
 
-/// What a request says to the crib itself, under `toolcrib`.
+/// Options for Toolcrib itself, in the field `toolcrib`.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub(super) struct Extras {
-    /// Names and patterns of the crib's tools that are offered; unless said, all that the caller
-    /// may call.
+    /// Names and patterns of Toolcrib's tools to offer (default: all that the caller may call).
     pub(super) tools: Option<Vec<String>>,
-    /// What the calls are grouped by; unless said, a new run.
+    /// Run that the calls belong to (default: a new run).
     pub(super) run_id: Option<String>,
     pub(super) limits: Limits,
     pub(super) policy: Acting,
-    /// How long late results are waited for.
+    /// Maximum time to wait for late results.
     pub(super) wait_ms: Option<u64>,
 }
 
 impl Fields {
-    /// Takes a field; null is as good as none.
+    /// Removes and returns a field; null counts as absent.
     pub(super) fn take(&mut self, name: &str) -> Option<Value> {
         self.0.remove(name).filter(|value| !value.is_null())
     }
@@ -75,7 +74,7 @@ impl Fields {
     }
 }
 
-/// The client's own tools: each a function, each of another name.
+/// Checks the caller's own tools: each must be a function, with a unique name.
 pub(super) fn check_tools(tools: &[Value]) -> Result<(), Refusal> {
     let mut names: Vec<&str> = Vec::new();
     for (n, tool) in tools.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! The models there are.
+//! OpenAI's models API.
 
 use axum::Json;
 use axum::extract::{Path, State};
@@ -16,17 +16,17 @@ pub(super) struct ModelBody {
     id: String,
     /// `model`.
     object: &'static str,
-    /// Unix seconds; 0, as nobody knows.
+    /// Unix seconds. Always 0, because the time is unknown.
     created: u64,
     owned_by: &'static str,
 }
 
-/// The models there are.
+/// The configured models.
 #[derive(Serialize, ToSchema)]
 pub(super) struct ModelsBody {
     /// `list`.
     object: &'static str,
-    /// The one that is asked where nobody says which is the first.
+    /// The models; the first is the default.
     data: Vec<ModelBody>,
 }
 
@@ -34,7 +34,7 @@ fn body(id: String) -> ModelBody {
     ModelBody { id, object: "model", created: 0, owned_by: "toolcrib" }
 }
 
-/// The models that have a name here. Others of the configured endpoint may be asked for as well.
+/// Lists the configured models. Other models of the configured endpoint can be requested as well.
 #[utoipa::path(get, path = "/v1/models", tag = "models",
     responses((status = 200, body = ModelsBody), (status = 401, body = RefusalBody)))]
 pub(super) async fn list(
@@ -46,7 +46,7 @@ pub(super) async fn list(
     Ok(Json(ModelsBody { object: "list", data }))
 }
 
-/// One of them.
+/// Returns one model.
 #[utoipa::path(get, path = "/v1/models/{model}", tag = "models",
     params(("model" = String, Path, description = "Its name")),
     responses((status = 200, body = ModelBody), (status = 404, body = RefusalBody)))]

@@ -1,4 +1,4 @@
-//! Refusals as OpenAI's clients read them: `{error: {message, type, param, code}}`.
+//! Errors in the format that OpenAI's SDKs expect: `{error: {message, type, param, code}}`.
 
 use axum::Json;
 use axum::http::{HeaderValue, StatusCode, header};
@@ -10,26 +10,26 @@ use utoipa::ToSchema;
 
 use super::super::answer::Refused;
 
-/// Why a request was refused.
+/// The error of a refused request.
 pub(super) struct Refusal(pub(super) Error);
 
-/// A refused request, as OpenAI's API has it.
+/// A refused request, in OpenAI's format.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub(super) struct RefusalBody {
     pub(super) error: ErrorBody,
 }
 
-/// What is wrong.
+/// Details of the error.
 #[derive(Debug, Clone, Serialize, ToSchema)]
 pub(super) struct ErrorBody {
-    /// What is wrong here, and what to do.
+    /// Explanation of the error in this request, and how to fix it.
     message: String,
     /// `invalid_request_error`, `rate_limit_error`, `server_error`, ….
     #[serde(rename = "type")]
     kind: &'static str,
-    /// The field that it is about.
+    /// The invalid field.
     param: Option<String>,
-    /// For programs: OpenAI's own where it has one, else a code of docs/errors.md.
+    /// The error code: OpenAI's if there is one, otherwise a code of docs/errors.md.
     code: String,
 }
 
@@ -51,7 +51,7 @@ impl From<Refused> for Refusal {
     }
 }
 
-/// A field that is not what it must be.
+/// Builds the error for an invalid field.
 pub(super) fn invalid(param: &str, message: impl std::fmt::Display) -> Refusal {
     let detail = serde_json::json!({ "pointer": format!("/{}", param.replace('.', "/")) });
     let message = format!("{param} {message}");
@@ -59,7 +59,7 @@ pub(super) fn invalid(param: &str, message: impl std::fmt::Display) -> Refusal {
     Refusal(fault.into())
 }
 
-/// A model that is not there.
+/// Builds the error for an unknown model.
 pub(super) fn no_model(name: &str, names: &[String]) -> Refusal {
     let shown: String = name.chars().filter(|c| !c.is_control()).take(80).collect();
     let message = format!("there is no model \"{shown}\"; there are: {}", names.join(", "));
@@ -69,15 +69,15 @@ pub(super) fn no_model(name: &str, names: &[String]) -> Refusal {
 }
 
 impl Refusal {
-    /// What the model's endpoint answered, where it was that which refused.
+    /// Returns the HTTP status of the model endpoint, if the endpoint refused the request.
     fn upstream(fault: &Fault) -> Option<u16> {
         let status = fault.detail.as_ref()?.get("http_status")?.as_u64()?;
         u16::try_from(status).ok()
     }
 
-    /// The status of the answer. What is wrong with the request is 400 here, also where the
-    /// model's endpoint found it; what is wrong with our key at the endpoint is no fault of the
-    /// client's.
+    /// Returns the HTTP status of the response. An invalid request is 400 here, also if the model
+    /// endpoint reported it. A problem with Toolcrib's key at the endpoint is not reported as an
+    /// error of the caller.
     fn status(fault: &Fault) -> u16 {
         match (fault.code, Self::upstream(fault)) {
             (Code::ValidationError | Code::BadRequest, _) => 400,
@@ -86,7 +86,7 @@ impl Refusal {
         }
     }
 
-    /// The body of the answer, and its status.
+    /// Returns the status and the body of the response.
     pub(super) fn body(&self) -> (u16, RefusalBody) {
         let Error::Refused { fault, .. } = &self.0 else {
             let message = "internal error; see the server's log".to_owned();
@@ -112,13 +112,13 @@ impl Refusal {
         (status, RefusalBody { error: ErrorBody { message, kind, param, code } })
     }
 
-    /// When to come again: as we say, or as the model's endpoint said.
+    /// Returns the time after which to retry: Toolcrib's, or that of the model endpoint.
     fn retry_after_ms(&self) -> Option<u64> {
         let Error::Refused { fault, retry_after_ms } = &self.0 else { return None };
         retry_after_ms.or_else(|| fault.retry_after_ms())
     }
 
-    /// Writes down what is our own fault.
+    /// Logs the error if it is internal.
     pub(super) fn logged(self) -> Self {
         if let Error::Internal(source) = &self.0 {
             let mut chain = source.to_string();

@@ -1,5 +1,5 @@
-//! Responses, in their basic form: input, tools, `function_call_output`, streaming, and going on
-//! from a response before (`previous_response_id`).
+//! OpenAI's Responses API, in its basic form: input, tools, `function_call_output`, streaming, and
+//! continuation of a previous response (`previous_response_id`).
 
 mod answer;
 mod items;
@@ -18,7 +18,7 @@ use super::fields::Fields;
 use super::refusal::{Refusal, RefusalBody, invalid};
 use answer::Form;
 
-/// What is not passed on to the model.
+/// Fields that are not forwarded to the model.
 const OURS: [&str; 8] = [
     "metadata",
     "include",
@@ -30,32 +30,32 @@ const OURS: [&str; 8] = [
     "context_management",
 ];
 
-/// A request for a response, as OpenAI's API has it.
+/// A request for a response, in OpenAI's format.
 #[derive(ToSchema)]
 #[allow(dead_code, reason = "only its schema is used")]
 pub(super) struct ResponsesBody {
-    /// One of `GET /v1/models`, or of the configured endpoint.
+    /// A model of `GET /v1/models`, or another one of the configured endpoint.
     model: String,
     /// A text, or items: messages, `function_call`, `function_call_output`.
     #[schema(value_type = Object)]
     input: Value,
-    /// What the system says.
+    /// The system message.
     instructions: Option<String>,
-    /// The client's own functions; their calls are returned.
+    /// The caller's own functions; their calls are returned.
     #[schema(value_type = Option<Vec<Object>>)]
     tools: Option<Vec<Value>>,
-    /// The response that this goes on from.
+    /// The response to continue from.
     previous_response_id: Option<String>,
-    /// Whether it can be gone on from this one; yes, unless said.
+    /// True (default) to store this response, so that a later request can continue from it.
     store: Option<bool>,
-    /// Whether the answer comes as server-sent events.
+    /// True to receive the response as server-sent events.
     stream: Option<bool>,
-    /// For the crib, as in chat completions.
+    /// Options for Toolcrib, as in chat completions.
     #[schema(value_type = Option<Object>)]
     toolcrib: Option<Value>,
 }
 
-/// Answers a conversation, as chat completions do, in the form of OpenAI's Responses.
+/// Creates a response, as chat completions do, in the format of OpenAI's Responses API.
 #[utoipa::path(post, path = "/v1/responses", tag = "models",
     request_body = ResponsesBody,
     responses(
@@ -105,7 +105,7 @@ fn no_response(id: &str) -> Refusal {
     Fault::new(Code::NotFound, message).not_happened().with_detail(detail).into()
 }
 
-/// The settings of this API as those of chat completions.
+/// Translates the settings of this API into those of chat completions.
 fn translate(fields: &mut Fields) -> Result<(), Refusal> {
     if fields.0.get("background") == Some(&Value::Bool(true)) {
         return Err(invalid("background", "is not supported: POST /v1/runs goes on by itself"));

@@ -1,4 +1,5 @@
-//! A tool's definition as somebody wrote it: reading it and checking it, in the protocol's order.
+//! Reads and validates a tool definition that a user wrote, in the order that the protocol
+//! prescribes.
 
 use axum::body::Body;
 use axum::extract::{FromRequest, Multipart, Request};
@@ -21,7 +22,7 @@ fn bad(message: impl Into<String>) -> Error {
     Fault::new(Code::BadRequest, message).not_happened().into()
 }
 
-/// The document: out of the form's field `file`, or the body itself.
+/// Reads the document from the form field `file`, or from the body itself.
 pub(super) async fn read(
     request: Request,
     limit: usize,
@@ -65,13 +66,14 @@ fn yaml(bytes: &[u8], parse: fn(&str) -> Result<Value, String>) -> Result<Value,
     parse(text).map_err(|why| bad(format!("the YAML cannot be read: {why}")).into())
 }
 
-/// A definition that is right in itself; whether it fits its project is not known yet.
+/// A definition that is valid by itself. [`ValidatedDefinition::bind_to_project`] checks that it
+/// fits its project.
 pub(super) struct Checked {
     name: String,
     description: String,
     parameters: Json,
     output_schema: Option<Json>,
-    /// None when the crib asks an HTTP API itself.
+    /// `None` if Toolcrib calls an HTTP API itself.
     target_subject: Option<String>,
     after_execution: String,
     options: Json,
@@ -81,7 +83,7 @@ pub(super) struct Checked {
     background: bool,
 }
 
-/// Root, name, fields, arrays, schema: in this order.
+/// Validates the root, the name, the fields, the arrays and the schema, in this order.
 pub(super) fn check(given: &Value, jina: Option<&Places>) -> Result<Checked, Error> {
     let Value::Object(fields) = given else {
         return Err(bad("the definition must be a mapping"));
@@ -110,7 +112,7 @@ pub(super) fn check(given: &Value, jina: Option<&Places>) -> Result<Checked, Err
         true => Some(Plan::of(&options).map_err(bad)?),
         false => None,
     };
-    // What the crib can do itself needs nobody to send a command to.
+    // A tool that Toolcrib can execute itself needs no subject to send commands to.
     let here = plan.as_ref().filter(|_| fields.get("target_subject").is_none_or(Value::is_null));
     if let (Some(Plan::Jina), Some(places)) = (here, jina) {
         jina::check_place(&options, places).map_err(bad)?;
@@ -182,7 +184,7 @@ impl Checked {
     fn draft(&self, project: &str, default_timeout_ms: u64, utp: Option<Binding>) -> Definition {
         let own_ms = utp.as_ref().and_then(Binding::timeout_ms);
         let options = self.options.value();
-        // A call that ends before its answer may come could not have it.
+        // The call must not end before the longest time that its HTTP response may take.
         let answer_ms = Plan::of(&options).ok().and_then(|plan| plan.timeout_ms(&options));
         let answer_ms = answer_ms.unwrap_or_default().min(*TIMEOUT_MS_RANGE.end());
         Definition {
@@ -206,7 +208,8 @@ impl Checked {
         }
     }
 
-    /// The definition for a project that is there: reserved name, after_execution, subject.
+    /// Builds the definition for an existing project. Checks the reserved names, `after_execution`
+    /// and the subject.
     pub(super) fn bound(
         &self,
         project: &str,

@@ -1,4 +1,4 @@
-//! Every operation of an OpenAPI document as a tool of the project.
+//! Imports the operations of an OpenAPI document as tools of a project.
 
 use axum::Json;
 use axum::extract::{Request, State};
@@ -16,22 +16,22 @@ use super::super::question::{Asked, NamePath, Who};
 use super::definition;
 use crate::openapi::{self, Import, Imported, Wanted};
 
-/// The last part of the path, which therefore is no tool's name.
+/// The last path segment of the route, which therefore cannot be a tool's name.
 pub(super) const NAME: &str = "import";
 
-/// How to import.
+/// Options of an import.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(super) struct Importing {
-    /// Stands before every tool's name, with a dot.
+    /// Prefix of every tool name, followed by a dot.
     prefix: Option<String>,
-    /// Where the API is, when not where the document says.
+    /// Base URL of the API (default: the one in the document).
     server: Option<String>,
-    /// Only say what would be imported.
+    /// Report what would be imported, and import nothing.
     dry_run: Option<bool>,
 }
 
-/// An operation that is a tool now.
+/// An operation that was imported as a tool.
 #[derive(Serialize, ToSchema)]
 struct ImportedBody {
     tool_name: String,
@@ -40,7 +40,7 @@ struct ImportedBody {
     url: String,
     effect: &'static str,
     version: String,
-    /// The environment variables of the server that it needs.
+    /// Environment variables of the server that the tool needs.
     envs: Vec<String>,
 }
 
@@ -57,14 +57,14 @@ impl From<&Imported> for ImportedBody {
     }
 }
 
-/// An operation that could not become a tool.
+/// An operation that cannot be imported.
 #[derive(Serialize, ToSchema)]
 struct SkippedBody {
     operation: String,
     reason: String,
 }
 
-/// What became of a document.
+/// The result of an import.
 #[derive(Serialize, ToSchema)]
 pub(super) struct ImportBody {
     project_id: String,
@@ -73,8 +73,10 @@ pub(super) struct ImportBody {
     dry_run: bool,
 }
 
-/// Makes a tool of every operation of an OpenAPI 3.0 or 3.1 document: all of them, or none. The
-/// document is YAML or JSON, as the body or in the field `file` of a form.
+/// Imports the operations of an OpenAPI 3.0 or 3.1 document as tools.
+///
+/// Operations that cannot become tools are skipped and listed; the others are stored together or
+/// not at all. The document is YAML or JSON, as the body or in the field `file` of a form.
 #[utoipa::path(post, path = "/projects/{project_id}/tools/import", tag = "operators",
     params(("project_id" = String, Path, description = "The project"), Importing),
     request_body(content = String, content_type = "application/yaml"),

@@ -1,4 +1,5 @@
-//! Keys, rules, clients and the audit log: for an admin's key, or the operator at the machine.
+//! Keys, rules, clients and the audit log. Requires an admin key, or the operator on the local
+//! machine.
 
 use axum::Json;
 use axum::extract::State;
@@ -17,7 +18,7 @@ use super::super::answer::{Problem, Refused};
 use super::super::question::{Asked, Body, NamePath, Who};
 use crate::auth::new_secret;
 
-/// A key without its secret.
+/// A key, without its secret.
 #[derive(Serialize, ToSchema)]
 pub(super) struct KeyBody {
     id: String,
@@ -44,7 +45,7 @@ impl From<&Key> for KeyBody {
     }
 }
 
-/// All keys.
+/// The keys of a project.
 #[derive(Serialize, ToSchema)]
 pub(super) struct KeyList {
     keys: Vec<KeyBody>,
@@ -61,28 +62,28 @@ pub(super) async fn list_keys(
     Ok(Json(KeyList { keys: keys.iter().map(KeyBody::from).collect() }))
 }
 
-/// A key to make.
+/// A key to create.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct NewKeyBody {
     agent: String,
-    /// The caller's own unless said.
+    /// The project (default: the caller's).
     project: Option<String>,
-    /// `agent`, `provider` or `admin`; `agent` unless said.
+    /// `agent`, `provider` or `admin` (default: `agent`).
     role: Option<String>,
-    /// Patterns of tools the agent may call from the start.
+    /// Patterns of the tools that the agent may call from the start.
     allow: Option<Vec<String>>,
 }
 
-/// A new key with its secret.
+/// A new key, with its secret.
 #[derive(Serialize, ToSchema)]
 pub(super) struct ShownKeyBody {
     #[serde(flatten)]
     shown: KeyBody,
-    /// The secret: shown this once, and not kept.
+    /// The secret. It is returned only here and never stored.
     key: String,
 }
 
-/// Makes a key. Its secret is in the answer and nowhere else.
+/// Creates a key. The response is the only place where its secret appears.
 #[utoipa::path(post, path = "/v1/keys", tag = "operators", request_body = NewKeyBody,
     responses((status = 201, body = ShownKeyBody), (status = 403, body = Problem),
         (status = 422, body = Problem)))]
@@ -108,7 +109,7 @@ pub(super) async fn create_key(
     Ok((StatusCode::CREATED, Json(body)))
 }
 
-/// Makes a key useless, at once.
+/// Revokes a key, effective at once.
 #[utoipa::path(delete, path = "/v1/keys/{id}", tag = "operators",
     params(("id" = String, Path, description = "The key's id, key_…")),
     responses((status = 204), (status = 404, body = Problem)))]
@@ -121,14 +122,14 @@ pub(super) async fn revoke_key(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// A line of the whitelist.
+/// A rule that allows or denies tools to an agent.
 #[derive(Serialize, Deserialize, ToSchema)]
 pub(super) struct RuleBody {
     /// An agent, or `*`.
     agent: String,
-    /// `weather.query`, `weather.*`, `*`.
+    /// A tool or a pattern: `weather.query`, `weather.*`, `*`.
     pattern: String,
-    /// `allow` or `deny`; deny wins.
+    /// `allow` or `deny`; `deny` takes precedence.
     verdict: String,
 }
 
@@ -154,7 +155,7 @@ pub(super) async fn list_rules(
     Ok(Json(RuleList { rules: rules.iter().map(body).collect() }))
 }
 
-/// Allows or denies tools to an agent, from the next call on.
+/// Allows or denies tools to an agent, effective from the next call.
 #[utoipa::path(put, path = "/v1/rules", tag = "operators", request_body = RuleBody,
     responses((status = 200, body = RuleBody), (status = 403, body = Problem),
         (status = 422, body = Problem)))]
@@ -177,7 +178,7 @@ pub(super) async fn put_rule(
     Ok(Json(body))
 }
 
-/// Which rule.
+/// Identifies a rule.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(super) struct WhichRule {
@@ -185,7 +186,7 @@ pub(super) struct WhichRule {
     pattern: String,
 }
 
-/// Takes a rule back.
+/// Deletes a rule.
 #[utoipa::path(delete, path = "/v1/rules", tag = "operators", params(WhichRule),
     responses((status = 204), (status = 404, body = Problem)))]
 pub(super) async fn drop_rule(
@@ -198,7 +199,7 @@ pub(super) async fn drop_rule(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// One line of the audit log.
+/// An entry of the audit log.
 #[derive(Serialize, ToSchema)]
 pub(super) struct AuditBody {
     at_ms: u64,
@@ -216,21 +217,21 @@ impl From<AuditEntry> for AuditBody {
     }
 }
 
-/// What was denied and changed, newest first.
+/// Denied calls and administrative changes, newest first.
 #[derive(Serialize, ToSchema)]
 pub(super) struct AuditList {
     audit: Vec<AuditBody>,
 }
 
-/// How many.
+/// Page size of the audit log.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(super) struct HowMany {
-    /// 1 to 1000, 100 unless said.
+    /// Maximum number of entries, 1 to 1000 (default: 100).
     limit: Option<usize>,
 }
 
-/// Shows what was denied and what was changed, newest first.
+/// Returns denied calls and administrative changes, newest first.
 #[utoipa::path(get, path = "/v1/audit", tag = "operators", params(HowMany),
     responses((status = 200, body = AuditList), (status = 403, body = Problem),
         (status = 422, body = Problem)))]
@@ -248,15 +249,15 @@ pub(super) async fn audit(
     Ok(Json(AuditList { audit: entries.into_iter().map(AuditBody::from).collect() }))
 }
 
-/// A client.
+/// A client that provides tools.
 #[derive(Serialize, ToSchema)]
 pub(super) struct ClientBody {
     client_id: String,
     connections: usize,
-    /// Requests it has and has not answered.
+    /// Number of requests that the client has received and not answered.
     in_hand: usize,
     tools: Vec<String>,
-    /// Null when it was not seen since the start.
+    /// Null if the client was not seen since the server started.
     last_seen_ms: Option<u64>,
 }
 
@@ -266,7 +267,7 @@ pub(super) struct ClientList {
     clients: Vec<ClientBody>,
 }
 
-/// Shows the clients that are registered, connected or not.
+/// Lists the registered clients, connected or not.
 #[utoipa::path(get, path = "/v1/clients", tag = "operators",
     responses((status = 200, body = ClientList), (status = 403, body = Problem)))]
 pub(super) async fn clients(

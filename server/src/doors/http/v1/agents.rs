@@ -1,4 +1,4 @@
-//! Agents: the roster, their turns, and their inboxes.
+//! UTP agents: the roster, their turns, and their inboxes.
 
 use axum::Json;
 use axum::extract::{FromRequestParts, Path, State};
@@ -17,17 +17,17 @@ use super::super::question::{Asked, Body, NamePath, Who};
 use crate::utp::turn::{self, DispatchBody, LeaseBody, resumed_body, turn_body};
 use crate::utp::wire;
 
-/// An agent that can be woken.
+/// An agent that can be woken up.
 #[derive(Serialize, Deserialize, ToSchema)]
 pub(super) struct AgentBody {
     #[serde(default)]
     agent_id: String,
-    /// Where its wakeups go: `cmd.agent.<worker_target>.wakeup`.
+    /// Target of its wakeup commands: `cmd.agent.<worker_target>.wakeup`.
     worker_target: String,
-    /// Whatever describes it.
+    /// Free-form description of the agent.
     #[schema(value_type = Option<Object>)]
     profile: Option<toolcrib::Json>,
-    /// The tools it may call in a turn, as names or patterns; null = all that its rules allow.
+    /// Names or patterns of the tools that it may call in a turn; null = all that its rules allow.
     allowed_tools: Option<Vec<String>>,
     #[serde(default)]
     updated_at_ms: u64,
@@ -45,7 +45,7 @@ impl From<Member> for AgentBody {
     }
 }
 
-/// The roster.
+/// Lists the agents of the roster.
 #[utoipa::path(get, path = "/v1/agents", tag = "operators",
     responses((status = 200, body = Vec<AgentBody>)))]
 pub(super) async fn list(State(door): State<Door>, Who(caller): Who) -> Json<Value> {
@@ -53,7 +53,7 @@ pub(super) async fn list(State(door): State<Door>, Who(caller): Who) -> Json<Val
     Json(json!({ "agents": roster.collect::<Vec<_>>() }))
 }
 
-/// One agent of the roster.
+/// Returns one agent of the roster.
 #[utoipa::path(get, path = "/v1/agents/{agent_id}", tag = "operators",
     params(("agent_id" = String, Path, description = "The agent")),
     responses((status = 200, body = AgentBody), (status = 404, body = Problem)))]
@@ -65,7 +65,7 @@ pub(super) async fn show(
     Ok(Json(door.engine.member(&caller, &agent_id)?.into()))
 }
 
-/// Puts an agent on the roster, or changes what is known of it.
+/// Adds an agent to the roster, or replaces its entry.
 #[utoipa::path(put, path = "/v1/agents/{agent_id}", tag = "operators",
     params(("agent_id" = String, Path, description = "The agent")), request_body = AgentBody,
     responses((status = 200, body = AgentBody), (status = 403, body = Problem),
@@ -87,7 +87,7 @@ pub(super) async fn put(
     Ok(Json(door.engine.put_member(&caller, member).await?.into()))
 }
 
-/// Takes an agent off the roster.
+/// Removes an agent from the roster.
 #[utoipa::path(delete, path = "/v1/agents/{agent_id}", tag = "operators",
     params(("agent_id" = String, Path, description = "The agent")),
     responses((status = 204), (status = 403, body = Problem), (status = 404, body = Problem)))]
@@ -100,17 +100,17 @@ pub(super) async fn drop_agent(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// How long to wait, and for how many.
+/// Wait and page size of an inbox request.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(super) struct InboxQuery {
-    /// Wait so long until there is something.
+    /// Maximum time to wait for an item, in milliseconds (default: 0).
     wait_ms: Option<u64>,
-    /// At most so many, 1 to 200; 20 unless said.
+    /// Maximum number of items, 1 to 200 (default: 20).
     limit: Option<usize>,
 }
 
-/// What waits for an agent, in the order it came. It stays until it is acknowledged.
+/// Lists the items of an agent's inbox, oldest first. Items stay until they are acknowledged.
 #[utoipa::path(get, path = "/v1/agents/{agent_id}/inbox", tag = "agents",
     params(("agent_id" = String, Path, description = "The agent"), InboxQuery),
     responses((status = 200, description = "{items}"), (status = 403, body = Problem)))]
@@ -126,13 +126,13 @@ pub(super) async fn inbox(
     Ok(Json(json!({ "items": items.iter().map(wire::inbox_item).collect::<Vec<_>>() })))
 }
 
-/// What was taken.
+/// Inbox items to acknowledge.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct AckBody {
     inbox_ids: Vec<String>,
 }
 
-/// Takes things out of an inbox. What is out already is no error.
+/// Acknowledges inbox items, which removes them. An item that is already removed is no error.
 #[utoipa::path(post, path = "/v1/agents/{agent_id}/inbox/ack", tag = "agents",
     params(("agent_id" = String, Path, description = "The agent")), request_body = AckBody,
     responses((status = 200, description = "{ok, acked}"), (status = 403, body = Problem)))]
@@ -146,7 +146,9 @@ pub(super) async fn ack(
     Ok(Json(json!({ "ok": true, "acked": acked })))
 }
 
-/// Leases a turn: a new one, or one whose lease ran out. `traceparent` may be a header.
+/// Leases a turn: a new one, or one whose lease has expired.
+///
+/// `traceparent` and `tracestate` may also be sent as headers.
 #[utoipa::path(post, path = "/v1/agents/{agent_id}/turns", tag = "agents",
     params(("agent_id" = String, Path, description = "The agent")), request_body = LeaseBody,
     responses((status = 201, description = "The turn"), (status = 403, body = Problem),
@@ -163,7 +165,7 @@ pub(super) async fn lease(
         |name: &str| headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned);
     let mut wanted = body.lease();
     wanted.traceparent = wanted.traceparent.or_else(|| header("traceparent"));
-    // Whoever is on the way may put anything there; that is no reason to refuse a turn.
+    // Any proxy may add this header, so an invalid one does not refuse the turn.
     let state = || header("tracestate").filter(|state| trace::is_state(state));
     wanted.tracestate = wanted.tracestate.or_else(state);
     let turn = door.engine.lease(&caller, &agent_id, wanted).await?;
@@ -187,7 +189,7 @@ impl FromRequestParts<Door> for TurnPath {
     }
 }
 
-/// One turn, with the calls of its step.
+/// Returns one turn, with the calls of its step.
 #[utoipa::path(get, path = "/v1/agents/{agent_id}/turns/{agent_turn_id}", tag = "agents",
     params(("agent_id" = String, Path, description = "The agent"),
         ("agent_turn_id" = String, Path, description = "The turn")),
@@ -202,7 +204,7 @@ pub(super) async fn show_turn(
     Ok(Json(turn_body(&turn, &calls)))
 }
 
-/// Sends the calls of a step out and suspends the turn until all of them are in.
+/// Dispatches the calls of a step and suspends the turn until all of them have ended.
 #[utoipa::path(post, path = "/v1/agents/{agent_id}/turns/{agent_turn_id}/dispatch", tag = "agents",
     params(("agent_id" = String, Path, description = "The agent"),
         ("agent_turn_id" = String, Path, description = "The turn")),
@@ -221,14 +223,14 @@ pub(super) async fn dispatch(
     Ok(Json(turn_body(&sent.turn, &sent.calls)))
 }
 
-/// What is to become of a turn.
+/// A request to change the state of a turn.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct TurnBody {
-    /// The epoch as the agent knows it; not needed to stop.
+    /// The epoch as the agent knows it. Not required for stop.
     turn_epoch: Option<u64>,
-    /// `renew`, `suspend`, `resume`, `finish` or `stop` are in the path.
+    /// For finish and stop: the reason, published with the end of the turn.
     reason: Option<String>,
-    /// For resume: wait so long for the calls that are still out.
+    /// For resume: maximum time to wait for open calls, in milliseconds.
     wait_ms: Option<u64>,
 }
 
@@ -238,13 +240,13 @@ impl TurnBody {
         self.turn_epoch.ok_or_else(missing)
     }
 
-    /// As much of it as is published with the turn's end.
+    /// Returns the reason, cut to the published length.
     fn reason(&self) -> Option<String> {
         self.reason.as_deref().map(turn::reason)
     }
 }
 
-/// Keeps the lease of a running turn.
+/// Renews the lease of a running turn.
 #[utoipa::path(post, path = "/v1/agents/{agent_id}/turns/{agent_turn_id}/renew", tag = "agents",
     params(("agent_id" = String, Path, description = "The agent"),
         ("agent_turn_id" = String, Path, description = "The turn")), request_body = TurnBody,
@@ -260,7 +262,7 @@ pub(super) async fn renew(
     Ok(Json(turn_body(&turn, &[])))
 }
 
-/// Suspends a turn whose calls were dispatched without that.
+/// Suspends a turn whose calls were dispatched without suspending it.
 #[utoipa::path(post, path = "/v1/agents/{agent_id}/turns/{agent_turn_id}/suspend", tag = "agents",
     params(("agent_id" = String, Path, description = "The agent"),
         ("agent_turn_id" = String, Path, description = "The turn")), request_body = TurnBody,
@@ -276,7 +278,9 @@ pub(super) async fn suspend(
     Ok(Json(turn_body(&turn, &[])))
 }
 
-/// Goes on with the results of the step: in a new epoch, or ended by a result that terminates.
+/// Resumes a turn with the results of its step.
+///
+/// The turn continues in a new epoch, or ends if a result terminates it.
 #[utoipa::path(post, path = "/v1/agents/{agent_id}/turns/{agent_turn_id}/resume", tag = "agents",
     params(("agent_id" = String, Path, description = "The agent"),
         ("agent_turn_id" = String, Path, description = "The turn")), request_body = TurnBody,
@@ -311,7 +315,7 @@ pub(super) async fn finish(
     Ok(Json(turn_body(&turn, &[])))
 }
 
-/// Stops a turn wherever it stands: its open calls are canceled.
+/// Stops a turn in any state and cancels its open calls.
 #[utoipa::path(post, path = "/v1/agents/{agent_id}/turns/{agent_turn_id}/stop", tag = "agents",
     params(("agent_id" = String, Path, description = "The agent"),
         ("agent_turn_id" = String, Path, description = "The turn")), request_body = TurnBody,

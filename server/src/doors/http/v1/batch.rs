@@ -1,4 +1,4 @@
-//! Batches: all the calls that a model asked for at once.
+//! Batches: all the calls that a model requested in one message.
 
 use axum::extract::State;
 use axum::http::{HeaderValue, StatusCode, header};
@@ -17,89 +17,89 @@ use super::super::question::{Body, Carried, TRACEPARENT, Who};
 use super::super::waiting::Wait;
 use super::super::wire::{FaultBody, MetricsBody};
 
-/// What to call. Read field by field, so that whatever is wrong is answered with its name.
+/// A batch of calls. Fields are parsed one by one, so that an error names the invalid field.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct BatchBody {
-    /// The run these calls belong to.
+    /// The run that the calls belong to.
     #[schema(value_type = String)]
     run_id: Option<toolcrib::Json>,
-    /// The calls, each in a form of its own: the envelope
-    /// (`{call_id, name, args, timeout_ms, retry, idempotency_key, callback_url}`), OpenAI's chat
-    /// form (`{id, type: "function", function}`), its Responses form (`{type: "function_call"}`), or
-    /// Anthropic's (`{type: "tool_use"}`).
+    /// The calls, each in any of these formats: the envelope (`{call_id, name, args, timeout_ms,
+    /// retry, idempotency_key, callback_url}`), OpenAI's chat format (`{id, type: "function",
+    /// function}`), its Responses format (`{type: "function_call"}`), or Anthropic's (`{type:
+    /// "tool_use"}`).
     #[schema(value_type = Vec<Object>)]
     tool_calls: Option<toolcrib::Json>,
-    /// `serial` (unless said) or `parallel`: tools that only read side by side, the others in the
-    /// order asked.
+    /// `serial` (default) or `parallel`: read-only tools run concurrently, the others in the
+    /// requested order.
     #[schema(value_type = Option<String>)]
     mode: Option<toolcrib::Json>,
-    /// In parallel: `asked` (unless said), or `free` to run all side by side.
+    /// With `parallel`: `asked` (default), or `free` to run all calls concurrently.
     #[schema(value_type = Option<String>)]
     order: Option<toolcrib::Json>,
-    /// How many may be under way at the same time.
+    /// Maximum number of calls in flight.
     #[schema(value_type = Option<u64>)]
     max_parallel: Option<toolcrib::Json>,
-    /// How many tokens the messages may have together.
+    /// Maximum number of tokens of all messages together.
     #[schema(value_type = Option<u64>)]
     budget_tokens: Option<toolcrib::Json>,
-    /// How long to wait for all of them; unless said, as long as the server permits. Also as a
-    /// query parameter.
+    /// Maximum time to wait for all calls, in milliseconds (default: the server's maximum).
+    /// Alternative: the query parameter.
     #[schema(value_type = Option<u64>)]
     wait_ms: Option<toolcrib::Json>,
-    /// The same batch with the same key gives the same tickets. Also as the header
+    /// The same key with the same batch returns the same tickets. Alternative: the header
     /// `Idempotency-Key`.
     #[schema(value_type = Option<String>)]
     idempotency_key: Option<toolcrib::Json>,
-    /// A label for people; it decides nothing.
+    /// A label for people. It has no effect.
     #[schema(value_type = Option<String>)]
     user_id: Option<toolcrib::Json>,
-    /// Is told of the end of each call, with a signed POST.
+    /// URL that receives a signed POST at the end of each call.
     #[schema(value_type = Option<String>)]
     callback_url: Option<toolcrib::Json>,
 }
 
-/// What each call came to, and what to tell the model.
+/// The result of each call, and the messages for the model.
 #[derive(Serialize, ToSchema)]
 pub(super) struct BatchAnswerBody<'a> {
-    /// In the order asked.
+    /// Results in the requested order.
     results: Vec<ResultBody<'a>>,
-    /// In the order asked, each in the form of its call: messages of the role `tool`, items
-    /// `function_call_output`, blocks `tool_result`.
+    /// Messages in the requested order, each in the format of its call: messages with the role
+    /// `tool`, items `function_call_output`, or blocks `tool_result`.
     #[schema(value_type = Vec<Object>)]
     messages: &'a [toolcrib::Json],
 }
 
-/// What one call came to.
+/// The result of one call.
 #[derive(Serialize, ToSchema)]
 pub(super) struct ResultBody<'a> {
-    /// The caller's own id. Models repeat theirs; `tool_call_id` is never repeated.
+    /// The caller's own id. Models reuse theirs; `tool_call_id` is unique.
     call_id: Option<&'a str>,
-    /// The ticket; none if it became no call.
+    /// The ticket; null if the entry was refused.
     tool_call_id: Option<&'a str>,
-    /// Null while nobody knows.
+    /// Null while the call has no outcome.
     ok: Option<bool>,
     #[schema(value_type = Option<Object>)]
     data: Option<&'a toolcrib::Json>,
     error: Option<FaultBody>,
     metrics: Option<MetricsBody>,
-    /// The tool, as asked.
+    /// The tool name, as requested.
     name: Option<&'a str>,
-    /// `pending` while it goes on.
+    /// `pending` while the call has not ended.
     #[serde(skip_serializing_if = "Option::is_none")]
     status: Option<&'static str>,
-    /// Of an async tool that goes on: the same as `tool_call_id`.
+    /// For an async tool whose call has not ended: the same as `tool_call_id`.
     #[serde(skip_serializing_if = "Option::is_none")]
     task_id: Option<&'a str>,
-    /// While it goes on: what happens now.
+    /// While the call has not ended: an explanation for the caller and the model.
     #[serde(skip_serializing_if = "Option::is_none")]
     message: Option<&'static str>,
-    /// Its idempotency key was used before: this is the call it made then.
+    /// True if the idempotency key was used before; this is the call that it created then.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     replayed: bool,
-    /// Its message is shortened to keep to the budget; `data` is whole.
+    /// True if the message is shortened to fit the budget; `data` is complete.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     digested: bool,
-    /// The result is so large that it is not here: the ticket leads to it.
+    /// Size of a result that is too large to be included; fetch it with the ticket.
     #[serde(skip_serializing_if = "Option::is_none")]
     left_out_bytes: Option<usize>,
 }
@@ -129,8 +129,10 @@ impl<'a> From<&'a Settled> for ResultBody<'a> {
     }
 }
 
-/// Calls tools, all that a model asked for at once. Each entry is a call of its own and is answered
-/// by itself; one that is denied, unknown or invalid is an answer, not a refused batch.
+/// Calls all tools that a model requested in one message.
+///
+/// Each entry is a separate call with its own result. An entry that is denied, unknown or invalid
+/// yields an error in its place and does not refuse the batch.
 #[utoipa::path(post, path = "/v1/tool_calls", tag = "agents",
     params(
         Wait,
@@ -163,7 +165,7 @@ pub(super) async fn run(
     if let Some(trace) = trace.and_then(|trace| HeaderValue::from_str(&trace.to_string()).ok()) {
         response.headers_mut().insert(TRACEPARENT, trace);
     }
-    // To let go of a hundred calls takes a while: who asked need not wait for it.
+    // Dropping a hundred calls takes a while, and the caller need not wait for it.
     tokio::spawn(async move { drop(answer) });
     Ok(response)
 }
@@ -179,15 +181,15 @@ fn written(answer: &BatchAnswer) -> Response {
     response
 }
 
-/// A [`ResultBody`].
+/// Serializes a [`BatchResultBody`].
 fn result_text(settled: &Settled) -> String {
-    // In room that most fit in: a text that grows is copied again and again.
+    // This capacity fits most results; a growing buffer would be copied repeatedly.
     let mut text = Vec::with_capacity(384);
     let written = serde_json::to_writer(&mut text, &ResultBody::from(settled));
     written.ok().and_then(|()| String::from_utf8(text).ok()).unwrap_or_else(|| "null".to_owned())
 }
 
-/// A [`BatchAnswerBody`], put together from its parts.
+/// Serializes a [`BatchResponseBody`] by joining its serialized parts.
 fn text_of(answer: &BatchAnswer) -> String {
     let results = || answer.texts.iter().map(String::as_str);
     let messages = || answer.messages.iter().map(toolcrib::Json::text);
@@ -269,7 +271,8 @@ fn number(name: &str, least: u64, given: Option<&toolcrib::Json>) -> Result<Opti
     if number < i128::from(least) {
         return Err(invalid(name, &format!("{name} must be {what}, not {number}")));
     }
-    // What is out of any range is out of ours, and is refused or cut as that.
+    // A number out of the range of `u64` is clamped, and is then refused or cut as any other that
+    // is out of the permitted range.
     Ok(Some(u64::try_from(number).unwrap_or(u64::MAX)))
 }
 

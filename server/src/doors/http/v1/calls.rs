@@ -1,4 +1,4 @@
-//! Calls: showing, listing, canceling.
+//! Calls: show, list, cancel, answer elicitations.
 
 use axum::Json;
 use axum::extract::State;
@@ -17,7 +17,7 @@ use super::super::waiting::{Wait, poll_later};
 use super::super::wire::CallBody;
 use crate::doors::form;
 
-/// Shows a call; with `wait_ms`, once it has ended or the time is over.
+/// Returns a call. With `wait_ms`, responds once the call has ended or the wait has expired.
 #[utoipa::path(get, path = "/v1/tool_calls/{tool_call_id}", tag = "agents",
     params(("tool_call_id" = String, Path, description = "The ticket"), Wait),
     responses((status = 200, body = CallBody), (status = 404, body = Problem)))]
@@ -42,21 +42,21 @@ fn shown(door: &Door, call: &Call) -> Response {
     answer
 }
 
-/// Which calls to list.
+/// Filters of the call list.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(super) struct Listing {
-    /// Only of this run.
+    /// Only calls of this run.
     run_id: Option<String>,
-    /// Only of this tool.
+    /// Only calls of this tool.
     tool_name: Option<String>,
-    /// Only in this status.
+    /// Only calls in this status.
     status: Option<String>,
-    /// Only made since then: Unix seconds or milliseconds, or an RFC 3339 time.
+    /// Only calls created since this time: Unix seconds or milliseconds, or an RFC 3339 time.
     since: Option<String>,
-    /// At most so many: 1 to 200, 50 unless said.
+    /// Maximum number of calls, 1 to 200 (default: 50).
     limit: Option<u64>,
-    /// `next_cursor` of the page before.
+    /// `next_cursor` of the previous page.
     cursor: Option<String>,
 }
 
@@ -64,7 +64,7 @@ pub(super) struct Listing {
 #[derive(Serialize, ToSchema)]
 pub(super) struct CallList<'a> {
     tool_calls: Vec<CallBody<'a>>,
-    /// For the next page; none on the last.
+    /// Cursor of the next page; null on the last page.
     next_cursor: Option<String>,
 }
 
@@ -106,21 +106,21 @@ fn query(listing: Listing) -> Result<CallQuery, Error> {
     })
 }
 
-/// Since when, in Unix milliseconds.
+/// Parses `since` into Unix milliseconds.
 pub(super) fn since(text: Option<&str>) -> Result<Option<u64>, Error> {
     let Some(text) = text.filter(|text| !text.is_empty()) else { return Ok(None) };
     let message = "since must be Unix seconds or milliseconds, or an RFC 3339 time";
     time(text).map(Some).ok_or_else(|| wrong_parameter("since", message))
 }
 
-/// How long a page is where nobody says.
+/// Default page size.
 pub(super) const PAGE: u64 = 50;
 
 pub(super) fn unknown_cursor() -> Error {
     wrong_parameter("cursor", "cursor is not one that was given out")
 }
 
-/// How long a page is.
+/// Validates the page size.
 pub(super) fn page_limit(limit: Option<u64>, usual: u64) -> Result<usize, Error> {
     let limit = limit.unwrap_or(usual);
     if !(1..=200).contains(&limit) {
@@ -129,7 +129,7 @@ pub(super) fn page_limit(limit: Option<u64>, usual: u64) -> Result<usize, Error>
     Ok(limit as usize)
 }
 
-/// Where a page begins, and how long it is.
+/// Parses the cursor and the page size.
 pub(super) fn page_of(
     cursor: Option<&str>,
     limit: Option<u64>,
@@ -141,7 +141,7 @@ pub(super) fn page_of(
     Ok((before, page_limit(limit, PAGE)?))
 }
 
-/// Unix milliseconds of a time as people and programs write it.
+/// Parses a time given as Unix seconds, Unix milliseconds or RFC 3339 into Unix milliseconds.
 fn time(text: &str) -> Option<u64> {
     // Seconds stay below this until the year 5138; milliseconds have been above it since 1973.
     const SECONDS_BELOW: u64 = 100_000_000_000;
@@ -152,20 +152,20 @@ fn time(text: &str) -> Option<u64> {
     u64::try_from(time.as_millisecond()).ok()
 }
 
-/// Why it is not wanted any more.
+/// The reason for a cancellation.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct CancelBody {
     reason: Option<String>,
 }
 
 impl CancelBody {
-    /// As much of the reason as is kept.
+    /// Returns the reason, cut to the stored length.
     pub(super) fn reason(self) -> Option<String> {
         self.reason.map(|reason| reason.chars().take(500).collect())
     }
 }
 
-/// Cancels a call: whoever executes it is told. Canceling twice is the same as once.
+/// Cancels a call and notifies its executor. Canceling twice has the same effect as once.
 #[utoipa::path(post, path = "/v1/tool_calls/{tool_call_id}/cancel", tag = "agents",
     params(("tool_call_id" = String, Path, description = "The ticket")),
     request_body = CancelBody,
@@ -181,16 +181,17 @@ pub(super) async fn cancel(
     Ok(Json(CallBody::of(&door.engine, &call)).into_response())
 }
 
-/// Answers to what a tool has asked.
+/// Answers to a tool's questions (MCP elicitation).
 #[derive(Deserialize, ToSchema)]
 pub(super) struct AnswerBody {
-    /// By the keys of the questions.
+    /// Answers, by the keys of the questions.
     #[schema(value_type = Object)]
     answers: serde_json::Map<String, serde_json::Value>,
 }
 
-/// Answers what a call's tool has asked (`hold.questions`), all of it or some. With the last answer
-/// the call goes on.
+/// Answers all or some of the questions of a call's tool (`hold.questions`).
+///
+/// With the last answer the call continues.
 #[utoipa::path(post, path = "/v1/tool_calls/{tool_call_id}/answer", tag = "agents",
     params(("tool_call_id" = String, Path, description = "The ticket")),
     request_body = AnswerBody,

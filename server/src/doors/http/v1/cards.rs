@@ -1,4 +1,4 @@
-//! Cards, reports of tool services, and dead letters.
+//! UTP over HTTP: cards, reports of tool services, and dead letters.
 
 use axum::Json;
 use axum::body::Bytes;
@@ -18,7 +18,7 @@ use super::calls::{PAGE, page_limit};
 use crate::utp::report::{self, Incoming};
 use crate::utp::wire;
 
-/// A card: an immutable record. Those of calls follow from the calls.
+/// A card: an immutable record. Toolcrib derives the cards of a call from the call.
 #[derive(ToSchema)]
 #[allow(dead_code, reason = "only its schema is used")]
 pub(super) struct CardBody {
@@ -27,7 +27,7 @@ pub(super) struct CardBody {
     /// `tool.call`, `tool.result`, …
     #[schema(rename = "type")]
     kind: String,
-    /// With its discriminator `__type__`: `ToolCallContent`, `ToolResultContent`, …
+    /// Content with its discriminator `__type__`: `ToolCallContent`, `ToolResultContent`, …
     #[schema(value_type = Object)]
     content: Value,
     /// RFC 3339.
@@ -38,7 +38,7 @@ pub(super) struct CardBody {
     tool_call_id: Option<String>,
 }
 
-/// Shows one card.
+/// Returns one card.
 #[utoipa::path(get, path = "/v1/cards/{card_id}", tag = "providers",
     params(("card_id" = String, Path, description = "The card")),
     responses((status = 200, body = CardBody), (status = 404, body = Problem)))]
@@ -50,7 +50,7 @@ pub(super) async fn show(
     Ok(Json(wire::card(&door.engine.card(&caller, &id).await?)))
 }
 
-/// The cards of a call: what was asked and, once it has ended, what came of it.
+/// Returns the cards of a call: the request and, once the call has ended, its result.
 #[utoipa::path(get, path = "/v1/tool_calls/{tool_call_id}/cards", tag = "agents",
     params(("tool_call_id" = String, Path, description = "The ticket")),
     responses((status = 200, body = Vec<CardBody>), (status = 404, body = Problem)))]
@@ -63,8 +63,10 @@ pub(super) async fn of_call(
     Ok(Json(json!({ "cards": cards.iter().map(wire::card).collect::<Vec<_>>() })))
 }
 
-/// Writes a card. The same again is answered 200; another under its id, or a second result of a
-/// call, 409.
+/// Writes a card.
+///
+/// Writing the same card again returns 200. Another card with the same id, or a second result of a
+/// call, returns 409.
 #[utoipa::path(post, path = "/v1/cards", tag = "providers", request_body = CardBody,
     responses((status = 201, description = "The card"), (status = 200, description = "The card"),
         (status = 400, body = Problem), (status = 409, body = Problem),
@@ -80,7 +82,7 @@ pub(super) async fn put(
     Ok((status, Json(wire::card(&card))).into_response())
 }
 
-/// A report, as UTP has it.
+/// A report in UTP's format.
 #[derive(ToSchema)]
 #[allow(dead_code, reason = "only its schema is used")]
 pub(super) struct ToolResultBody {
@@ -88,13 +90,13 @@ pub(super) struct ToolResultBody {
     agent_turn_id: String,
     turn_epoch: u64,
     agent_id: String,
-    /// As the command had it.
+    /// The value from the command.
     after_execution: String,
     /// `success`, `failed`, `canceled`, `timeout` or `partial`.
     status: String,
     tool_result_card_id: String,
     step_id: Option<String>,
-    /// The card itself, instead of writing it first.
+    /// The card itself, as an alternative to writing it first.
     #[schema(value_type = Option<Object>)]
     card: Option<Value>,
 }
@@ -115,7 +117,7 @@ pub(super) async fn report(
         let message = format!("a key with the role {} cannot report", caller.role.as_str());
         return Err(Error::refused(Code::PermissionDenied, message).into());
     }
-    // What is over the limit is kept as a dead letter, so its beginning is wanted.
+    // A body over the limit is stored as a dead letter, which needs the start of the body.
     let limit = door.max_result_body_bytes() + 32_768;
     let body: Bytes = question::beginning(request, limit, door.max_report_bytes()).await?;
     let headers = utp_headers(&headers);
@@ -124,24 +126,24 @@ pub(super) async fn report(
     Ok(Json(wire::ingested(&taken)))
 }
 
-/// The headers that mean something here; a key is none of a dead letter's business.
+/// Returns the headers that UTP uses. A dead letter must not contain the caller's key.
 fn utp_headers(headers: &HeaderMap) -> wire::Headers<'_> {
     let ours = |name: &str| name.starts_with("cg-") || name.starts_with("trace");
     let texts = headers.iter().filter(|(name, _)| ours(name.as_str()));
     texts.filter_map(|(name, value)| Some((name.as_str(), value.to_str().ok()?))).collect()
 }
 
-/// Which part of the list.
+/// The page of dead letters to return.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(super) struct Page {
-    /// At most so many, 1 to 200; 50 unless said.
+    /// Maximum number of dead letters, 1 to 200 (default: 50).
     limit: Option<usize>,
-    /// The last one of the page before.
+    /// Id of the last dead letter of the previous page.
     before: Option<String>,
 }
 
-/// A message that could not be taken.
+/// A message that could not be processed.
 #[derive(ToSchema)]
 #[allow(dead_code, reason = "only its schema is used")]
 pub(super) struct DeadLetterBody {
@@ -175,7 +177,7 @@ fn shown(letter: &DeadLetter) -> Value {
     })
 }
 
-/// What could not be taken, newest first.
+/// Lists the dead letters, newest first.
 #[utoipa::path(get, path = "/v1/dead_letters", tag = "operators", params(Page),
     responses((status = 200, body = Vec<DeadLetterBody>), (status = 403, body = Problem)))]
 pub(super) async fn dead_letters(
@@ -190,7 +192,8 @@ pub(super) async fn dead_letters(
     Ok(Json(json!({ "dead_letters": letters, "next_before": next })))
 }
 
-/// Tries one again: a report is taken as if it came now, everything else is published again.
+/// Redrives a dead letter: processes a report as if it had just arrived, and republishes any other
+/// message.
 #[utoipa::path(post, path = "/v1/dead_letters/{id}/redrive", tag = "operators",
     params(("id" = String, Path, description = "The dead letter")),
     responses((status = 200, description = "What it came to"), (status = 403, body = Problem),
@@ -229,8 +232,8 @@ pub(super) async fn redrive(
     }
 }
 
-/// A command goes to a tool of its own project, or nowhere. What the crib itself could not publish
-/// is its own.
+/// Builds the outbox message that republishes a dead letter. A command may only go to a tool of its
+/// own project. Messages that Toolcrib itself could not publish need no such check.
 fn published_again(letter: &DeadLetter, now_ms: u64) -> Result<Letter, Error> {
     let unusable = |what: &str| {
         let message = format!("it cannot be published again: {what}");
@@ -242,7 +245,8 @@ fn published_again(letter: &DeadLetter, now_ms: u64) -> Result<Letter, Error> {
     }
     let subject = letter.subject.splitn(3, '.').nth(2).ok_or_else(|| unusable("its subject"))?;
     let payload = serde_json::from_str(&letter.payload).map_err(|_| unusable("it is not JSON"))?;
-    // What others wrote cannot tell the broker what to do.
+    // Other headers are dropped, so that a message of another program cannot control the NATS
+    // server.
     let ours = |name: &str| {
         let name = name.to_ascii_lowercase();
         ["cg-", "trace", "toolcrib-"].iter().any(|begin| name.starts_with(begin))

@@ -1,5 +1,5 @@
-//! The context of a run: its tools, its calls and their results, in whatever form a model wants
-//! them; and what the caller ran itself.
+//! The context of a run: its tools, its calls and their results, in the format of a model API; and
+//! calls that the caller executed itself.
 
 mod posted;
 
@@ -21,20 +21,22 @@ use super::super::question::{
 };
 use super::super::wire::{CallBody, FaultBody, ToolBody};
 
-/// The most tokens anybody may ask for.
+/// Upper limit of `budget_tokens`.
 const MAX_BUDGET_TOKENS: usize = 1_000_000;
 
-/// How the context is shown. Numbers are read as texts, so that nonsense is answered by its name.
+/// Format and size of the context. Numbers arrive as text and are parsed here, so that an error
+/// names the parameter.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(super) struct Showing {
-    /// `json` unless said, `openai`, `anthropic` or `prompt`.
+    /// `json` (default), `openai`, `anthropic` or `prompt`.
     format: Option<String>,
-    /// The most tokens of the prompt (1000 unless said), or of all answers of a conversation
-    /// together (no limit unless said).
+    /// Maximum number of tokens of the prompt (default: 1000), or of all tool results of a
+    /// conversation together (default: unlimited).
     #[param(value_type = Option<u64>, minimum = 1)]
     budget_tokens: Option<String>,
-    /// So many of the newest calls, beside those that are still open: 1 to 200, 50 unless said.
+    /// Number of the newest calls to include, beside those that are still open: 1 to 200 (default:
+    /// 50).
     #[param(value_type = Option<u64>, minimum = 1, maximum = 200)]
     limit: Option<String>,
 }
@@ -81,31 +83,31 @@ fn number(field: &str, text: Option<&str>, most: usize) -> Result<Option<usize>,
     number.map(Some).ok_or_else(refused)
 }
 
-/// The tools of a run, what was called, and what came of it.
+/// The tools, calls and results of a run.
 #[derive(Serialize, ToSchema)]
 pub(super) struct ContextBody<'a> {
     run_id: &'a str,
-    /// The tools the run is told of, by name.
+    /// The tools that the run lists, by name.
     tool_definitions: Vec<ToolBody>,
-    /// In the order they were made.
+    /// Calls in the order of their creation.
     tool_calls: Vec<ContextCallBody<'a>>,
-    /// In the order they came, each matched to its call by `call_id`, and by `tool_call_id` where
-    /// a `call_id` was used more than once.
+    /// Results in the order of their arrival. `call_id` matches a result to its call, or
+    /// `tool_call_id` if a `call_id` was used more than once.
     tool_results: Vec<ContextResultBody<'a>>,
-    /// Older calls of the run, all of them ended, are not here.
+    /// True if older calls of the run, all of them ended, are omitted.
     truncated: bool,
 }
 
 /// A call of a run.
 #[derive(Serialize, ToSchema)]
 pub(super) struct ContextCallBody<'a> {
-    /// The caller's own id; the ticket where it gave none.
+    /// The caller's own id; the ticket if the caller gave none.
     call_id: &'a str,
     tool_call_id: Option<&'a str>,
     name: &'a str,
     #[schema(value_type = Object)]
     args: &'a toolcrib::Json,
-    /// Whether it is a background task.
+    /// True if the call is a background task.
     #[serde(rename = "async")]
     background: bool,
     /// `PENDING`, `RUNNING`, `SUCCEEDED`, `FAILED`, `TIMEOUT` or `CANCELED`.
@@ -164,30 +166,31 @@ impl<'a> From<&'a ToolCallContext> for ContextBody<'a> {
     }
 }
 
-/// Calls and results as messages of a conversation, ready to be appended to one.
+/// Calls and results as messages, ready to be appended to a conversation.
 #[derive(Serialize, ToSchema)]
 pub(super) struct ConversationBody {
     run_id: String,
-    /// Assistant messages with calls, each followed by the messages that answer all of them.
+    /// Assistant messages with calls, each followed by the messages with the results of all its
+    /// calls.
     #[schema(value_type = Vec<Object>)]
     messages: Vec<toolcrib::Json>,
-    /// The run's tools, as the same API wants them described.
+    /// The run's tools, in the format of the same API.
     #[schema(value_type = Vec<Object>)]
     tools: Vec<toolcrib::Json>,
     truncated: bool,
 }
 
-/// The state of the tools for a system prompt.
+/// The state of the tools, as text for a system prompt.
 #[derive(Serialize, ToSchema)]
 pub(super) struct PromptBody {
     text: String,
-    /// How many tokens the text is.
+    /// Number of tokens of the text.
     tokens: usize,
     budget_tokens: usize,
     left_out: LeftOutBody,
 }
 
-/// What did not fit.
+/// Numbers of entries that did not fit.
 #[derive(Serialize, ToSchema)]
 pub(super) struct LeftOutBody {
     tools: usize,
@@ -195,7 +198,7 @@ pub(super) struct LeftOutBody {
     finished: usize,
 }
 
-/// Shows the tools of a run, what was called in it, and what came of it.
+/// Returns the tools, calls and results of a run.
 #[utoipa::path(get, path = "/v1/runs/{run_id}/context", tag = "agents",
     params(("run_id" = String, Path, description = "The run"), Showing),
     responses(
@@ -238,7 +241,7 @@ pub(super) async fn show(
     }
 }
 
-/// A text, unless JSON is asked for.
+/// Responds with text, or with JSON if the `Accept` header requests it.
 fn prompt_answer(body: PromptBody, headers: &HeaderMap) -> Response {
     let accepted = headers.get(header::ACCEPT).and_then(|value| value.to_str().ok());
     if accepted.is_some_and(|accepted| accepted.contains("application/json")) {
@@ -250,16 +253,17 @@ fn prompt_answer(body: PromptBody, headers: &HeaderMap) -> Response {
     answer
 }
 
-/// The tools a run is told of.
+/// The tools that a run lists.
 #[derive(Serialize, ToSchema)]
 pub(super) struct RunToolsBody {
     run_id: String,
-    /// All of them, by name.
+    /// All tools of the run, by name.
     tool_definitions: Vec<ToolBody>,
 }
 
-/// Sets which tools a run is told of, instead of what was set before: the caller's own, beside
-/// those of the crib. It decides nothing about what may be called.
+/// Replaces the tools that a run lists: the caller's own, beside those of Toolcrib.
+///
+/// This has no effect on the tools that may be called.
 #[utoipa::path(put, path = "/v1/runs/{run_id}/context/tool_definitions", tag = "agents",
     params(("run_id" = String, Path, description = "The run")),
     request_body = DefinitionsBody,
@@ -278,7 +282,7 @@ pub(super) async fn set_tools(
     Ok(Json(RunToolsBody { run_id, tool_definitions }))
 }
 
-/// The calls as they are now, in the order of the request.
+/// The present state of the calls, in the order of the request.
 #[derive(Serialize, ToSchema)]
 pub(super) struct RecordedBody<'a> {
     tool_calls: Vec<CallBody<'a>>,
@@ -289,8 +293,9 @@ fn recorded(status: StatusCode, calls: &[std::sync::Arc<toolcrib::Call>]) -> Res
     (status, Json(RecordedBody { tool_calls })).into_response()
 }
 
-/// Records calls that the caller runs itself. Each is a ticket like any other; one that comes with
-/// its result has ended at once.
+/// Records calls that the caller executes itself.
+///
+/// Each becomes a ticket like any other. A call that is recorded with its result has ended at once.
 #[utoipa::path(post, path = "/v1/runs/{run_id}/context/tool_calls", tag = "agents",
     params(("run_id" = String, Path, description = "The run")),
     request_body = CallsBody,
@@ -310,8 +315,10 @@ pub(super) async fn record_calls(
     Ok(recorded(StatusCode::CREATED, &made))
 }
 
-/// Records how calls went that the caller ran itself. A result answers the newest unanswered call
-/// with its `call_id`; the same again gets the same answer, another gets 409.
+/// Records the results of calls that the caller executed itself.
+///
+/// A result belongs to the newest call with its `call_id` that has no result yet. Recording the
+/// same result again returns the same response; a different one returns 409.
 #[utoipa::path(post, path = "/v1/runs/{run_id}/context/tool_results", tag = "agents",
     params(("run_id" = String, Path, description = "The run")),
     request_body = ResultsBody,

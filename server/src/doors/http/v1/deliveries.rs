@@ -1,4 +1,4 @@
-//! Deliveries of completion callbacks: seeing what became of them, and asking for one again.
+//! Webhook deliveries: their status and tries, and redelivery.
 
 use axum::Json;
 use axum::extract::State;
@@ -15,24 +15,24 @@ use super::super::paging;
 use super::super::question::{Asked, CallPath, Who, wrong_parameter};
 use super::calls::page_of;
 
-/// What is to be delivered to the `callback_url` of one call.
+/// The delivery of one call's outcome to its `callback_url`.
 #[derive(Debug, Serialize, ToSchema)]
 pub(super) struct DeliveryBody {
-    /// The `webhook-id` of every try.
+    /// The `webhook-id` header of every try.
     webhook_id: String,
     tool_call_id: String,
-    /// The same.
+    /// The same as `tool_call_id`.
     task_id: String,
     url: String,
-    /// `waiting` (for the call's end), `pending`, `delivered`, `gone` or `exhausted`.
+    /// `waiting` (for the call to end), `pending`, `delivered`, `gone` or `exhausted`.
     status: &'static str,
-    /// How often it was tried.
+    /// Number of tries so far.
     tries: u32,
-    /// While `pending`.
+    /// Time of the next try, while `pending`.
     next_try_at_ms: Option<u64>,
-    /// Why the last try failed.
+    /// Error of the last try.
     last_error: Option<String>,
-    /// The last tries, up to 100. Not in lists.
+    /// The last tries, up to 100. Omitted in lists.
     #[serde(skip_serializing_if = "Option::is_none")]
     log: Option<Vec<TryBody>>,
 }
@@ -40,13 +40,13 @@ pub(super) struct DeliveryBody {
 /// One try.
 #[derive(Debug, Serialize, ToSchema)]
 pub(super) struct TryBody {
-    /// From 1.
+    /// Number of the try, from 1.
     number: u32,
     at_ms: u64,
     duration_ms: u64,
-    /// What the receiver answered with, if it did.
+    /// HTTP status of the receiver's response, if there was one.
     status_code: Option<u16>,
-    /// Why it does not count as delivered.
+    /// Reason the try failed.
     error: Option<String>,
 }
 
@@ -73,23 +73,23 @@ impl DeliveryBody {
     }
 }
 
-/// Deliveries, those of the newest calls first.
+/// A page of deliveries, those of the newest calls first.
 #[derive(Serialize, ToSchema)]
 pub(super) struct DeliveryList {
     deliveries: Vec<DeliveryBody>,
-    /// For the next page; none on the last.
+    /// Cursor of the next page; null on the last page.
     next_cursor: Option<String>,
 }
 
-/// Which deliveries to list.
+/// Filters of the delivery list.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(super) struct DeliveryListing {
-    /// Only in this status: `waiting`, `pending`, `delivered`, `gone` or `exhausted`.
+    /// Only deliveries in this status: `waiting`, `pending`, `delivered`, `gone` or `exhausted`.
     status: Option<String>,
-    /// At most so many: 1 to 200, 50 unless said.
+    /// Maximum number of deliveries, 1 to 200 (default: 50).
     limit: Option<u64>,
-    /// `next_cursor` of the page before.
+    /// `next_cursor` of the previous page.
     cursor: Option<String>,
 }
 
@@ -118,7 +118,7 @@ pub(super) async fn list(
     Ok(paging::page(list, next_cursor))
 }
 
-/// Shows what became of a call's callback, with every try; empty without a `callback_url`.
+/// Returns the delivery of a call's outcome, with its tries; empty without a `callback_url`.
 #[utoipa::path(get, path = "/v1/tool_calls/{tool_call_id}/deliveries", tag = "agents",
     params(("tool_call_id" = String, Path, description = "The ticket")),
     responses((status = 200, body = DeliveryList), (status = 403, body = Problem),
@@ -133,7 +133,7 @@ pub(super) async fn of_call(
     Ok(Json(DeliveryList { deliveries: deliveries.into_iter().collect(), next_cursor: None }))
 }
 
-/// Delivers again, whatever came of it before: now, and from the beginning of the schedule.
+/// Redelivers at once, whatever the present status, and restarts the retry schedule.
 #[utoipa::path(post, path = "/v1/tool_calls/{tool_call_id}/deliveries/repeat", tag = "agents",
     params(("tool_call_id" = String, Path, description = "The ticket")),
     responses((status = 202, body = DeliveryBody), (status = 403, body = Problem),

@@ -1,5 +1,5 @@
-//! Events as SSE: of one call, of a run, of the project. Each message's id is the event's number;
-//! a client that comes back with `Last-Event-ID` goes on where it was.
+//! Event streams over SSE: of one call, of a run, of the project. The id of each message is the
+//! number of its event; a client that reconnects with `Last-Event-ID` continues after that event.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -23,7 +23,7 @@ use super::super::wire::{event_text, task_event_text};
 use crate::auth::Standing;
 use crate::task::event_name;
 
-/// How many events are read from the store at once.
+/// Number of events read from the store per page.
 const PAGE: usize = 200;
 
 pub(super) type Messages = Sse<
@@ -32,15 +32,15 @@ pub(super) type Messages = Sse<
     >,
 >;
 
-/// Where to go on.
+/// Start position of an event stream.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(super) struct From {
-    /// Only events after this number; the header `Last-Event-ID` wins.
+    /// Only events after this number. The header `Last-Event-ID` takes precedence.
     after: Option<u64>,
 }
 
-/// Follows one call to its end.
+/// Streams the events of one call until it ends.
 #[utoipa::path(get, path = "/v1/tool_calls/{tool_call_id}/events", tag = "agents",
     params(("tool_call_id" = String, Path, description = "The ticket"), From,
         ("Last-Event-ID" = Option<u64>, Header, description = "Go on after this event")),
@@ -58,8 +58,10 @@ pub(super) async fn of_call(
     Ok(follow(door.engine, caller, &headers, EventQuery::Call(id), after))
 }
 
-/// Follows a run and all its calls, from its first event on; a run that is a conversation with a
-/// model, until it is over, with what the model says while it says it.
+/// Streams the events of a run and all its calls, from its first event on.
+///
+/// For a run that Toolcrib drives, the stream includes the model's output as it is generated, and
+/// ends with the run.
 #[utoipa::path(get, path = "/v1/runs/{run_id}/events", tag = "agents",
     params(("run_id" = String, Path, description = "The run"), From,
         ("Last-Event-ID" = Option<u64>, Header, description = "Go on after this event")),
@@ -76,7 +78,7 @@ pub(super) async fn of_run(
     Ok(super::runs::follow(door.engine, caller, &headers, run_id, after, news))
 }
 
-/// Follows all calls of the project, from now on unless told otherwise.
+/// Streams the events of all calls of the project, by default from now on.
 #[utoipa::path(get, path = "/v1/events", tag = "agents",
     params(From, ("Last-Event-ID" = Option<u64>, Header, description = "Go on after this event")),
     responses((status = 200, description = "Server-sent events", content_type = "text/event-stream")))]
@@ -90,7 +92,8 @@ pub(super) async fn of_project(
         return Ok(follow(door.engine, caller, &headers, EventQuery::Project, after));
     }
     let after = door.engine.newest_event(&caller).await?;
-    // Where it begins, so that who loses the stream before the first event misses none.
+    // The first message carries the start position, so that a client that disconnects before the
+    // first event misses none.
     let begins = Message::default().id(after.to_string());
     let rest = following(door.engine, caller, &headers, EventQuery::Project, after);
     Ok(sent(stream::once(async { Ok(begins) }).chain(rest)))
@@ -138,7 +141,7 @@ fn following(
     })
 }
 
-/// The same for one call as a task: fewer events, by the names that tasks have.
+/// Streams the events of one call as a task: fewer events, under the names of the task protocol.
 pub(super) fn follow_task(
     engine: Engine,
     caller: Caller,
@@ -171,8 +174,8 @@ pub(super) fn sent(
 }
 
 impl Following {
-    /// The next event; none at the end of the call, when the key was revoked, or when the store is
-    /// away (the client comes back and goes on where it was).
+    /// Returns the next event. The stream ends when the call has ended, when the key was revoked,
+    /// or when the store is unavailable (the client reconnects and continues where it was).
     async fn next(&mut self) -> Option<Event> {
         if self.page.is_empty() {
             let read = self.engine.events(&self.caller, &self.query, self.after, PAGE).await;

@@ -1,4 +1,4 @@
-//! Results, in parts: what a digest left out is read here.
+//! Reads results in slices, including the parts that a digest omits.
 
 use axum::Json as Body;
 use axum::extract::State;
@@ -15,51 +15,53 @@ use super::super::Door;
 use super::super::answer::{Problem, Refused};
 use super::super::question::{Asked, CallPath, Who};
 
-/// More tokens than any model takes.
+/// Upper limit of `budget_tokens`: more tokens than any model accepts.
 const MAX_BUDGET: u64 = 1_000_000;
 
-/// Which part. Numbers are read here, so that a wrong one is refused by its name.
+/// The slice to read. Numbers arrive as text and are parsed here, so that an error names the
+/// parameter.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(super) struct Reading {
-    /// Which part, as a JSON pointer (RFC 6901) such as `/rows/10`; the whole unless given.
+    /// JSON pointer (RFC 6901) to the part to read, such as `/rows/10` (default: the whole result).
     pointer: Option<String>,
-    /// The first item of an array, entry of an object or line of a text to give; with `grep`, the
-    /// first match. From 0.
+    /// Index of the first array item, object entry or text line to return; with `grep`, of the
+    /// first match. Starts at 0.
     #[param(value_type = Option<u64>)]
     offset: Option<String>,
-    /// How many to give: 1 to 1000, 100 unless given.
+    /// Maximum number to return, 1 to 1000 (default: 100).
     #[param(value_type = Option<u64>, minimum = 1, maximum = 1000)]
     limit: Option<String>,
-    /// A regular expression: only what fits it is given, with its pointer.
+    /// A regular expression: return only matches, each with its pointer.
     grep: Option<String>,
-    /// `true`: what the tool gave although it did not fit its output schema. For operators.
+    /// `true`: read the output that the tool returned although it does not match the output schema.
+    /// For operators.
     #[param(value_type = Option<bool>)]
     raw: Option<String>,
-    /// Instead of a part: the result as a model is given it, in at most this many tokens. Whole
-    /// where it fits, else its digest.
+    /// Instead of a slice: return the result as a model sees it, in at most this many tokens. It is
+    /// complete if it fits, otherwise a digest.
     #[param(value_type = Option<u64>, minimum = 1, maximum = 1_000_000)]
     budget_tokens: Option<String>,
-    /// With `budget_tokens`: what is looked for, so that a digest shows it. The call's arguments
-    /// unless given.
+    /// With `budget_tokens`: what the reader looks for, so that a digest includes it (default: the
+    /// call's arguments).
     query: Option<String>,
 }
 
-/// A result as a model is given it.
+/// A result as a model sees it.
 #[derive(Serialize, ToSchema)]
 pub(super) struct GivenBody<'a> {
     tool_call_id: &'a str,
     budget_tokens: u64,
-    /// How many tokens the text is (`o200k_base`); never more than the budget.
+    /// Number of tokens of `text` (`o200k_base`); never more than the budget.
     tokens: usize,
-    /// How many bytes the whole result is, as JSON.
+    /// Size of the whole result in bytes, as JSON.
     bytes: usize,
-    /// Whether the text is a digest, and parts of the result are left out.
+    /// True if the text is a digest that omits parts of the result.
     digest: bool,
     text: String,
 }
 
-/// A part of a result, or a result as a model is given it.
+/// A slice of a result, or a result as a model sees it.
 #[derive(Serialize, ToSchema)]
 #[serde(untagged)]
 pub(super) enum ReadBody<'a> {
@@ -67,54 +69,54 @@ pub(super) enum ReadBody<'a> {
     Given(GivenBody<'a>),
 }
 
-/// A part of a result.
+/// A slice of a result.
 #[derive(Serialize, ToSchema)]
 pub(super) struct PieceBody<'a> {
     tool_call_id: &'a str,
     pointer: String,
-    /// What is there: `array`, `object`, `text`, `number`, `boolean` or `null`.
+    /// Type of the value at the pointer: `array`, `object`, `text`, `number`, `boolean` or `null`.
     #[serde(rename = "type")]
     kind: &'static str,
-    /// How many bytes that is, as JSON.
+    /// Size of that value in bytes, as JSON.
     bytes: usize,
-    /// How many items, entries or lines there are; none for a plain value.
+    /// Number of its items, entries or lines; null for a scalar.
     total: Option<usize>,
     offset: usize,
-    /// How many of them, or matches, are given here.
+    /// Number of items, entries, lines or matches returned here.
     shown: usize,
-    /// Where to go on; none at the end.
+    /// Offset of the next slice; null at the end.
     next_offset: Option<usize>,
-    /// Less was given than asked for, because it would have been too much at once.
+    /// True if less was returned than requested, to limit the size of the response.
     truncated: bool,
-    /// The items, entries or lines: an array, an object or a text; or the plain value.
+    /// The items, entries or lines as an array, an object or a text; or the scalar.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Object>)]
     value: Option<Json>,
-    /// With `grep`: what fits.
+    /// With `grep`: the matches.
     #[serde(skip_serializing_if = "Option::is_none")]
     matches: Option<Vec<MatchBody>>,
-    /// With `grep`: how many fit altogether.
+    /// With `grep`: the total number of matches.
     #[serde(skip_serializing_if = "Option::is_none")]
     matched: Option<usize>,
-    /// The beginning of one item or entry that is too long by itself.
+    /// The start of a single item or entry that is too long by itself.
     #[serde(skip_serializing_if = "Option::is_none")]
     beginning: Option<String>,
-    /// Where that one can be read in parts.
+    /// Pointer at which that item or entry can be read in slices.
     #[serde(skip_serializing_if = "Option::is_none")]
     next_pointer: Option<String>,
 }
 
-/// One item, entry or line that fits.
+/// An item, entry or line that matches `grep`.
 #[derive(Serialize, ToSchema)]
 pub(super) struct MatchBody {
     pointer: String,
-    /// Which line of the text there.
+    /// Number of the line, if the match is in a text.
     #[serde(skip_serializing_if = "Option::is_none")]
     line: Option<usize>,
-    /// What is there; of something long, its beginning as text.
+    /// The value there; for a long one, its start as text.
     #[schema(value_type = Object)]
     value: Json,
-    /// Only the beginning is given.
+    /// True if only the start is returned.
     cut: bool,
 }
 
@@ -157,7 +159,7 @@ impl<'a> PieceBody<'a> {
     }
 }
 
-/// Reads a part of a call's result.
+/// Reads a slice of a call's result.
 #[utoipa::path(get, path = "/v1/tool_calls/{tool_call_id}/result", tag = "agents",
     params(("tool_call_id" = String, Path, description = "The ticket"), Reading),
     responses((status = 200, body = ReadBody),
@@ -198,7 +200,7 @@ pub(super) async fn read(
     Ok(Body(ReadBody::Piece(PieceBody::new(id.as_str(), piece))).into_response())
 }
 
-/// The result as a model is given it.
+/// Returns the result as a model sees it.
 async fn given<'a>(
     door: &Door,
     caller: &Caller,
@@ -241,7 +243,7 @@ async fn given<'a>(
     })
 }
 
-/// A count as somebody wrote it; nothing written is nothing said.
+/// Parses a count; an empty text counts as absent.
 fn number(field: &str, text: Option<&str>) -> Result<Option<u64>, Error> {
     let Some(text) = text.filter(|text| !text.is_empty()) else { return Ok(None) };
     let number = text.parse().map_err(|_| {

@@ -1,5 +1,5 @@
-//! Runs: conversations with a model, kept and driven here. Starting, showing, listing, speaking,
-//! canceling, taking up again, playing again.
+//! Runs: agent loops that Toolcrib stores and drives. Start, show, list, add messages, cancel,
+//! resume, replay.
 
 mod asked;
 pub(super) mod replay;
@@ -27,8 +27,11 @@ use super::calls::{PAGE, page_limit, since, unknown_cursor};
 
 pub(super) use stream::follow;
 
-/// Starts a run: the model is asked, all tools that it calls are executed, the results go back to
-/// it, until it answers or a limit is reached. Every step is kept, and survives a crash.
+/// Starts a run.
+///
+/// Toolcrib sends the conversation to the model, executes the tools that the model calls, and
+/// returns the results to it, until the model gives a final answer or the run reaches a limit.
+/// Every step is stored and survives a crash.
 #[utoipa::path(post, path = "/v1/runs", tag = "runs",
     params(Wait,
         ("Idempotency-Key" = Option<String>, Header, description = "Same key, same run")),
@@ -76,14 +79,14 @@ pub(super) async fn start(
     Ok(answer)
 }
 
-/// 200 when it is over, 202 while it goes on.
+/// Responds with 200 if the run has ended, and with 202 otherwise.
 async fn answered(door: &Door, caller: &toolcrib::Caller, run: &Run) -> Result<Response, Refused> {
     let status = if run.status.is_over() { StatusCode::OK } else { StatusCode::ACCEPTED };
     let body = whole(&door.engine, caller, run).await?;
     Ok((status, Json(body)).into_response())
 }
 
-/// Shows a run: where it stands, its answer, its steps, its calls, what it used.
+/// Returns a run: status, answer, steps, calls and usage.
 #[utoipa::path(get, path = "/v1/runs/{run_id}", tag = "runs",
     params(("run_id" = String, Path, description = "The run"), Wait),
     responses((status = 200, body = RunAnswer), (status = 404, body = Problem)))]
@@ -100,19 +103,19 @@ pub(super) async fn show(
     Ok(Json(whole(&door.engine, &caller, &run).await?).into_response())
 }
 
-/// Which runs to list.
+/// Filters of the run list.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(super) struct Listing {
-    /// Only in this status: `RUNNING`, `WAITING`, `SUCCEEDED`, `FAILED` or `CANCELED`.
+    /// Only runs in this status: `RUNNING`, `WAITING`, `SUCCEEDED`, `FAILED` or `CANCELED`.
     status: Option<String>,
-    /// Only with this model.
+    /// Only runs with this model.
     model: Option<String>,
-    /// Only made since then: Unix seconds or milliseconds, or an RFC 3339 time.
+    /// Only runs created since this time: Unix seconds or milliseconds, or an RFC 3339 time.
     since: Option<String>,
-    /// At most so many: 1 to 200, 50 unless said.
+    /// Maximum number of runs, 1 to 200 (default: 50).
     limit: Option<u64>,
-    /// `next_cursor` of the page before.
+    /// `next_cursor` of the previous page.
     cursor: Option<String>,
 }
 
@@ -120,7 +123,7 @@ pub(super) struct Listing {
 #[derive(Serialize, ToSchema)]
 pub(super) struct RunList {
     runs: Vec<RunSummary>,
-    /// For the next page; none on the last.
+    /// Cursor of the next page; null on the last page.
     next_cursor: Option<String>,
 }
 
@@ -159,13 +162,13 @@ fn query(listing: Listing) -> Result<RunQuery, Error> {
     })
 }
 
-/// Why it is canceled.
+/// The reason for a cancellation.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct CancelRunBody {
     reason: Option<String>,
 }
 
-/// Cancels a run, and the calls of it that go on.
+/// Cancels a run and its open calls.
 #[utoipa::path(post, path = "/v1/runs/{run_id}/cancel", tag = "runs",
     params(("run_id" = String, Path, description = "The run")),
     request_body = CancelRunBody,
@@ -181,7 +184,7 @@ pub(super) async fn cancel(
     Ok(Json(summary(&run)))
 }
 
-/// Says something more: the run goes on, also one that is over.
+/// Adds user messages to a run. The run continues, even if it had ended.
 #[utoipa::path(post, path = "/v1/runs/{run_id}/messages", tag = "runs",
     params(("run_id" = String, Path, description = "The run"), Wait),
     request_body = MessagesBody,
@@ -201,7 +204,7 @@ pub(super) async fn say(
     waited(&door, &caller, run, wait_ms).await
 }
 
-/// Takes up a run that failed or was canceled, from its last stored step.
+/// Resumes a run that failed or was canceled, from its last stored step.
 #[utoipa::path(post, path = "/v1/runs/{run_id}/resume", tag = "runs",
     params(("run_id" = String, Path, description = "The run"), Wait),
     responses((status = 200, description = "With wait_ms, when it is over", body = RunAnswer),

@@ -1,4 +1,4 @@
-//! Where tools come from: MCP servers that are added, looked at and removed while the crib runs.
+//! Sources of tools: add, inspect and remove MCP servers while Toolcrib runs.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,108 +18,109 @@ use super::super::Door;
 use super::super::answer::{Problem, Refused};
 use super::super::question::{Asked, Body, NamePath, Who};
 
-/// The longest that adding waits for the first answer of a server.
+/// Maximum time that adding a source waits for the MCP server's first response.
 const LONGEST_WAIT: Duration = Duration::from_secs(60);
 
-/// A source of tools, and how it is.
+/// A source of tools, and its state.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct SourceBody {
-    /// Its tools are called `NAME.tool`.
+    /// Name of the source. Its tools are named `NAME.tool`.
     pub name: String,
     pub project: String,
     /// `mcp`.
     pub kind: &'static str,
     /// `stdio` or `http`.
     pub transport: &'static str,
-    /// The program, or the address without what may be secret in it.
+    /// The program, or the URL without parts that may be secret.
     pub place: String,
     /// `configuration` or `api`.
     pub origin: &'static str,
-    /// `starting`, `ready`, `waiting` (it is not there, and will be tried again), `needs_sign_in`
-    /// (somebody must open `oauth.sign_in_url`) or `off`.
+    /// `starting`, `ready`, `waiting` (unreachable, will be retried), `needs_sign_in` (a person
+    /// must open `oauth.sign_in_url`) or `off`.
     pub state: &'static str,
     pub since_ms: u64,
-    /// What is wrong with it.
+    /// The present problem, if any.
     pub problem: Option<String>,
-    /// How often it had to be connected to again.
+    /// Number of reconnects.
     pub restarts: u64,
     pub next_try_at_ms: Option<u64>,
-    /// The process of a program.
+    /// Process id of a stdio server.
     pub pid: Option<u32>,
-    /// The revision of MCP that it speaks.
+    /// Revision of MCP that the server speaks.
     pub protocol_version: Option<String>,
     pub server_name: Option<String>,
     pub server_version: Option<String>,
-    /// How many tools it has here.
+    /// Number of its tools in the registry.
     pub tools: usize,
-    /// Whether other definitions are refused until they are accepted.
+    /// True if changed definitions are refused until they are accepted.
     pub pinned: bool,
-    /// Tools that could not be taken.
+    /// Tools that could not be imported.
     pub skipped: Vec<SourceSkipped>,
-    /// Tools whose descriptions speak to the model.
+    /// Tools whose descriptions contain instructions to the model.
     pub flagged: Vec<String>,
-    /// Of a pinned source: what is not accepted. Calls of these tools are refused.
+    /// For a pinned source: changes that are not accepted. Calls of these tools are refused.
     pub pending: Vec<SourceChange>,
-    /// What has changed while it was connected, the newest first.
+    /// Changes while the source was connected, newest first.
     pub changes: Vec<SourceChange>,
-    /// The names of the variables and headers it is given; never their values.
+    /// Names of the environment variables and headers passed to it; never their values.
     pub env: Vec<String>,
     pub headers: Vec<String>,
-    /// How it stands with its tokens; never the tokens. Only of servers that are reached over HTTP
-    /// and are not given a token as a header.
+    /// State of its OAuth tokens, never the tokens. Present only for servers that are reached over
+    /// HTTP without a token in a configured header.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub oauth: Option<SourceOauth>,
-    /// The last lines of a program's standard error. Only where one source is shown.
+    /// The last lines of the program's standard error. Present only when one source is requested.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stderr: Option<Vec<String>>,
 }
 
-/// How it stands with the tokens of a source.
+/// State of the OAuth tokens of a source.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct SourceOauth {
-    /// `authorization_code` (a person signs in) or `client_credentials` (the server by itself).
+    /// `authorization_code` (a person signs in) or `client_credentials` (the server signs in by
+    /// itself).
     pub grant: &'static str,
-    /// Whether there is a token.
+    /// True if there is a token.
     pub signed_in: bool,
-    /// Who gave it.
+    /// Issuer of the token.
     pub issuer: Option<String>,
-    /// What it is for.
+    /// Scopes of the token.
     pub scopes: Vec<String>,
-    /// What a person must open to sign in, where one is needed.
+    /// URL that a person must open to sign in, if that is needed.
     pub sign_in_url: Option<String>,
-    /// Until when it can be opened.
+    /// When `sign_in_url` expires.
     pub sign_in_expires_at_ms: Option<u64>,
 }
 
-/// A tool that could not be taken.
+/// A tool that could not be imported.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct SourceSkipped {
     pub tool: String,
     pub why: String,
 }
 
-/// How a tool is another than it was.
+/// A change to a tool of a source.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct SourceChange {
     pub tool: String,
     /// `added`, `changed` or `removed`.
     pub change: &'static str,
-    /// What is another about it.
+    /// The fields that changed.
     pub fields: Vec<&'static str>,
     pub at_ms: u64,
 }
 
-/// All sources.
+/// The sources of a project.
 #[derive(Serialize, ToSchema)]
 pub(super) struct SourceList {
     sources: Vec<SourceBody>,
 }
 
-/// How long to wait.
+/// Time to wait for a source.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(super) struct Patience {
-    /// How long to wait for the server's first answer, in milliseconds; 0 unless said.
+    /// Maximum time to wait for the server's first response, in milliseconds (default: 0).
     wait_ms: Option<u64>,
 }
 
@@ -129,23 +130,23 @@ impl Patience {
     }
 }
 
-/// A server to add: `name`, and `command` with `args`, `env`, `env_from`, `cwd`, or `url` with
+/// An MCP server to add: `name`, and `command` with `args`, `env`, `env_from`, `cwd`, or `url` with
 /// `headers` or `oauth`; `pin`, `effect`, `risk`, `timeout_ms`, `max_tools`, `tools` as in the
-/// configuration. Or `mcpServers` as desktop clients have it.
+/// configuration file. Or `mcpServers` in the format of desktop applications.
 #[derive(Deserialize, ToSchema)]
 #[serde(transparent)]
 #[schema(value_type = Object)]
 pub(super) struct NewSource(Value);
 
-/// What to accept.
+/// The changes to accept.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct Accepting {
-    /// These tools; all that is pending unless said.
+    /// Names of the tools (default: all pending changes).
     #[serde(default)]
     tools: Option<Vec<String>>,
 }
 
-/// What was accepted.
+/// The accepted changes.
 #[derive(Serialize, ToSchema)]
 pub(super) struct Accepted {
     accepted: Vec<SourceChange>,
@@ -156,7 +157,7 @@ fn kept(door: &Door) -> Result<&Arc<dyn Sources>, Refused> {
     door.sources.as_ref().ok_or_else(|| Error::refused(Code::NotFound, message).into())
 }
 
-/// Lists the MCP servers of the project, and how they are.
+/// Lists the MCP servers of the project, with their states.
 #[utoipa::path(get, path = "/v1/sources/mcp", tag = "operators",
     responses((status = 200, body = SourceList), (status = 403, body = Problem)))]
 pub(super) async fn list(
@@ -166,7 +167,9 @@ pub(super) async fn list(
     Ok(Json(SourceList { sources: kept(&door)?.list(&caller)? }))
 }
 
-/// Adds an MCP server, or replaces its settings; or adds those of a desktop client's configuration.
+/// Adds an MCP server or replaces its settings.
+///
+/// Accepts the configuration of a desktop application as well, and adds all its servers.
 #[utoipa::path(post, path = "/v1/sources/mcp", tag = "operators", params(Patience),
     request_body(content = NewSource, description = "A server, or {\"mcpServers\": {…}}"),
     responses((status = 201, body = SourceList), (status = 403, body = Problem),
@@ -182,7 +185,7 @@ pub(super) async fn add(
     Ok((StatusCode::CREATED, Json(SourceList { sources })).into_response())
 }
 
-/// Shows one MCP server, with the last lines of a program's standard error.
+/// Returns one MCP server, with the last lines of a program's standard error.
 #[utoipa::path(get, path = "/v1/sources/mcp/{name}", tag = "operators",
     params(("name" = String, Path, description = "The source")),
     responses((status = 200, body = SourceBody), (status = 403, body = Problem),
@@ -209,7 +212,7 @@ pub(super) async fn remove(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Accepts what a pinned MCP server offers now.
+/// Accepts the present tool definitions of a pinned MCP server.
 #[utoipa::path(post, path = "/v1/sources/mcp/{name}/accept", tag = "operators",
     params(("name" = String, Path, description = "The source")), request_body = Accepting,
     responses((status = 200, body = Accepted), (status = 403, body = Problem),
@@ -224,7 +227,7 @@ pub(super) async fn accept(
     Ok(Json(Accepted { accepted }))
 }
 
-/// Connects to an MCP server again at once, or looks at what it offers.
+/// Reconnects to an MCP server at once, or fetches its tool list if it is connected.
 #[utoipa::path(post, path = "/v1/sources/mcp/{name}/refresh", tag = "operators",
     params(("name" = String, Path, description = "The source"), Patience),
     responses((status = 200, body = SourceBody), (status = 403, body = Problem),
@@ -238,7 +241,7 @@ pub(super) async fn refresh(
     Ok(Json(kept(&door)?.refresh(&caller, &name, patience.time()).await?))
 }
 
-/// Begins a sign-in at an MCP server: the answer has the address that a person must open.
+/// Starts a sign-in at an MCP server; the response has the URL that a person must open.
 #[utoipa::path(post, path = "/v1/sources/mcp/{name}/sign-in", tag = "operators",
     params(("name" = String, Path, description = "The source")),
     responses((status = 200, body = SourceBody), (status = 403, body = Problem),
@@ -252,7 +255,7 @@ pub(super) async fn sign_in(
     Ok(Json(kept(&door)?.sign_in(&caller, &name).await?))
 }
 
-/// Forgets the tokens of an MCP server. It is then tried without.
+/// Deletes the tokens of an MCP server. Toolcrib then connects without them.
 #[utoipa::path(delete, path = "/v1/sources/mcp/{name}/sign-in", tag = "operators",
     params(("name" = String, Path, description = "The source")),
     responses((status = 204), (status = 403, body = Problem), (status = 404, body = Problem)))]
@@ -265,16 +268,17 @@ pub(super) async fn sign_out(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Whoever keeps the sources. Every method answers for one caller.
+/// Administers tool sources. Every method with a caller acts for that caller's project.
 #[async_trait]
 pub trait Sources: Send + Sync + 'static {
-    /// The sources of the caller's project, by name.
+    /// Returns the sources of the caller's project, by name.
     fn list(&self, caller: &Caller) -> Result<Vec<SourceBody>, Error>;
 
-    /// One of them, with everything that is known.
+    /// Returns one source, with all details.
     fn one(&self, caller: &Caller, name: &str) -> Result<SourceBody, Error>;
 
-    /// Adds one, or those of a desktop client's configuration; waits for their first answers.
+    /// Adds one MCP server, or those of a desktop application's configuration, and waits up to
+    /// `wait` for their first responses.
     async fn add(
         &self,
         caller: &Caller,
@@ -282,10 +286,10 @@ pub trait Sources: Send + Sync + 'static {
         wait: Duration,
     ) -> Result<Vec<SourceBody>, Error>;
 
-    /// Takes one away, with its tools.
+    /// Removes a source, with its tools.
     async fn remove(&self, caller: &Caller, name: &str) -> Result<(), Error>;
 
-    /// Accepts what a pinned one offers now.
+    /// Accepts the present tool definitions of a pinned source.
     async fn accept(
         &self,
         caller: &Caller,
@@ -293,7 +297,7 @@ pub trait Sources: Send + Sync + 'static {
         tools: Option<Vec<String>>,
     ) -> Result<Vec<SourceChange>, Error>;
 
-    /// Connects to one again at once, or looks at what it offers.
+    /// Reconnects to a source at once, or fetches its tool list if it is connected.
     async fn refresh(
         &self,
         caller: &Caller,
@@ -301,24 +305,25 @@ pub trait Sources: Send + Sync + 'static {
         wait: Duration,
     ) -> Result<SourceBody, Error>;
 
-    /// Begins a sign-in of a person at one.
+    /// Starts a person's sign-in at a source.
     async fn sign_in(&self, caller: &Caller, name: &str) -> Result<SourceBody, Error>;
 
-    /// Forgets the tokens of one.
+    /// Deletes the tokens of a source.
     async fn sign_out(&self, caller: &Caller, name: &str) -> Result<(), Error>;
 
-    /// A browser has come back from an issuer, with a code or the reason why there is none. Gives
-    /// the name of the source, and what came of it; none where nobody waits for this state.
+    /// Completes a sign-in when a browser returns from an authorization server, with a code or an
+    /// error. Returns the name of the source and the result, or `None` if no sign-in waits for this
+    /// state.
     async fn signed_in(&self, returned: Returned) -> Option<(String, Result<(), String>)>;
 
-    /// How many sources are in each state, over all projects.
+    /// Returns the number of sources in each state, over all projects.
     fn counted(&self) -> Vec<(&'static str, usize)>;
 
-    /// Where a browser reaches this server.
+    /// Returns the base URL at which a browser reaches this server.
     fn base(&self) -> String;
 }
 
-/// What a browser brings back from an issuer.
+/// The parameters of an OAuth redirect back to Toolcrib.
 pub struct Returned {
     pub state: String,
     pub code: Result<String, String>,

@@ -1,4 +1,4 @@
-//! Background tasks: the same calls, seen as who does not wait for them sees them.
+//! Background tasks: a view of calls for callers that do not wait for them.
 
 use axum::Json;
 use axum::extract::State;
@@ -21,23 +21,23 @@ use super::calls::{CancelBody, page_of};
 use super::events::{From, Messages, after, follow_task};
 use crate::task::{parse_status, status_word};
 
-/// A task, with its outcome once it has one.
+/// A task, with its outcome once it has ended.
 #[derive(Debug, Serialize, ToSchema)]
 pub(super) struct TaskBody<'a> {
     /// The ticket.
     task_id: &'a str,
-    /// The same.
+    /// The same as `task_id`.
     tool_call_id: &'a str,
-    /// The caller's own id for it.
+    /// The caller's own id for the call.
     call_id: Option<&'a str>,
     run_id: &'a str,
     tool_name: &'a str,
     /// `submitted`, `running`, `completed`, `failed`, `timeout` or `canceled`.
     status: &'static str,
-    /// Whether the tool is async; a ticket of any other tool is shown all the same.
+    /// True if the tool is async. Calls of other tools are shown as well.
     #[serde(rename = "async")]
     background: bool,
-    /// What was said last about how far it is. Not in lists.
+    /// The last reported progress. Omitted in lists.
     #[serde(skip_serializing_if = "Option::is_none")]
     progress: Option<TaskProgress>,
     #[schema(value_type = Option<Object>)]
@@ -51,11 +51,11 @@ pub(super) struct TaskBody<'a> {
     created_at_ms: u64,
     started_at_ms: Option<u64>,
     completed_at_ms: Option<u64>,
-    /// When it ends as `timeout`.
+    /// When the task ends as `timeout`, in Unix milliseconds.
     deadline_at_ms: u64,
 }
 
-/// How far a task is.
+/// Reported progress of a task.
 #[derive(Debug, Serialize, ToSchema)]
 pub(super) struct TaskProgress {
     /// 0 to 100.
@@ -105,7 +105,7 @@ impl<'a> TaskBody<'a> {
     }
 }
 
-/// Shows a task; with `wait_ms`, once it has ended or the time is over.
+/// Returns a task. With `wait_ms`, responds once the task has ended or the wait has expired.
 #[utoipa::path(get, path = "/v1/tasks/{task_id}", tag = "agents",
     params(("task_id" = String, Path, description = "The ticket"), Wait),
     responses((status = 200, body = TaskBody), (status = 404, body = Problem)))]
@@ -127,19 +127,20 @@ pub(super) async fn show(
     Ok(answer)
 }
 
-/// Which tasks to list.
+/// Filters of the task list.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(super) struct TaskListing {
-    /// Only of this run.
+    /// Only tasks of this run.
     run_id: Option<String>,
-    /// Only of this tool.
+    /// Only tasks of this tool.
     tool_name: Option<String>,
-    /// Only in this status: `submitted`, `running`, `completed`, `failed`, `timeout`, `canceled`.
+    /// Only tasks in this status: `submitted`, `running`, `completed`, `failed`, `timeout`,
+    /// `canceled`.
     status: Option<String>,
-    /// At most so many: 1 to 200, 50 unless said.
+    /// Maximum number of tasks, 1 to 200 (default: 50).
     limit: Option<u64>,
-    /// `next_cursor` of the page before.
+    /// `next_cursor` of the previous page.
     cursor: Option<String>,
 }
 
@@ -147,7 +148,7 @@ pub(super) struct TaskListing {
 #[derive(Serialize, ToSchema)]
 pub(super) struct TaskList<'a> {
     tasks: Vec<TaskBody<'a>>,
-    /// For the next page; none on the last.
+    /// Cursor of the next page; null on the last page.
     next_cursor: Option<String>,
 }
 
@@ -185,7 +186,7 @@ pub(super) async fn list(
     Ok(paging::page(list, next_cursor))
 }
 
-/// Cancels a task: whoever executes it is told. Canceling twice is the same as once.
+/// Cancels a task and notifies its executor. Canceling twice has the same effect as once.
 #[utoipa::path(post, path = "/v1/tasks/{task_id}/cancel", tag = "agents",
     params(("task_id" = String, Path, description = "The ticket")),
     request_body = CancelBody,
@@ -201,7 +202,9 @@ pub(super) async fn cancel(
     Ok(Json(TaskBody::new(&call, None)).into_response())
 }
 
-/// Follows one task to its end: `task.submit`, `task.progress`, `task.completed` or `task.failed`.
+/// Streams the events of one task until it ends.
+///
+/// The events are `task.submit`, `task.progress`, and `task.completed` or `task.failed`.
 #[utoipa::path(get, path = "/v1/tasks/{task_id}/events", tag = "agents",
     params(("task_id" = String, Path, description = "The ticket"), From,
         ("Last-Event-ID" = Option<u64>, Header, description = "Go on after this event")),

@@ -1,4 +1,4 @@
-//! Tools: listing, showing, calling.
+//! Tools: list, show, invoke.
 
 use std::sync::Arc;
 
@@ -20,32 +20,32 @@ use super::super::waiting::{Wait, poll_later};
 use super::super::wire::{CallBody, ToolBody, timeout_ms};
 use super::calls::page_limit;
 
-/// The tools the caller may call.
+/// The tools that the caller may call.
 #[derive(Serialize, ToSchema)]
 pub(super) struct ToolList {
     tools: Vec<ToolBody>,
 }
 
-/// The same tools, described for a model.
+/// The same tools, in the format of a model API.
 #[derive(Serialize)]
 struct Definitions {
     tools: Vec<toolcrib::Json>,
 }
 
-/// How to describe the tools.
+/// Format and filter of the tool list.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(super) struct Listing {
-    /// `openai`, `openai_responses`, `anthropic` or `mcp`: as that API wants tools described, to be
-    /// put into a request as they are, under names that it takes.
+    /// `openai`, `openai_responses`, `anthropic` or `mcp`: describe the tools in that API's format,
+    /// ready to be put into a request, under names that the API accepts.
     format: Option<String>,
-    /// Only tools that fit this question, best first: words, or a part of a name.
+    /// Only tools that match these words or this part of a name, best match first.
     query: Option<String>,
-    /// With `query`, at most so many: 1 to 200, 20 unless said.
+    /// With `query`: maximum number of tools, 1 to 200 (default: 20).
     limit: Option<usize>,
 }
 
-/// Lists the tools the caller may call, by name.
+/// Lists the tools that the caller may call, by name.
 #[utoipa::path(get, path = "/v1/tools", tag = "agents", params(Listing),
     responses((status = 200, body = ToolList), (status = 401, body = Problem),
         (status = 422, body = Problem)))]
@@ -83,7 +83,7 @@ async fn found(
     Ok(found.into_iter().map(|found| found.entry).collect())
 }
 
-/// Shows one tool.
+/// Returns one tool.
 #[utoipa::path(get, path = "/v1/tools/{name}", tag = "agents",
     params(("name" = String, Path, description = "The tool's name")),
     responses((status = 200, body = ToolBody), (status = 404, body = Problem)))]
@@ -96,49 +96,50 @@ pub(super) async fn show(
     Ok(Json(ToolBody::from(entry.as_ref())))
 }
 
-/// What to call the tool with.
+/// A request to run one tool.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct InvokeBody {
-    /// The run this call belongs to.
+    /// The run that the call belongs to.
     run_id: String,
-    /// The arguments, as the tool's schema says.
+    /// The arguments, as described by the tool's schema.
     #[serde(default = "toolcrib::Json::empty_object")]
     #[schema(value_type = Object)]
     args: toolcrib::Json,
-    /// The caller's own id for this call; shown with it, never compared.
+    /// The caller's own id for the call. It is returned with the call and never compared.
     call_id: Option<String>,
-    /// How long until there must be an outcome: 1 to 86400000.
+    /// Time in milliseconds within which the call must end: 1 to 86400000.
     #[serde(default, deserialize_with = "timeout_ms")]
     timeout_ms: Option<u64>,
-    /// How many attempts may follow the first.
+    /// Maximum number of retries after the first attempt.
     retry: Option<u32>,
-    /// The same key with the same request gives the same ticket. Also as the header
+    /// The same key with the same request returns the same ticket. Alternative: the header
     /// `Idempotency-Key`.
     idempotency_key: Option<String>,
-    /// Only this client may execute it.
+    /// Only this client may execute the call.
     client_id: Option<String>,
-    /// A label for people; it decides nothing.
+    /// A label for people. It has no effect.
     user_id: Option<String>,
-    /// Told with a signed POST (Standard Webhooks) when the call has ended.
+    /// URL that receives a signed POST (Standard Webhooks) when the call has ended.
     callback_url: Option<String>,
-    /// Wait this long for the outcome. Also as a query parameter.
+    /// Maximum time to wait for the outcome, in milliseconds. Alternative: the query parameter.
     wait_ms: Option<u64>,
 }
 
-/// A ticket.
+/// The ticket of an accepted call.
 #[derive(Serialize, ToSchema)]
 pub(super) struct TicketBody {
     tool_call_id: String,
     /// `pending`.
     status: &'static str,
     message: &'static str,
-    /// Of an async tool: the same id, to follow at `/v1/tasks/{task_id}`.
+    /// For an async tool: the same id, for use at `/v1/tasks/{task_id}`.
     #[serde(skip_serializing_if = "Option::is_none")]
     task_id: Option<String>,
 }
 
-/// Calls a tool. The answer is a ticket; with `wait_ms`, it is the call as it is when it has ended
-/// or the time is over.
+/// Calls a tool and returns a ticket.
+///
+/// With `wait_ms`, the response is the call itself, once it has ended or the wait has expired.
 #[utoipa::path(post, path = "/v1/tools/{name}/invoke", tag = "agents",
     params(
         ("name" = String, Path, description = "The tool's name"),
@@ -179,7 +180,7 @@ pub(super) async fn invoke(
         callback_url: body.callback_url,
         answers: None,
     };
-    // Boxed, because this handler's future is moved several times on its way into the router.
+    // Boxed, because the router moves this handler's future several times.
     let ticket = Box::pin(door.engine.invoke(&caller, invocation)).await?;
     let id = ticket.call.id.clone();
     let trace = door.engine.trace_of(&ticket.call);

@@ -1,8 +1,8 @@
-//! The functions and constants an expression may name. Pure; never panics.
+//! The functions and constants that an expression may name. Pure; never panics.
 
 use super::value::{self, Op, Value, apply, finite, fitted, float, int};
 
-/// Every name that can be called; `if` is the parser's, which must not calculate both branches.
+/// All callable names. The evaluator handles `if`, because only one branch may be calculated.
 #[rustfmt::skip]
 const NAMES: &[&str] = &[
     "abs", "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "avg", "cbrt", "ceil",
@@ -11,12 +11,12 @@ const NAMES: &[&str] = &[
     "sign", "sin", "sinh", "sqrt", "sum", "tan", "tanh", "trunc",
 ];
 
-/// Whether this can be called.
+/// Returns `true` if a function with this name exists.
 pub fn exists(name: &str) -> bool {
     NAMES.contains(&name)
 }
 
-/// The value of a constant.
+/// Returns the value of a constant.
 pub fn constant(name: &str) -> Option<Value> {
     match name {
         "pi" | "π" => Some(Value::Float(std::f64::consts::PI)),
@@ -28,7 +28,7 @@ pub fn constant(name: &str) -> Option<Value> {
     }
 }
 
-/// What is said of a name that is neither.
+/// Returns the message for a name that is neither a constant nor a function.
 pub fn unknown(name: &str) -> String {
     let shown: String = name.chars().take(40).collect();
     format!(
@@ -91,7 +91,7 @@ fn one(name: &str, value: Value) -> Result<Value, String> {
     finite(number, shown)
 }
 
-/// What keeps a whole number whole, or makes one.
+/// Calls a function that keeps an integer an integer, or returns one.
 fn steps(name: &str, value: Value) -> Result<Value, String> {
     let shown = format!("{name}({value})");
     if let "fact" | "factorial" = name {
@@ -117,7 +117,7 @@ fn steps(name: &str, value: Value) -> Result<Value, String> {
     Ok(value::whole(number).map_or(Value::Float(number), Value::Int))
 }
 
-/// n!
+/// Returns n!.
 pub fn factorial(n: i64) -> Result<Value, String> {
     if n < 0 {
         return Err(format!("{n}! is not defined: a factorial needs a whole number from 0 to 20"));
@@ -150,7 +150,7 @@ fn two(name: &str, first: Value, second: Value) -> Result<Value, String> {
     }
 }
 
-/// Exact where the standard library has an exact one.
+/// Returns a logarithm, with the exact function of the standard library where there is one.
 fn logarithm(x: f64, base: f64) -> f64 {
     if base == 2.0 {
         x.log2()
@@ -166,7 +166,7 @@ fn round(value: Value, digits: i64) -> Result<Value, String> {
         return Err(format!("round keeps 0 to 15 digits, not {digits}"));
     }
     let Value::Float(x) = value else { return steps("round", value) };
-    // Through its decimal text, as multiplying by a power of ten would itself round.
+    // Through its decimal text, because multiplication by a power of ten would itself round.
     let text = format!("{x:.*}", usize::try_from(digits).unwrap_or(0));
     finite(text.parse().unwrap_or(x), "round")
 }
@@ -182,7 +182,7 @@ fn combinations(n: i64, k: i64) -> Result<Value, String> {
     let mut total: i128 = 1;
     for step in 1..=i128::from(k.min(n - k)) {
         total = total * (i128::from(n) - step + 1) / step;
-        // Checked at each step, so that neither the product nor the loop can run away.
+        // Checked at each step, so that neither the product nor the loop grows without limit.
         if total > i128::from(i64::MAX) {
             return fitted(None, shown);
         }

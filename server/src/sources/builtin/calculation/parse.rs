@@ -1,20 +1,21 @@
-//! Reads an expression and calculates it on the way.
+//! Parses and evaluates an expression in one pass.
 //!
-//! There is no tree: each operator is applied as soon as its right side is known, so memory and
-//! stack are bounded by how deep the text nests, and that is capped. What a short cut skips
-//! (`false && …`, the branch `if` does not take) is still read, but not calculated.
+//! There is no syntax tree: each operator is applied as soon as its right side is known, so that
+//! memory and stack are bounded by the nesting of the text, which is limited. Operands that are
+//! short-circuited (`false && …`, the branch that `if` does not take) are parsed, but not
+//! evaluated.
 
 use super::MAX_LENGTH;
 use super::functions;
 use super::value::{self, Op, Value};
 
-/// How deep parentheses, signs and chains of powers may nest.
+/// Maximum nesting of parentheses, signs and chains of powers.
 const MAX_DEPTH: usize = 100;
-/// How strongly a sign or `!` in front binds: less than a power, more than a product.
+/// Binding power of a leading sign or `!`: weaker than a power, stronger than a product.
 const SIGN: u8 = 13;
-/// How strongly the word `not` binds: less than a comparison, as in Python.
+/// Binding power of the word `not`: weaker than a comparison, as in Python.
 const NOT: u8 = 5;
-/// The `!` behind a value.
+/// Binding power of the `!` after a value.
 const FACTORIAL: u8 = 17;
 
 #[derive(Debug, Clone, PartialEq)]
@@ -22,7 +23,7 @@ enum Token {
     Value(Value),
     Name(String),
     Op(Op),
-    /// `!`, before a value or behind it.
+    /// `!`, before or after a value.
     Bang,
     Not,
     Open,
@@ -47,7 +48,7 @@ impl Token {
     }
 }
 
-/// Calculates a whole text.
+/// Evaluates a complete text.
 pub fn run(text: &str) -> Result<Value, String> {
     if text.len() > MAX_LENGTH {
         let length = text.len();
@@ -73,7 +74,7 @@ pub fn run(text: &str) -> Result<Value, String> {
 }
 
 struct Reader {
-    /// Each with the place where it begins, counted in characters from 1.
+    /// Tokens, each with the position of its first character, counted from 1.
     tokens: Vec<(Token, usize)>,
     next: usize,
     depth: usize,
@@ -90,7 +91,7 @@ impl Reader {
         token
     }
 
-    /// A problem at the next token.
+    /// Returns an error message with the position of the next token.
     fn at(&self, problem: impl std::fmt::Display) -> String {
         match self.tokens.get(self.next) {
             Some((_, place)) => format!("{problem} (at character {place})"),
@@ -98,7 +99,7 @@ impl Reader {
         }
     }
 
-    /// Reads what binds at least this strongly; calculates it where it is `live`.
+    /// Parses operators that bind at least this strongly, and evaluates them if `live`.
     fn expression(&mut self, least: u8, live: bool) -> Result<Value, String> {
         self.depth += 1;
         if self.depth > MAX_DEPTH {
@@ -135,7 +136,7 @@ impl Reader {
         Ok(left)
     }
 
-    /// Reads one value with whatever stands before it.
+    /// Parses one value, with any prefix operators.
     fn operand(&mut self, live: bool) -> Result<Value, String> {
         match self.take() {
             Token::Value(value) => Ok(value),
@@ -181,7 +182,7 @@ impl Reader {
         }
     }
 
-    /// A constant or a function's call.
+    /// Parses a constant or a function call.
     fn named(&mut self, name: &str, live: bool) -> Result<Value, String> {
         if *self.peek() != Token::Open {
             if functions::exists(name) {

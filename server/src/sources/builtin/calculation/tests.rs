@@ -1,4 +1,4 @@
-//! What expressions come to, what is refused, and that nothing takes long or grows the stack.
+//! Tests of results and refusals, and that no expression takes long or exhausts the stack.
 
 use std::time::{Duration, Instant};
 
@@ -241,7 +241,7 @@ fn nothing_takes_long() {
     assert!(begun.elapsed() < Duration::from_millis(500), "{:?}", begun.elapsed());
 }
 
-/// Every short text over the tokens: none may panic, and every answer is finite.
+/// Evaluates every short text over the tokens: none may panic, and every result is finite.
 #[test]
 fn no_combination_of_tokens_panics() {
     #[rustfmt::skip]

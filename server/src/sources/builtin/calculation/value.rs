@@ -1,15 +1,15 @@
-//! The values of an expression and what the operators do to them. Pure; never panics.
+//! The values of an expression, and the operators on them. Pure; never panics.
 //!
-//! Whole numbers are calculated as whole numbers as long as that is exact; an overflow is an error,
-//! because a rounded answer to a whole-number question is a wrong one.
+//! Operations on integers stay integer operations as long as they are exact. An overflow is an
+//! error, because a rounded result for integers is wrong.
 
 use std::cmp::Ordering;
 use std::fmt;
 
-/// Up to here every whole number has a float of its own.
+/// Largest magnitude up to which a float represents every integer exactly.
 const EXACT: f64 = 9_007_199_254_740_992.0;
 
-/// One value.
+/// The value of an expression.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Value {
     Int(i64),
@@ -27,7 +27,7 @@ impl fmt::Display for Value {
     }
 }
 
-/// An operator between two values.
+/// A binary operator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Op {
     Or,
@@ -48,7 +48,7 @@ pub enum Op {
 }
 
 impl Op {
-    /// As written.
+    /// Returns the operator as written.
     pub fn sign(self) -> &'static str {
         match self {
             Self::Or => "||",
@@ -69,7 +69,7 @@ impl Op {
         }
     }
 
-    /// How strongly it binds on its left and on its right: where the right is the weaker, a chain
+    /// Returns the binding power on the left and on the right. If the right one is weaker, a chain
     /// groups from the right.
     pub fn binds(self) -> (u8, u8) {
         match self {
@@ -84,12 +84,12 @@ impl Op {
     }
 }
 
-/// A float that is a whole number exactly.
+/// Returns the integer that a float represents exactly, if there is one.
 pub fn whole(number: f64) -> Option<i64> {
     (number.fract() == 0.0 && number.abs() <= EXACT).then_some(number as i64)
 }
 
-/// The value as a float, for what only floats can do.
+/// Converts the value to a float, for operations on floats.
 pub fn float(value: Value) -> Result<f64, String> {
     match value {
         Value::Int(whole) => Ok(whole as f64),
@@ -98,7 +98,7 @@ pub fn float(value: Value) -> Result<f64, String> {
     }
 }
 
-/// The value as a whole number, for what only those can do.
+/// Converts the value to an integer, for operations on integers.
 pub fn int(value: Value, what: &str) -> Result<i64, String> {
     match value {
         Value::Int(number) => Ok(number),
@@ -109,7 +109,7 @@ pub fn int(value: Value, what: &str) -> Result<i64, String> {
     }
 }
 
-/// The value as a truth value.
+/// Converts the value to a boolean.
 pub fn truth(value: Value, what: &str) -> Result<bool, String> {
     match value {
         Value::Truth(truth) => Ok(truth),
@@ -119,7 +119,7 @@ pub fn truth(value: Value, what: &str) -> Result<bool, String> {
     }
 }
 
-/// A float as a value, where it is a number at all.
+/// Returns a float as a value, or an error if it is NaN or infinite.
 pub fn finite(number: f64, what: impl fmt::Display) -> Result<Value, String> {
     if number.is_nan() {
         return Err(format!("{what} is not a real number"));
@@ -130,7 +130,7 @@ pub fn finite(number: f64, what: impl fmt::Display) -> Result<Value, String> {
     Ok(Value::Float(number))
 }
 
-/// A whole number as a value, where it fitted.
+/// Returns an integer as a value, or an error if it overflowed.
 pub fn fitted(number: Option<i64>, what: impl fmt::Display) -> Result<Value, String> {
     number.map(Value::Int).ok_or_else(|| {
         format!(
@@ -140,7 +140,7 @@ pub fn fitted(number: Option<i64>, what: impl fmt::Display) -> Result<Value, Str
     })
 }
 
-/// The value with its sign changed.
+/// Returns the value with its sign changed.
 pub fn negate(value: Value) -> Result<Value, String> {
     match value {
         Value::Int(whole) => fitted(whole.checked_neg(), format_args!("-({whole})")),
@@ -149,7 +149,7 @@ pub fn negate(value: Value) -> Result<Value, String> {
     }
 }
 
-/// What an operator makes of two values.
+/// Applies an operator to two values.
 pub fn apply(op: Op, left: Value, right: Value) -> Result<Value, String> {
     let shown = format_args!("{left} {} {right}", op.sign()).to_string();
     match op {
@@ -194,7 +194,7 @@ fn arithmetic(op: Op, left: Value, right: Value, shown: &str) -> Result<Value, S
             Op::FloorDivide => fitted(floor_divide(a, b), shown),
             Op::Modulo => fitted(modulo(a, b), shown),
             Op::Power => power(a, b, shown),
-            // The one remainder that overflows is of a division that does.
+            // The remainder overflows only if the division does.
             _ if a.checked_rem(b).unwrap_or(0) == 0 => fitted(a.checked_div(b), shown),
             _ => finite(a as f64 / b as f64, shown),
         };
@@ -218,9 +218,9 @@ fn floor_divide(a: i64, b: i64) -> Option<i64> {
     if below { quotient.checked_sub(1) } else { Some(quotient) }
 }
 
-/// The remainder with the divisor's sign, so that a == (a // b) * b + a % b.
+/// Returns the remainder with the divisor's sign, so that a == (a // b) * b + a % b.
 fn modulo(a: i64, b: i64) -> Option<i64> {
-    // The one division that overflows has no remainder.
+    // The only division that overflows has no remainder.
     let remainder = a.checked_rem(b).unwrap_or(0);
     let below = remainder != 0 && (remainder < 0) != (b < 0);
     if below { remainder.checked_add(b) } else { Some(remainder) }
@@ -233,7 +233,7 @@ fn power(base: i64, exponent: i64, shown: &str) -> Result<Value, String> {
         }
         return finite((base as f64).powf(exponent as f64), shown);
     }
-    // 0, 1 and -1 have powers of any size.
+    // 0, 1 and -1 can be raised to any power.
     let whole = match (base, u32::try_from(exponent)) {
         (0 | 1, _) => Some(if exponent == 0 { 1 } else { base }),
         (-1, _) => Some(if exponent % 2 == 0 { 1 } else { -1 }),

@@ -1,11 +1,11 @@
 //! Reads a PostgreSQL database.
 //!
-//! A query gets a connection of its own and runs in a read-only transaction that is always rolled
-//! back, through the extended protocol, where the server itself takes one statement only. Because a
-//! role with access to the server's files or programs is not held by any of that, such a role is
-//! refused. Rows come in small portions and the bytes taken from the socket are counted, so no
-//! result, however large, is ever in memory. The connection is not encrypted: use it on a network
-//! you trust, or through a tunnel.
+//! Each query has its own connection and runs in a read-only transaction that is always rolled
+//! back, through the extended protocol, in which the server accepts only one statement. A read-only
+//! transaction does not restrict a role with access to the server's files or programs, so such a
+//! role is refused. Rows are fetched in small portions and the bytes read from the socket are
+//! counted, so that a large result never is in memory as a whole. The connection is not encrypted:
+//! use it on a trusted network, or through a tunnel.
 
 mod socket;
 #[cfg(test)]
@@ -28,17 +28,18 @@ use super::{Answer, Args, Collected, Limits, MAX_PARALLEL, Unusable, refused, st
 use socket::{Address, Counted};
 use values::{Cell, Param};
 
-/// How many rows are asked for at a time.
+/// Number of rows fetched at a time.
 const PORTION: usize = 50;
-/// What a connection may take besides the rows: its greeting, catalog lookups, rows in flight.
+/// Bytes that a connection may receive besides the rows: startup, catalog lookups, rows in flight.
 const OVERHEAD: usize = 1 << 20;
-/// How much longer a row can be on the wire than as JSON: a small number has 12 bytes there.
+/// Factor by which a row can be larger on the wire than as JSON: a small number takes 12 bytes
+/// there.
 const WIRE: usize = 8;
-/// How long to try to connect.
+/// Connection timeout.
 const CONNECT: Duration = Duration::from_secs(3);
 
-/// Which roles, among those the session can become, a read-only transaction does not hold: they
-/// reach files, programs, or what no rollback takes back.
+/// Selects the roles, among those the session can assume, that a read-only transaction does not
+/// restrict: they can reach files or programs, or cause effects that a rollback does not undo.
 const REACHING: &str = "SELECT rolname::text FROM pg_catalog.pg_roles WHERE (rolsuper OR \
 rolreplication OR rolname IN ('pg_read_server_files', 'pg_write_server_files', \
 'pg_execute_server_program')) AND pg_catalog.pg_has_role(session_user, oid, 'MEMBER') ORDER BY 1";
@@ -52,15 +53,16 @@ pub struct Postgres {
     places: Semaphore,
 }
 
-/// One connection, with what stops whatever runs on it.
+/// A connection, with a guard that stops whatever runs on it.
 struct Session {
     client: Client,
-    /// Set when the server sent more than was wanted.
+    /// Set when the server sends more bytes than the limit.
     over: Arc<AtomicBool>,
     guard: Guard,
 }
 
-/// Ends the connection and, while a statement may be running, tells the server to stop it.
+/// Closes the connection when dropped. While a statement may be running, also cancels it at the
+/// server.
 struct Guard {
     token: CancelToken,
     address: Address,
@@ -75,19 +77,19 @@ impl Drop for Guard {
             return;
         }
         let (token, address) = (self.token.clone(), self.address.clone());
-        // A server does not notice by itself that nobody waits for a long query.
+        // The server does not notice by itself that the client of a long query is gone.
         let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
         runtime.spawn(timeout(CONNECT, async move {
             let Ok(socket) = address.connect().await else { return };
             if let Err(error) = token.cancel_query_raw(socket, NoTls).await {
-                tracing::warn!(%error, "a PostgreSQL query could not be stopped");
+                tracing::warn!(%error, "cannot stop a PostgreSQL query");
             }
         }));
     }
 }
 
 impl Postgres {
-    /// The database at this URL; first connected to by the first query.
+    /// Creates the database for a URL. The first query connects to it.
     pub fn new(url: &str, limits: Limits, allow_superuser: bool) -> Result<Self, Unusable> {
         let unusable = |why: &str| Unusable(format!("builtin.database.url: {why}"));
         // The parser's own message could repeat a part of the URL, and with it the password.
@@ -117,7 +119,7 @@ impl Postgres {
             let _place = self.places.acquire().await;
             let mut session = self.connect().await?;
             let result = self.run(&mut session, &args).await;
-            // It is over, so there is nothing to stop; unless the server is still sending.
+            // The statement is over and need not be canceled, unless the server is still sending.
             session.guard.running = session.over.load(Ordering::Relaxed);
             result
         };
@@ -158,7 +160,7 @@ impl Postgres {
         let transaction = start.await.map_err(|error| self.fault(&error))?;
         let over = Arc::clone(&session.over);
         let result = self.read(&transaction, args, &over).await;
-        // Nothing can have been written; if it could, it is undone here.
+        // Nothing can have been written; if it was, the rollback undoes it.
         let _ = transaction.rollback().await;
         result
     }
@@ -218,7 +220,7 @@ impl Postgres {
         }
     }
 
-    /// Refuses a role that the read-only transaction would not hold.
+    /// Refuses a role that the read-only transaction would not restrict.
     async fn check_role(&self, transaction: &Transaction<'_>) -> Result<(), Fault> {
         let rows = transaction.query(REACHING, &[]).await.map_err(|error| self.fault(&error))?;
         let names: Vec<String> = rows.iter().filter_map(|row| row.try_get(0).ok()).collect();
@@ -235,8 +237,8 @@ impl Postgres {
         Err(Fault::new(Code::PermissionDenied, message).not_happened())
     }
 
-    /// The statement to run: the one given, or, where it has columns of types that have no obvious
-    /// JSON, one around it in which the server itself turns those into JSON.
+    /// Returns the statement to run: the given one, or, if it has columns of types without an
+    /// obvious JSON form, a statement around it in which the server converts those columns to JSON.
     async fn shown(
         &self,
         transaction: &Transaction<'_>,
@@ -272,12 +274,13 @@ impl Postgres {
         })
     }
 
-    /// What went wrong with a statement.
+    /// Converts the error of a statement to a fault.
     fn fault(&self, error: &Error) -> Fault {
         let message = said(error);
         match class(error) {
             _ if error.code().is_some_and(|code| code.code() == "57014") => stopped(&self.limits),
-            // Lost, out of resources, shutting down, broken: the server's, not the statement's.
+            // Connection lost, out of resources, shutdown, internal error: not the statement's
+            // fault.
             None | Some("08" | "53" | "57" | "58" | "F0" | "XX") if !unreadable(error) => {
                 Fault::unreachable(format!("the PostgreSQL database failed: {message}"))
             }
@@ -286,19 +289,20 @@ impl Postgres {
     }
 }
 
-/// A value could not be sent or read: about the statement, though the server did not say it.
+/// Returns `true` if a value could not be encoded or decoded, which concerns the statement although
+/// the server did not report it.
 fn unreadable(error: &Error) -> bool {
     use std::error::Error as _;
     error.as_db_error().is_none()
         && error.source().is_some_and(|cause| cause.is::<values::Unread>())
 }
 
-/// The first two letters of the server's code: what kind of error it is.
+/// Returns the class of the server's error, which is the first two characters of its SQLSTATE.
 fn class(error: &Error) -> Option<&str> {
     error.code().and_then(|code| code.code().get(..2))
 }
 
-/// What the server said, in one line.
+/// Returns the server's message in one line.
 fn said(error: &Error) -> String {
     use std::fmt::Write;
     let Some(db) = error.as_db_error() else { return whole(error) };

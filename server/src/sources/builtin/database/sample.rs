@@ -1,14 +1,15 @@
-//! The sample database: a little shop to try `database.query` on before a real one is configured.
+//! The sample database: a small shop to try `database.query` on before a real one is configured.
 //!
-//! It is made once, when its file is missing, under another name first, so that a half-made one is
-//! never found. It is the same everywhere: examples and tests can count on its rows.
+//! It is created once, when its file is missing, under a temporary name first, so that an
+//! incomplete one is never used. Its rows are the same everywhere: examples and tests can rely on
+//! them.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use rusqlite::{Connection, params};
 
-/// Its tables, for the tool's description.
+/// The tables, for the tool's description.
 pub const TABLES: &str = "customers(id, name, email, city, country, joined_on), \
 products(id, name, category, price, stock), \
 orders(id, customer_id, ordered_on, status), \
@@ -68,7 +69,7 @@ const PRODUCTS: [(&str, &str, f64, i64); 12] = [
 const STATUSES: [&str; 5] = ["delivered", "delivered", "shipped", "delivered", "canceled"];
 const ORDERS: usize = 30;
 
-/// Where the sample database is; made now if it is missing.
+/// Returns the path of the sample database, after creating it if it is missing.
 pub fn ensure(data_dir: &Path) -> Result<PathBuf, String> {
     let path = data_dir.join("sample.db");
     if path.exists() {
@@ -77,7 +78,7 @@ pub fn ensure(data_dir: &Path) -> Result<PathBuf, String> {
     let failed = |error: String| format!("cannot make the sample database {path:?}: {error}");
     fs::create_dir_all(data_dir).map_err(|error| failed(error.to_string()))?;
     let unfinished = data_dir.join(format!("sample.db.{}.new", std::process::id()));
-    // Left over from a process of the same number that was killed here.
+    // A process with the same id may have been killed here and left the file behind.
     let _ = fs::remove_file(&unfinished);
     fill(&unfinished).map_err(|error| failed(error.to_string()))?;
     fs::rename(&unfinished, &path).map_err(|error| failed(error.to_string()))?;
@@ -102,7 +103,7 @@ fn fill(path: &Path) -> rusqlite::Result<()> {
         )?;
     }
     for (id, n) in (1_u32..).zip(0..ORDERS) {
-        // Steps that share no factor with the counts, so that the rows look mixed.
+        // Steps without a common factor with the counts make the rows look mixed.
         let ordered_on = format!("2025-{:02}-{:02}", n * 5 % 12 + 1, n * 11 % 28 + 1);
         let customer = (n * 7 % CUSTOMERS.len() + 1) as u32;
         transaction.execute(

@@ -1,9 +1,9 @@
 //! Reads a SQLite file.
 //!
-//! Three locks, each enough by itself, none of which looks at the statement's text: the file is
-//! opened read-only, the connection is set to query only, and SQLite asks [`verdict`] about every
-//! single thing a statement would do while preparing it. A connection lives for one query, so an
-//! idle server keeps none, and nothing set in one query can reach the next.
+//! Three independent locks keep a statement from writing, none of which depends on its text: the
+//! file is opened read-only, the connection is set to `query_only`, and SQLite asks
+//! [`authorize_action`] about every action while it prepares a statement. A connection lives for
+//! one query, so an idle server holds none and no setting of one query reaches the next.
 
 #[cfg(test)]
 mod tests;
@@ -26,11 +26,11 @@ use toolcrib::Fault;
 
 use super::{Answer, Args, Collected, Limits, MAX_PARALLEL, MAX_SQL, refused, stopped};
 
-/// Functions that could reach outside the file. SQLite here has none of them switched on; the
-/// refusal stands even if a build of it had.
+/// Functions that could reach outside the file. None of them is enabled in this build of SQLite;
+/// they are refused in case another build enables them.
 const OUTSIDE: [&str; 5] = ["load_extension", "readfile", "writefile", "edit", "fts3_tokenizer"];
-/// Pragmas that only describe the schema, in either spelling (`pragma_table_info('t')`).
-/// Full-text search reads `data_version` by itself.
+/// Pragmas that only describe the schema, in either spelling (`pragma_table_info('t')`). Full-text
+/// search itself reads `data_version`.
 const DESCRIBING: [&str; 9] = [
     "table_info",
     "table_xinfo",
@@ -42,15 +42,15 @@ const DESCRIBING: [&str; 9] = [
     "function_list",
     "data_version",
 ];
-/// Functions whose time grows with the product of two values' lengths, within one step of SQLite,
-/// which nothing can interrupt: see [`MAX_SLOW`].
+/// Functions whose running time grows with the product of two values' lengths, within one step of
+/// SQLite, which cannot be interrupted: see [`MAX_SLOW`].
 const SLOW: [&str; 6] = ["instr", "replace", "trim", "ltrim", "rtrim", "unhex"];
-/// How many of them one statement may have. With the cap on values it bounds what a canceled query
-/// still costs.
+/// Maximum number of them in one statement. Together with the limit on values it bounds the cost
+/// that a canceled query still causes.
 const MAX_SLOW: usize = 16;
-/// The longest value, in bytes.
+/// Maximum size of a value in bytes.
 const MAX_VALUE: i32 = 512 * 1024;
-/// How many of SQLite's steps pass between two looks at the clock.
+/// Number of SQLite steps between two checks of the clock.
 const STEPS: i32 = 1_000;
 
 /// A SQLite file.
@@ -64,11 +64,11 @@ pub struct Sqlite {
 #[derive(Default)]
 struct Stop {
     asked: AtomicBool,
-    /// There as soon as the connection is.
+    /// Set as soon as the connection is open.
     interrupt: OnceLock<InterruptHandle>,
 }
 
-/// Stops a query's thread when whoever waits for it is gone.
+/// Stops a query's thread when the future that waits for it is dropped.
 struct StopOnDrop(Arc<Stop>);
 
 impl Drop for StopOnDrop {
@@ -81,7 +81,7 @@ impl Drop for StopOnDrop {
 }
 
 impl Sqlite {
-    /// The file at this path; it is first opened by the first query.
+    /// Creates the database for a path. The first query opens the file.
     pub fn new(path: PathBuf, limits: Limits) -> Self {
         Self { path, limits, places: Arc::new(Semaphore::new(MAX_PARALLEL)) }
     }
@@ -91,13 +91,13 @@ impl Sqlite {
         let deadline = Instant::now() + self.limits.timeout;
         let late = |_| stopped(&self.limits);
         let place = timeout_at(deadline.into(), Arc::clone(&self.places).acquire_owned());
-        // The semaphore is never closed, so that all that can fail is the wait.
+        // The semaphore is never closed, so only the timeout can fail.
         let place = place.await.map_err(late)?.ok();
         let stop = Arc::new(Stop::default());
         let _guard = StopOnDrop(Arc::clone(&stop));
         let (path, limits) = (self.path.clone(), self.limits);
         let work = tokio::task::spawn_blocking(move || {
-            // The place is free when the thread is, not when the caller has gone.
+            // The permit is released when the thread ends, not when the caller stops waiting.
             let _place = place;
             let denied = Arc::new(OnceLock::new());
             let connection =
@@ -110,14 +110,15 @@ impl Sqlite {
     }
 }
 
-/// A connection that can only read, and only until the deadline.
+/// Opens a connection that can only read, and only until the deadline.
 fn open(
     path: &Path,
     stop: &Arc<Stop>,
     deadline: Instant,
     denied: &Arc<OnceLock<String>>,
 ) -> rusqlite::Result<Connection> {
-    // Without the URI flag; SQLite is built to read `file:` anyway, which only an operator can say.
+    // Without the URI flag. SQLite is built to accept `file:` anyway, but only an operator can set
+    // it.
     let flags = OpenFlags::SQLITE_OPEN_READ_ONLY | OpenFlags::SQLITE_OPEN_NO_MUTEX;
     let mut connection = Connection::open_with_flags(path, flags)?;
     let _ = stop.interrupt.set(connection.get_interrupt_handle());
@@ -126,12 +127,12 @@ fn open(
     connection.progress_handler(STEPS, Some(over))?;
     connection.busy_timeout(Duration::from_millis(1_000))?;
     connection.set_db_config(DbConfig::SQLITE_DBCONFIG_DEFENSIVE, true)?;
-    // A view or column default made by somebody else may not call what a query may not call.
+    // A view or column default in the file may not call what a query may not call.
     connection.set_db_config(DbConfig::SQLITE_DBCONFIG_TRUSTED_SCHEMA, false)?;
     // A misspelled column in double quotes is an error, not a text.
     connection.set_db_config(DbConfig::SQLITE_DBCONFIG_DQS_DML, false)?;
     connection.execute_batch("PRAGMA query_only = 1; PRAGMA mmap_size = 0;")?;
-    // Read the schema while nothing is refused yet: it fails here if this is not a database.
+    // Reads the schema before the authorizer is set: fails here if the file is not a database.
     connection.query_row("SELECT count(*) FROM sqlite_master", [], |_| Ok(()))?;
     connection.set_limit(Limit::SQLITE_LIMIT_ATTACHED, 0)?;
     connection.set_limit(Limit::SQLITE_LIMIT_WORKER_THREADS, 0)?;
@@ -150,7 +151,7 @@ fn open(
     Ok(connection)
 }
 
-/// What a statement may do: read, call functions, recurse, look at the schema. Nothing else.
+/// Decides what a statement may do: read, call functions, recurse and inspect the schema.
 fn verdict(context: &AuthContext<'_>, slow: &mut usize) -> Result<(), String> {
     let among = |names: &[&str], name: &str| names.iter().any(|n| n.eq_ignore_ascii_case(name));
     let allowed = match context.action {
@@ -186,7 +187,8 @@ fn read(connection: &Connection, args: &Args, limits: Limits) -> Result<Answer, 
     let Some(mut statement) = batch.next()? else {
         return Err(Problem::Refused("sql has no statement in it: write a SELECT".into()));
     };
-    // Only prepared, never run; what cannot even be prepared is a second statement all the same.
+    // The rest is only prepared, never run. Text that cannot be prepared is also a second
+    // statement.
     match batch.next() {
         Ok(None) => {}
         _ => return Err(Problem::Refused(one.into())),
@@ -226,7 +228,7 @@ fn bind(statement: &mut Statement<'_>, params: &[Value]) -> Result<(), Problem> 
                 (Some(whole), _) => statement.raw_bind_parameter(at, whole)?,
                 (None, number) => statement.raw_bind_parameter(at, number)?,
             },
-            // For json_each(?1).
+            // For `json_each(?1)`.
             Value::Array(_) | Value::Object(_) => {
                 statement.raw_bind_parameter(at, value.to_string())?;
             }
@@ -248,7 +250,7 @@ fn values(row: &Row<'_>, width: usize) -> rusqlite::Result<Vec<Value>> {
     (0..width).map(value).collect()
 }
 
-/// The file cannot be read at all: not the statement's fault.
+/// Returns the fault for a file that cannot be opened, which is not the statement's fault.
 fn unopened(path: &Path, error: &Error) -> Fault {
     Fault::unreachable(format!("the database {path:?} cannot be opened: {error}"))
 }
@@ -275,7 +277,7 @@ fn fault(problem: Problem, limits: &Limits, denied: Option<&str>) -> Fault {
         _ => {}
     }
     let said = match error {
-        // Without the statement, which whoever gets this has written.
+        // Omits the statement, which the author of the call already knows.
         Error::SqlInputError { msg, offset, .. } if offset >= 0 => {
             format!("{msg} (at byte {})", offset + 1)
         }

@@ -1,7 +1,7 @@
-//! The words for the weather codes of the World Meteorological Organization (table 4677), as far
+//! Descriptions of the weather codes of the World Meteorological Organization (table 4677), as far
 //! as forecasts use them. Pure.
 
-/// The sky in words.
+/// Describes the sky for a weather code. Returns `None` if the code is unknown.
 pub fn words(code: u8, is_day: bool) -> Option<&'static str> {
     Some(match code {
         0 if is_day => "Sunny",

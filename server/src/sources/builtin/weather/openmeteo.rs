@@ -1,7 +1,7 @@
-//! Asks Open-Meteo, or whoever answers as it does.
+//! Client of Open-Meteo, or of a service with the same API.
 //!
-//! Every answer is bounded in size and time and read into exact types: what does not fit is "cannot
-//! be read", never half an answer.
+//! Every response is limited in size and time and parsed into exact types: a response that does not
+//! match is an error, never a partial result.
 
 use std::time::{Duration, Instant};
 
@@ -21,21 +21,21 @@ const MAX_BODY: usize = 1 << 20;
 const CURRENT: &str = "temperature_2m,relative_humidity_2m,apparent_temperature,weather_code,\
 wind_speed_10m,is_day";
 
-/// The two services.
+/// Client of the geocoding and the forecast service.
 pub struct OpenMeteo {
     geocoding: Url,
     forecast: Url,
     client: OnceCell<Client>,
 }
 
-/// What goes with every question of one call.
+/// Context of every request of one call.
 pub struct Asking {
     pub deadline: Instant,
-    /// Sent along, so that whoever answers can be part of the call's trace.
+    /// Sent along, so that the service can take part in the call's trace.
     pub traceparent: Option<TraceParent>,
 }
 
-/// A place that was found.
+/// A place that the geocoding service found.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Found {
     name: String,
@@ -48,7 +48,8 @@ pub struct Found {
 }
 
 impl Found {
-    /// Whether it is in all of these: countries, regions, or their short names.
+    /// Returns `true` if the place is in all of these countries or regions, given by name or
+    /// abbreviation.
     pub fn is_in(&self, within: &[String]) -> bool {
         let names = [&self.country, &self.country_code, &self.admin1, &self.admin2];
         let names: Vec<String> = names.into_iter().flatten().map(|name| plain(name)).collect();
@@ -90,14 +91,14 @@ struct Current {
     is_day: Option<u8>,
 }
 
-/// How Open-Meteo says no.
+/// Open-Meteo's error response.
 #[derive(Deserialize)]
 struct Refusal {
     reason: String,
 }
 
 impl OpenMeteo {
-    /// The services at these addresses; nothing is asked yet.
+    /// Creates a client for these URLs, without sending a request.
     pub fn new(geocoding: &str, forecast: &str) -> Result<Self, Unusable> {
         let url = |setting: &str, text: &str| {
             let url = Url::parse(text).ok().filter(|url| matches!(url.scheme(), "http" | "https"));
@@ -112,7 +113,7 @@ impl OpenMeteo {
         })
     }
 
-    /// The places of this name, the best known first.
+    /// Returns the places with this name, the best known first.
     pub async fn search(
         &self,
         name: &str,
@@ -125,7 +126,7 @@ impl OpenMeteo {
         self.get::<Search>(url, asking).await.map(|search| search.results)
     }
 
-    /// The weather at a place.
+    /// Returns the current weather at a place.
     pub async fn current(&self, found: Found, asking: &Asking) -> Result<Answer, Fault> {
         let (latitude, longitude) = (found.latitude.to_string(), found.longitude.to_string());
         let query = [
@@ -167,7 +168,7 @@ impl OpenMeteo {
     async fn client(&self) -> Result<&Client, Fault> {
         let make = || async {
             let made = tokio::task::spawn_blocking(|| {
-                // Without a proxy: what the environment says is about somebody else's program.
+                // Without a proxy: proxy variables in the environment are meant for other programs.
                 Client::builder()
                     .no_proxy()
                     .connect_timeout(Duration::from_secs(3))
@@ -232,7 +233,7 @@ fn address(base: &Url, path: &str, query: &[(&str, &str)]) -> Url {
     url
 }
 
-/// Whom a fault names: without the query, which is long, and without credentials.
+/// Returns the host for messages, without the query, which is long, and without credentials.
 fn host(url: &Url) -> String {
     let host = url.host_str().unwrap_or("the weather service");
     url.port().map_or_else(|| host.to_owned(), |port| format!("{host}:{port}"))

@@ -1,34 +1,34 @@
 //! Finds the name of a place in a question about the weather. Pure.
 //!
-//! The words that questions about the weather are made of are taken off both ends; what is left in
-//! the middle is the place. After the last "in", "for" or "near" in front, everything is the
-//! place's, so that Hot Springs and The Hague keep their names.
+//! The typical words of such questions are removed from both ends; the place is what remains in the
+//! middle. Everything after the last leading "in", "for" or "near" belongs to the place, so that
+//! Hot Springs and The Hague keep their names.
 
-/// What a question asks for.
+/// The parsed question.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Wanted {
     /// The place, as it was named.
     pub name: String,
-    /// Whether it asks about another time than now.
+    /// `true` if the question is about another time than now.
     pub another_time: bool,
 }
 
-/// A place's name and what it is in.
+/// A place's name and the regions it is in.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Part {
     pub name: String,
     pub within: Vec<String>,
-    /// Whether the question itself says where the name ends.
+    /// `true` if the question itself marks the end of the name.
     pub sure: bool,
 }
 
-/// Longer than any place's name.
+/// Maximum length of a place's name.
 const MAX_NAME: usize = 100;
 
-/// What stands right before a place.
+/// Words that stand right before a place.
 const BEFORE: &[&str] = &["in", "for", "at", "near", "around", "of", "from", "over", "en", "à"];
 
-/// The words of the questions.
+/// Words of which questions consist.
 #[rustfmt::skip]
 const QUESTION: &[&str] = &[
     "weather", "forecast", "temperature", "temperatures", "temp", "climate", "conditions",
@@ -44,14 +44,14 @@ const QUESTION: &[&str] = &[
     "clima", "tiempo", "météo", "meteo", "wetter", "with", "on", "during", "was", "like",
 ];
 
-/// Words of the questions that names begin with, too: The Hague, Hot Springs, Snow Hill.
+/// Words of questions that also begin names: The Hague, Hot Springs, Snow Hill.
 #[rustfmt::skip]
 const EITHER: &[&str] = &[
     "the", "hot", "cold", "warm", "cool", "humid", "windy", "rain", "rainy", "snow", "snowy",
     "sunny", "cloudy", "wet", "dry",
 ];
 
-/// The words of questions in Chinese and Japanese, the longer before those they begin with.
+/// Words of questions in Chinese and Japanese, with longer words before their prefixes.
 #[rustfmt::skip]
 const CHINESE: &[&str] = &[
     "天气预报", "天氣預報", "天气", "天氣", "天気", "气温", "氣溫", "温度", "溫度", "多少度", "几度",
@@ -61,14 +61,14 @@ const CHINESE: &[&str] = &[
     "の", "は", "教えて", "是",
 ];
 
-/// Words that ask about another time than now.
+/// Words that indicate another time than now.
 #[rustfmt::skip]
 const ANOTHER_TIME: &[&str] = &[
     "tomorrow", "yesterday", "next", "week", "weekend", "days", "forecast", "明天", "明日", "后天",
     "後天", "昨天", "本周", "下周", "周末", "预报", "預報",
 ];
 
-/// The place a question names, if it names one.
+/// Returns the place that a question names, if it names one.
 pub fn wanted(question: &str) -> Option<Wanted> {
     let lower = question.to_lowercase();
     let another_time = ANOTHER_TIME.iter().any(|word| match word.is_ascii() {
@@ -84,7 +84,7 @@ pub fn wanted(question: &str) -> Option<Wanted> {
 }
 
 impl Wanted {
-    /// The place without what it is in: "Paris, France" and "Portland Oregon" have such a part.
+    /// Splits the region from the place, as in "Paris, France" and "Portland Oregon".
     pub fn part(&self) -> Option<Part> {
         let mut parts = self.name.split([',', '，']).map(|part| part.trim().to_owned());
         let name = parts.next().filter(|name| !name.is_empty())?;
@@ -97,7 +97,7 @@ impl Wanted {
     }
 }
 
-/// For comparing names: small letters, without marks between them.
+/// Normalizes a name for comparison: lowercase, letters and digits only.
 pub fn plain(name: &str) -> String {
     name.chars().filter(|c| c.is_alphanumeric()).flat_map(char::to_lowercase).collect()
 }
@@ -118,7 +118,7 @@ fn chinese(question: &str) -> String {
 fn spaced(question: &str) -> String {
     let words: Vec<&str> = question.split_whitespace().collect();
     let (mut from, mut at) = (0, 0);
-    // Over the question's words in front, remembering where the last "in" was.
+    // Skips the leading words of the question, and records the position after the last "in".
     let mut after_before = None;
     while at < words.len() && is_question(&words, at) {
         at += 1;
@@ -147,7 +147,7 @@ fn spaced(question: &str) -> String {
     name.to_owned()
 }
 
-/// Whether a word belongs to the question and not to the place.
+/// Returns `true` if a word belongs to the question and not to the place.
 fn is_question(words: &[&str], at: usize) -> bool {
     let word = bare(words[at]);
     if word.is_empty() || is_among(QUESTION, words[at]) || is_among(BEFORE, words[at]) {
@@ -167,7 +167,8 @@ fn is_question(words: &[&str], at: usize) -> bool {
     !begins_a_name
 }
 
-/// "at the moment", "in the morning", "for the next 3 days", "on 3 May": "at" is not about a place.
+/// Returns `true` for a word of time, as in "at the moment", "in the morning" or "for the next 3
+/// days": there the preposition does not introduce a place.
 fn is_time(words: &[&str], at: usize) -> bool {
     let times = [
         "moment",
@@ -197,13 +198,13 @@ fn bare(word: &str) -> String {
     word.trim_matches(|c: char| !c.is_alphanumeric()).to_lowercase()
 }
 
-/// The long name of a country's or state's short one.
+/// Expands the abbreviation of a country or state.
 pub fn long_name(name: &str) -> &str {
     let short = plain(name);
     LONG.iter().find(|(code, _)| *code == short).map_or(name, |(_, long)| long)
 }
 
-/// What people write and the service does not: its country codes are found without this.
+/// Common abbreviations that the service does not return. It returns country codes itself.
 #[rustfmt::skip]
 const LONG: &[(&str, &str)] = &[
     ("usa", "United States"), ("america", "United States"), ("uk", "United Kingdom"),

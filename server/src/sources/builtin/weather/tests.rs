@@ -1,4 +1,5 @@
-//! Against a stand-in on loopback that answers in Open-Meteo's format, and misbehaves on request.
+//! Tests against a fake server on loopback that answers in Open-Meteo's format and fails on
+//! request.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -19,23 +20,23 @@ use toolcrib::{Code, Effect, Fault, Risk, Tool};
 use super::super::{WeatherSettings, testing};
 use super::{conditions, tool};
 
-/// How the stand-in behaves.
+/// Behavior of the fake server.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Mood {
     Well,
-    /// This status for places.
+    /// Returns this status for places.
     Lost(u16),
-    /// This status for the weather.
+    /// Returns this status for the weather.
     Broken(u16),
     Garbage,
     HtmlWeather,
-    /// JSON of another form.
+    /// Returns JSON of another form.
     OtherForm,
     NoTemperature,
     UnknownCode,
     Night,
     Hang,
-    /// The head of an answer and never the body.
+    /// Sends the head of a response and never the body.
     HangInBody,
     Huge,
     Redirects,
@@ -94,7 +95,7 @@ async fn search(State(stand_in): State<Arc<StandIn>>, Query(params): Params) -> 
     }
     let mut results = places(&params["name"]);
     results.truncate(params["count"].parse().unwrap());
-    // Open-Meteo leaves the field out when it knows no place.
+    // Open-Meteo omits the field when it knows no place.
     match results.is_empty() {
         true => axum::Json(json!({"generationtime_ms": 0.45013428})).into_response(),
         false => axum::Json(json!({"results": results, "generationtime_ms": 0.8})).into_response(),

@@ -1,5 +1,6 @@
-//! The steps of OAuth, in the order an upstream needs them: find its issuer, be known there, ask,
-//! exchange, refresh. Each is a call of `rmcp`; what is decided here is with whom, and as whom.
+//! The steps of OAuth in the order in which an upstream needs them: discover the issuer, register,
+//! authorize, exchange, refresh. `rmcp` performs each step; this module chooses the issuer and the
+//! client identity.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -16,14 +17,14 @@ use super::kept::{self, Grant, Registered, SIGN_IN_MS, Token};
 use super::web::Watched;
 use super::{Algorithm, GrantKind, Inner, Pass, Refusal, SignIn};
 
-/// What we are called where a person is asked whether we may.
+/// Client name that the issuer shows to the person who signs in.
 const CLIENT_NAME: &str = "Toolcrib";
 
-/// An issuer that was found.
+/// A discovered issuer.
 struct Found {
     manager: AuthorizationManager,
     issuer: String,
-    /// Whether it reads who we are at an address of ours.
+    /// `true` if it reads client metadata from a URL of Toolcrib.
     reads_clients: bool,
 }
 
@@ -32,7 +33,7 @@ fn trouble(error: AuthError) -> Refusal {
 }
 
 impl Pass {
-    /// What was kept, once.
+    /// Loads the stored credential, once.
     pub(super) async fn load(&self, inner: &mut Inner) {
         if self.loaded.load(Ordering::Acquire) {
             return;
@@ -41,11 +42,11 @@ impl Pass {
         match self.ledger.grant(project, name).await {
             Ok(text) => {
                 let grant = text.and_then(|text| serde_json::from_str::<Grant>(&text).ok());
-                // What was granted elsewhere, or to somebody else, is nothing here.
+                // Ignores a credential for another URL or another client.
                 let ours = grant.filter(|grant| self.is_ours(grant)).unwrap_or_default();
                 self.wallet.set(ours.credentials.clone());
                 let token = ours.credentials.as_ref().and_then(Token::of);
-                // It is here because it was good once.
+                // It was stored because it was valid once.
                 token.iter().for_each(Token::is_taken);
                 *self.current.lock() = token;
                 inner.grant = ours;
@@ -62,7 +63,7 @@ impl Pass {
         grant.url == filled.url && same
     }
 
-    /// Keeps what was granted now.
+    /// Stores the token that was just issued.
     async fn keep(&self, inner: &mut Inner) -> Result<Token, Refusal> {
         let credentials = self.wallet.get();
         let token = credentials.as_ref().and_then(Token::of);
@@ -79,18 +80,19 @@ impl Pass {
 
     async fn write(&self, inner: &Inner) {
         let machine = self.oauth.grant == GrantKind::ClientCredentials;
-        // A machine gets another token at any time; what must be kept is whom it showed its secret.
+        // With client credentials a new token can be obtained at any time. Only the issuer must be
+        // stored, because it has received the secret.
         let credentials = inner.grant.credentials.clone().filter(|_| !machine);
         let Grant { url, client, asked, .. } = &inner.grant;
         let (url, client, asked) = (url.clone(), client.clone(), asked.clone());
         let kept = Grant { url, client, credentials, asked };
         let text = serde_json::to_string(&kept).ok();
         if let Err(why) = self.ledger.keep_grant(&self.of.project, &self.of.name, text).await {
-            tracing::warn!(upstream = self.of.name, why, "its sign-in could not be stored");
+            tracing::warn!(upstream = self.of.name, why, "cannot store its credential");
         }
     }
 
-    /// Who gives tokens for this upstream.
+    /// Discovers the issuer of tokens for this upstream.
     async fn discover(&self, inner: &Inner, header: Option<&str>) -> Result<Found, Refusal> {
         let url = self.url()?;
         let made = match self.of.guarded {
@@ -124,7 +126,7 @@ impl Pass {
         Ok(Found { manager, issuer, reads_clients })
     }
 
-    /// A secret of ours is shown to one issuer only, whomever the upstream names later.
+    /// Checks that a client secret is sent to one issuer only, whichever the upstream names later.
     fn check_issuer(&self, issuer: &str, inner: &Inner) -> Result<(), Refusal> {
         let same = |a: &str, b: &str| a.trim_end_matches('/') == b.trim_end_matches('/');
         if let Some(only) = self.oauth.issuer.as_deref().filter(|only| !same(only, issuer)) {
@@ -145,7 +147,8 @@ impl Pass {
         Ok(())
     }
 
-    /// As whom we ask: who the operator says we are, who we were before, or somebody new.
+    /// Returns the client to authorize as: the configured one, the one registered before, or a new
+    /// registration.
     async fn client(
         &self,
         inner: &Inner,
@@ -168,7 +171,7 @@ impl Pass {
         }
         let local = ["http://127.0.0.1", "http://localhost", "http://[::1]"];
         if !local.iter().any(|place| redirect_uri.starts_with(place)) {
-            // A registration says that it is of a program on a person's machine unless told.
+            // A registration defaults to a native application on a person's machine.
             let mut kind = OAuthClientConfig::new("", &redirect_uri);
             kind.application_type = Some("web".to_owned());
             found.manager.configure_client(kind).map_err(trouble)?;
@@ -179,7 +182,8 @@ impl Pass {
         Ok(Registered { issuer, client_id, client_secret, redirect_uri })
     }
 
-    /// What to ask for: what the settings say, or what the upstream says; and what was granted.
+    /// Returns the scopes to request: the configured ones or those the upstream requires, plus
+    /// those granted and requested before.
     async fn scopes(&self, inner: &Inner, found: &Found, more: &[String]) -> Vec<String> {
         let mut scopes = self.oauth.scopes.clone();
         if scopes.is_empty() && more.is_empty() {
@@ -196,7 +200,7 @@ impl Pass {
         scopes
     }
 
-    /// Makes the address that a person must open.
+    /// Creates the sign-in link that a person must open.
     pub(super) async fn begin(
         &self,
         inner: &mut Inner,
@@ -207,7 +211,7 @@ impl Pass {
         let scopes = self.scopes(inner, &found, more).await;
         let client = self.client(inner, &mut found, &scopes).await?;
         if inner.grant.client.as_ref().is_some_and(|before| before.issuer != client.issuer) {
-            // A sign-in that was begun elsewhere is not finished here.
+            // A sign-in that was started with another issuer cannot be completed here.
             self.pending.clear();
             inner.grant.asked.clear();
         }
@@ -237,7 +241,7 @@ impl Pass {
         *self.wanted.lock() = Some(SignIn { url, expires_ms: now_ms() + SIGN_IN_MS });
     }
 
-    /// Another address, where the one before has been used or is too old.
+    /// Replaces a sign-in link that was used or has expired.
     pub(in super::super) async fn readdress(&self) {
         let inner = self.inner.lock().await;
         self.readdressed(&inner).await;
@@ -254,7 +258,7 @@ impl Pass {
         }
     }
 
-    /// A sign-in from the beginning, whether or not there was one before.
+    /// Starts a new sign-in, even if there was one before.
     pub(in super::super) async fn sign_in_anew(&self) -> Result<(), String> {
         if self.oauth.grant == GrantKind::ClientCredentials {
             return Err("it needs no sign-in: oauth.grant is client_credentials".to_owned());
@@ -267,12 +271,12 @@ impl Pass {
         }
     }
 
-    /// Whether this upstream waits for a browser with this state.
+    /// Returns `true` if this upstream waits for a redirect with this state parameter.
     pub(in super::super) fn expects(&self, state: &str) -> bool {
         self.pending.has(state)
     }
 
-    /// A browser has come back with a code.
+    /// Completes a sign-in with the code from the browser's redirect.
     pub(in super::super) async fn finish(
         &self,
         state: &str,
@@ -301,14 +305,14 @@ impl Pass {
         }
     }
 
-    /// A browser has come back without one.
+    /// Handles a redirect without a code: the sign-in was declined.
     pub(in super::super) async fn declined(&self, state: &str, why: &str) {
         self.pending.forget(state);
         self.fails(&format!("the sign-in was refused: {why}"));
         self.readdress().await;
     }
 
-    /// Forgets every token, and who we were at the issuer.
+    /// Deletes every token, and the registration with the issuer.
     pub(in super::super) async fn sign_out(&self) -> Result<(), String> {
         let mut inner = self.inner.lock().await;
         self.ledger.keep_grant(&self.of.project, &self.of.name, None).await?;
@@ -322,7 +326,7 @@ impl Pass {
         Ok(())
     }
 
-    /// Another token in place of the one there was, without anybody.
+    /// Obtains a new token without a person.
     pub(super) async fn renew(&self, inner: &mut Inner) -> Result<Token, Refusal> {
         if self.oauth.grant == GrantKind::ClientCredentials {
             return self.exchange(inner, None, &[]).await;
@@ -341,7 +345,7 @@ impl Pass {
         }
     }
 
-    /// After a start: the issuer, and who we are there.
+    /// Restores the issuer and the client registration after a restart.
     async fn known_again(&self, inner: &mut Inner) -> Result<(), Refusal> {
         if inner.manager.is_some() {
             return Ok(());
@@ -359,7 +363,7 @@ impl Pass {
         Ok(())
     }
 
-    /// A token for ourselves.
+    /// Obtains a token with client credentials.
     pub(super) async fn exchange(
         &self,
         inner: &mut Inner,
@@ -368,17 +372,17 @@ impl Pass {
     ) -> Result<Token, Refusal> {
         let found = self.discover(inner, header).await?;
         let mut scopes = match (header, inner.grant.asked.is_empty()) {
-            // As the last time, where nobody says otherwise.
+            // The same scopes as last time, unless the upstream sent a challenge.
             (None, false) => inner.grant.asked.clone(),
             _ => self.scopes(inner, &found, more).await,
         };
-        // There is nobody who could be offline.
+        // `offline_access` requests a refresh token, which a client with credentials does not need.
         scopes.retain(|scope| scope != "offline_access");
         let (config, client_id) = self.credentials(&scopes)?;
         let mut manager = found.manager;
         manager.validate_client_credentials_metadata(&config).map_err(trouble)?;
         manager.configure_client_credentials(&config).map_err(trouble)?;
-        // What `rmcp` does here cannot go from thread to thread.
+        // The future that `rmcp` returns here is not `Send`.
         let runtime = tokio::runtime::Handle::current();
         let exchanged = tokio::task::spawn_blocking(move || {
             runtime.block_on(manager.exchange_client_credentials(&config))
@@ -392,7 +396,7 @@ impl Pass {
         self.keep(inner).await
     }
 
-    /// What we show for ourselves.
+    /// Returns the client credentials to send.
     fn credentials(&self, scopes: &[String]) -> Result<(ClientCredentialsConfig, String), Refusal> {
         let filled = Filled::of(&self.of).map_err(Refusal::Trouble)?;
         let missing = || Refusal::Trouble("oauth has nothing to show for us".to_owned());
@@ -405,7 +409,7 @@ impl Pass {
             }
             (None, Some(key)) => ClientCredentialsConfig::PrivateKeyJwt {
                 client_id,
-                // Whoever keeps a key in a variable writes its lines so.
+                // A key in an environment variable often has its line breaks escaped.
                 signing_key: key.replace("\\n", "\n").into_bytes(),
                 signing_algorithm: match self.oauth.algorithm.unwrap_or(Algorithm::ES256) {
                     Algorithm::ES256 => JwtSigningAlgorithm::ES256,

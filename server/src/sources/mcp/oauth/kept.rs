@@ -1,4 +1,5 @@
-//! What is kept of a sign-in: in the store what must survive a restart, in memory what need not.
+//! The state of a sign-in: credentials that must survive a restart, and pending sign-ins that live
+//! in memory only.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,16 +16,16 @@ use serde_json::Value;
 use super::super::now_ms;
 use super::super::settings::McpSettings;
 
-/// How long somebody may take to sign in, from the moment the address was made.
+/// Lifetime of a sign-in link.
 pub(super) const SIGN_IN_MS: u64 = 10 * 60 * 1_000;
 
-/// Sign-ins of one upstream that may be under way at the same time.
+/// Maximum number of pending sign-ins of one upstream.
 const MOST_SIGN_INS: usize = 16;
 
-/// A token is not used for its last while.
+/// A token is renewed this long before it expires.
 const EARLY_MS: u64 = 30_000;
 
-/// What an issuer knows us as.
+/// Toolcrib's registration as a client of an issuer.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Registered {
     pub(super) issuer: String,
@@ -34,27 +35,27 @@ pub(super) struct Registered {
     pub(super) redirect_uri: String,
 }
 
-/// What is kept in the store.
+/// The stored credential of an upstream.
 #[derive(Default, Serialize, Deserialize)]
 pub(super) struct Grant {
-    /// Whose it is: what was granted for one address is not shown to another.
+    /// URL of the upstream: a credential for one URL is never sent to another.
     pub(super) url: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) client: Option<Registered>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) credentials: Option<StoredCredentials>,
-    /// Every scope that was ever asked for: what was asked for once is not asked for again.
+    /// Every scope that was ever requested. None of them is requested a second time.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) asked: Vec<String>,
 }
 
-/// A token that can be sent.
+/// An access token.
 #[derive(Clone)]
 pub(super) struct Token {
     pub(super) value: Arc<str>,
-    /// When to get another; never where the issuer does not say.
+    /// Time at which to renew it, or `None` if the issuer does not tell its lifetime.
     pub(super) renew_ms: Option<u64>,
-    /// Whether the upstream has ever taken it.
+    /// `true` once the upstream has accepted it.
     taken: Arc<AtomicBool>,
 }
 
@@ -64,7 +65,7 @@ impl Token {
         let value: Arc<str> = said["access_token"].as_str()?.into();
         let received_ms = credentials.token_received_at.unwrap_or_default().saturating_mul(1_000);
         let lives_ms = said["expires_in"].as_u64().map(|seconds| seconds.saturating_mul(1_000));
-        // One that lives shortly is used for half of its life.
+        // A short-lived token is used for half of its lifetime.
         let renew_ms = lives_ms.map(|ms| received_ms.saturating_add(ms - EARLY_MS.min(ms / 2)));
         Some(Self { value, renew_ms, taken: Arc::default() })
     }
@@ -82,20 +83,21 @@ impl Token {
     }
 }
 
-/// The secrets in credentials, so that they can be taken out of what others say.
+/// Returns the secrets in credentials, for redaction.
 pub(super) fn secrets(credentials: &StoredCredentials) -> Vec<String> {
     let said = serde_json::to_value(&credentials.token_response).unwrap_or_default();
     let text = |key: &str| said[key].as_str().map(str::to_owned);
     ["access_token", "refresh_token", "id_token"].into_iter().filter_map(text).collect()
 }
 
-/// Whether there is a token that can be had without anybody.
+/// Returns `true` if a new token can be obtained without a person.
 pub(super) fn can_refresh(credentials: &StoredCredentials) -> bool {
     let said = serde_json::to_value(&credentials.token_response).unwrap_or_default();
     said["refresh_token"].is_string()
 }
 
-/// The credentials that `rmcp` works on; what is written here is stored by who asked for it.
+/// The credentials that `rmcp` works on. `rmcp` writes them only here; the authorizer persists
+/// them.
 #[derive(Clone, Default)]
 pub(super) struct Wallet(Arc<Mutex<Option<StoredCredentials>>>);
 
@@ -126,7 +128,7 @@ impl CredentialStore for Wallet {
     }
 }
 
-/// Sign-ins that are under way, by their state: unguessable, good for one time and a short while.
+/// Pending sign-ins by their state parameter, which is unguessable, valid once and short-lived.
 #[derive(Clone, Default)]
 pub(super) struct Pending(Arc<Mutex<HashMap<String, StoredAuthorizationState>>>);
 
@@ -173,20 +175,20 @@ impl StateStore for Pending {
     }
 }
 
-/// The scopes in a space-separated list.
+/// Splits a space-separated list of scopes.
 pub(super) fn split(scopes: &str) -> Vec<String> {
     scopes.split_whitespace().map(str::to_owned).collect()
 }
 
-/// The query of an address, by name.
+/// Returns a query parameter of a URL.
 pub(super) fn query(url: &str, name: &str) -> Option<String> {
     let url = reqwest::Url::parse(url).ok()?;
     let found = url.query_pairs().find(|(key, _)| key == name);
     found.map(|(_, value)| value.into_owned())
 }
 
-/// Whether an address that an issuer names is one for a browser and for secrets: on the web, and as
-/// safe on the way as the upstream's own.
+/// Returns `true` if an issuer's endpoint is fit for a browser and for secrets: an HTTP URL that is
+/// at least as secure as the upstream's own.
 pub(super) fn is_sound(end: &str, of: &McpSettings) -> bool {
     let safe = of.url.as_ref().is_some_and(|url| url.starts_with("https:"));
     match reqwest::Url::parse(end) {
@@ -195,7 +197,7 @@ pub(super) fn is_sound(end: &str, of: &McpSettings) -> bool {
     }
 }
 
-/// A flag of an issuer's metadata.
+/// Returns a boolean field of an issuer's metadata, `false` if absent.
 pub(super) fn flag(fields: &HashMap<String, Value>, name: &str) -> bool {
     fields.get(name).and_then(Value::as_bool).unwrap_or(false)
 }

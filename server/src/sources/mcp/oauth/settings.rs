@@ -1,48 +1,50 @@
-//! How we come to a token for an upstream: as a person who signs in once, or as ourselves.
+//! OAuth settings of an upstream: a person signs in once, or Toolcrib uses its own client
+//! credentials.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::super::settings::{McpSettings, Wrong};
 
-/// OAuth of one MCP server that is reached over HTTP. Without it, a server that asks for a token
-/// is signed in to by a person, and our client is registered with its issuer by itself.
+/// OAuth settings of an MCP server that is reached over HTTP. Without them, a person signs in to a
+/// server that requires a token, and Toolcrib registers itself with the server's issuer.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct McpOauth {
-    /// `authorization_code`: somebody signs in, once, in a browser (`toolcrib mcp sign-in`).
-    /// `client_credentials`: the server gets its tokens by itself.
+    /// `authorization_code`: a person signs in once in a browser (`toolcrib mcp sign-in`).
+    /// `client_credentials`: Toolcrib obtains tokens without a person.
     #[serde(skip_serializing_if = "is_usual")]
     pub grant: GrantKind,
-    /// The id of a client that was registered with the issuer beforehand. `${NAME}` is taken from
-    /// the server's environment.
+    /// Id of a client that is already registered with the issuer. `${NAME}` is replaced from the
+    /// server's environment.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub client_id: Option<String>,
-    /// Its secret. Write `${NAME}`: it is taken from the server's environment.
+    /// Secret of that client. Write `${NAME}`, which is replaced from the server's environment.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub client_secret: Option<String>,
-    /// With `client_credentials`, in place of a secret: a private key in PEM, with which we sign
-    /// who we are. Write `${NAME}`.
+    /// With `client_credentials`, instead of a secret: a private key in PEM that signs the client
+    /// assertion. Write `${NAME}`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub private_key: Option<String>,
-    /// How it signs: `ES256`, `ES384`, `RS256`, `RS384` or `RS512`.
+    /// Signing algorithm of the private key: `ES256`, `ES384`, `RS256`, `RS384` or `RS512`.
+    /// Default: `ES256`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub algorithm: Option<Algorithm>,
-    /// What to ask for. Unset: what the server says that it needs.
+    /// Scopes to request. Default: those that the server requires.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub scopes: Vec<String>,
-    /// The only issuer that is believed, whatever the server names. Unset: the first that it names
-    /// is the one that a client with a secret stays with.
+    /// The only issuer to trust, whatever the server names. Default: a client with a secret stays
+    /// with the first issuer that the server names.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub issuer: Option<String>,
-    /// Where our client's own metadata can be read (`https://…`), for issuers that take that in
-    /// place of a registration. Unset: `upstreams.public_url` with `/oauth/client.json`, if that
-    /// begins with `https://`.
+    /// URL of the client's metadata (`https://…`), for issuers that accept it instead of a
+    /// registration. Default: `upstreams.public_url` with `/oauth/client.json`, if that begins with
+    /// `https://`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub client_metadata_url: Option<String>,
 }
 
-/// Who signs in.
+/// OAuth grant type.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum GrantKind {
@@ -52,7 +54,7 @@ pub enum GrantKind {
 }
 
 impl GrantKind {
-    /// As written on the wire.
+    /// Returns the grant type as written on the wire.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::AuthorizationCode => "authorization_code",
@@ -61,7 +63,7 @@ impl GrantKind {
     }
 }
 
-/// How a private key signs.
+/// Signing algorithm of a private key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum Algorithm {
     ES256,
@@ -75,14 +77,14 @@ fn is_usual(kind: &GrantKind) -> bool {
     *kind == GrantKind::default()
 }
 
-/// A scope, as RFC 6749 spells it.
+/// Returns `true` if the text is a scope as defined by RFC 6749.
 fn is_scope(text: &str) -> bool {
     let fine = |byte: u8| matches!(byte, 0x21 | 0x23..=0x5b | 0x5d..=0x7e);
     !text.is_empty() && text.bytes().all(fine)
 }
 
 impl McpOauth {
-    /// Checks what types alone cannot say.
+    /// Checks the constraints that the types do not express.
     pub(in super::super) fn check(&self, of: &McpSettings) -> Result<(), Wrong> {
         let wrong = |why: &str| Err(Wrong { field: "oauth", why: why.to_owned() });
         if of.url.is_none() {
@@ -122,7 +124,7 @@ impl McpOauth {
         Ok(())
     }
 
-    /// The texts that may name variables.
+    /// Returns the settings that may contain variables.
     pub(in super::super) fn texts(&self) -> impl Iterator<Item = &String> {
         self.client_id.iter().chain(&self.client_secret).chain(&self.private_key)
     }

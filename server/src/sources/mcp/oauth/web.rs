@@ -1,5 +1,5 @@
-//! How issuers are reached for upstreams that a key has named: what their metadata points to must
-//! not be a way into the network that we stand in.
+//! The HTTP client for issuers of upstreams that were added with an API key. The URLs in their
+//! metadata must not give access to the server's own network.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,13 +9,13 @@ use rmcp::transport::auth::{OAuthHttpClient, OAuthHttpClientFuture, OAuthHttpReq
 
 use crate::outbound::Outbound;
 
-/// The longest answer of an issuer.
+/// Maximum size of an issuer's response.
 const MOST_BYTES: usize = 1 << 20;
 
-/// How long an issuer may take.
+/// Maximum duration of a request to an issuer.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Goes where the rules allow, and nowhere that an answer points to.
+/// An HTTP client that obeys the outbound policy and follows no redirects.
 pub(super) struct Watched {
     rules: Arc<Outbound>,
     client: reqwest::Client,

@@ -1,5 +1,5 @@
-//! Long poll: one question, one answer. What is handed over is taken (RUNNING) before the answer
-//! is sent, unless the client says that it acknowledges each request itself.
+//! Long poll: one request, one response. Toolcrib marks the requests that it hands over as taken
+//! (RUNNING) before it responds, unless the client acknowledges each request itself.
 
 use axum::Json;
 use axum::extract::State;
@@ -16,33 +16,34 @@ use super::super::super::question::{Asked, Who, wrong_parameter};
 use super::{RequestBody, window};
 use crate::auth::Standing;
 
-/// How to poll.
+/// Options of a poll.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(in super::super) struct Polling {
     client_id: String,
-    /// Wait this long for work; 0 unless said.
+    /// Maximum time to wait for work, in milliseconds (default: 0).
     #[serde(default)]
     wait_ms: u64,
-    /// At most so many requests; 1 unless said.
+    /// Maximum number of requests (default: 1).
     max: Option<usize>,
-    /// `auto` (unless said): what is handed over is taken. `explicit`: POST …/ack takes it, and
-    /// what was not acknowledged within 30 s is handed over again.
+    /// `auto` (default): requests count as taken when they are handed over. `explicit`: POST …/ack
+    /// takes a request, and requests that are not acknowledged within 30 s are redelivered.
     ack: Option<String>,
 }
 
-/// Work.
+/// Requests and cancellations for a client.
 #[derive(Serialize, ToSchema)]
 pub(in super::super) struct PolledBody {
     /// `tool_request` objects, as on the WebSocket.
     #[schema(value_type = Vec<Object>)]
     requests: Vec<RequestBody>,
-    /// What nobody wants any more, of what this client has: stop it. Left out when there is none.
+    /// Requests of this client to stop, because they were canceled or have timed out. Omitted if
+    /// empty.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     cancels: Vec<CanceledBody>,
 }
 
-/// A request that was canceled, or whose time is over.
+/// A request that was canceled or has timed out.
 #[derive(Serialize, ToSchema)]
 pub(in super::super) struct CanceledBody {
     tool_call_id: String,
@@ -60,7 +61,7 @@ fn canceled(message: &Message) -> Option<CanceledBody> {
     Some(CanceledBody { tool_call_id: call_id.to_string(), attempt: *attempt })
 }
 
-/// Asks for work, and waits for it.
+/// Waits for work and returns it.
 #[utoipa::path(get, path = "/internal/ingress/poll", tag = "providers", params(Polling),
     responses((status = 200, body = PolledBody), (status = 403, body = Problem),
         (status = 404, body = Problem)))]
@@ -93,7 +94,8 @@ pub(in super::super) async fn poll(
     while let Some(message) = next {
         match message {
             Message::Request(request) => waiting.push(request),
-            // Told with what is canceled while the requests are taken; not lost if that fails.
+            // Reported below, together with cancellations that arrive while the requests are taken.
+            // Storing it in the session keeps it if that fails.
             cancel => {
                 has_cancels = true;
                 session.keep(cancel);
@@ -111,9 +113,9 @@ pub(in super::super) async fn poll(
             let taken = engine.take(&caller, &request.call_id, &polling.client_id, attempt).await;
             match taken {
                 Ok(_) => {}
-                // It ended meanwhile: there is nothing to hand over.
+                // The call has ended in the meantime, so there is nothing to hand over.
                 Err(error) if error.code() == Code::Conflict => continue,
-                // The rest goes back in line when the session is dropped.
+                // Dropping the session returns the remaining requests to the queue.
                 Err(error) if requests.is_empty() && !has_cancels => return Err(error.into()),
                 Err(_) => break,
             }
@@ -121,7 +123,7 @@ pub(in super::super) async fn poll(
         requests.push(request);
     }
     let cancels: Vec<CanceledBody> = session.canceled().iter().filter_map(canceled).collect();
-    // What was canceled meanwhile need not be begun.
+    // The client need not start requests that were canceled in the meantime.
     requests.retain(|request| !cancels.iter().any(|cancel| cancel.is_about(request)));
     let requests = requests.into_iter().map(|request| RequestBody::of(engine, request)).collect();
     Ok(Json(PolledBody { requests, cancels }))

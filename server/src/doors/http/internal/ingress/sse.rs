@@ -1,4 +1,5 @@
-//! SSE: requests and cancellations as they come. Acknowledging, progress and results go by POST.
+//! SSE: streams requests and cancellations to a client. The client sends acknowledgements, progress
+//! and results by POST.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -21,19 +22,20 @@ use super::{MessageBody, text, window};
 use crate::auth::Standing;
 use crate::peer::DeadAfter;
 
-/// How to listen.
+/// Options of the stream.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(in super::super) struct Listening {
     client_id: String,
-    /// How many requests to be given at once.
+    /// Maximum number of requests in flight (default: the server's setting).
     max_in_flight: Option<usize>,
-    /// The client keeps a record of what it did and can answer from it.
+    /// True if the client records its results and can answer a redelivered request from that
+    /// record.
     #[serde(default)]
     resume: bool,
 }
 
-/// Hears of work as it comes.
+/// Streams requests and cancellations to a client.
 #[utoipa::path(get, path = "/internal/ingress/sse", tag = "providers", params(Listening),
     responses(
         (status = 200, description = "Server-sent events tool_request and tool_cancel",
@@ -53,7 +55,7 @@ pub(in super::super) async fn sse(
     };
     let session = door.engine.connect(&caller, connecting)?;
     let state = (session, door.engine.clone(), Standing::new(&caller, &headers));
-    // Dropping the stream drops the session: what was not acknowledged goes back in line.
+    // Dropping the stream drops the session, which returns unacknowledged requests to the queue.
     let messages = stream::unfold(state, async |(mut session, engine, standing)| {
         let message = session.next().await?;
         standing.check(&engine).ok()?;
@@ -62,7 +64,7 @@ pub(in super::super) async fn sse(
         Some((Ok::<_, Infallible>(event), (session, engine, standing)))
     });
     let every = Duration::from_millis(door.settings.heartbeat_ms);
-    // The heartbeats must arrive: that is all there is to know that the client is there.
+    // An SSE client sends nothing, so undelivered heartbeats are the only sign that it is gone.
     let dead_after = DeadAfter(Duration::from_millis(door.settings.dead_after_ms));
     let events = Sse::new(messages).keep_alive(KeepAlive::new().interval(every));
     Ok((Extension(dead_after), events))

@@ -1,8 +1,8 @@
-//! WebSocket: the whole conversation with a client on one connection.
+//! WebSocket: the whole exchange with a client on one connection.
 //!
-//! The client says `hello` first. Each message about a call is handled in its own task, so a slow
-//! commit does not hold up the connection; messages about the same call are handled in the order
-//! they came. A connection that shows no sign of life is closed.
+//! The client sends `hello` first. Each message about a call is handled in a separate task, so that
+//! a slow commit does not block the connection; messages about the same call are handled in the
+//! order of arrival. A connection without a sign of life is closed.
 
 mod places;
 mod tap;
@@ -44,37 +44,39 @@ use crate::auth::Standing;
 use places::{Places, Taken};
 use tap::Tap;
 
-/// Messages of one client that are handled at a time; more are not read until these are done.
+/// Maximum number of messages of one client in progress; further ones are not read until one
+/// finishes.
 const AT_ONCE: usize = 64;
 
-/// So many times the limit of a message is passed over of one that is larger.
+/// Maximum number of bytes drained of an oversized message, as a multiple of the message limit.
 const PASSED_OVER: usize = 4;
 
 type Socket = WebSocketStream<Tap<TokioIo<Upgraded>>>;
 
-/// Messages that are about a call.
+/// Types of messages that concern a call.
 const ABOUT_A_CALL: [&str; 3] = ["tool_ack", "tool_progress", "tool_result"];
 
-/// The first message.
+/// The first message of a connection.
 #[derive(Deserialize)]
 struct Hello {
     client_id: String,
-    /// Registered first, if given.
+    /// Tools to register before the connection is established.
     tools: Option<Vec<OfferBody>>,
     max_in_flight: Option<usize>,
-    /// The client keeps a record of what it did and can answer from it.
+    /// True if the client records its results and can answer a redelivered request from that
+    /// record.
     #[serde(default)]
     resume: bool,
 }
 
-/// What every message has.
+/// Fields that messages have in common.
 #[derive(Deserialize)]
 struct Header {
     #[serde(rename = "type")]
     kind: String,
     tool_call_id: Option<String>,
     attempt: Option<u32>,
-    /// Of `tool_ack`: say when it is kept.
+    /// For `tool_ack`: request a confirmation once the acknowledgement is stored.
     #[serde(default)]
     confirm: bool,
 }
@@ -126,7 +128,7 @@ async fn converse(door: Door, caller: Caller, standing: Standing, mut socket: So
             let _ = socket.send(Frame::Close(None)).await;
             return;
         }
-        // Gone, or silent: there is nobody to tell.
+        // The client disconnected or sent nothing, so there is no one to respond to.
         Ok(Err(None)) | Err(_) => return,
     };
     let conversation = Conversation {
@@ -141,7 +143,7 @@ async fn converse(door: Door, caller: Caller, standing: Standing, mut socket: So
     conversation.run(socket, session).await;
 }
 
-/// Waits for `hello`; `Err(None)` when the client went away.
+/// Waits for `hello`. Returns `Err(None)` if the client disconnected.
 async fn greet(
     door: &Door,
     caller: &Caller,
@@ -208,10 +210,10 @@ impl Conversation {
         let places = Places::new(AT_ONCE, self.max_message_bytes);
         let mut last_on_call: HashMap<CallId, JoinHandle<()>> = HashMap::new();
         let mut heartbeat = tokio::time::interval(self.heartbeat);
-        // After a pause of our own there is one ping, and time for its answer.
+        // After a pause of this process, sends one ping and leaves time for the response.
         heartbeat.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        // Pings in a row without a sign of life. Not the time: a client must not be hung up on
-        // because this process or its machine stood still.
+        // Number of consecutive pings without a sign of life. It counts pings and not time, so that
+        // a client is not disconnected because this process or its machine was suspended.
         let mut unanswered = 0;
         let bearable = (self.patience.as_millis() / self.heartbeat.as_millis().max(1)).max(1);
         let this = Arc::new(self);
@@ -252,7 +254,7 @@ impl Conversation {
                         Frame::Binary(_) => (Err(not_text()), Bytes::new()),
                         Frame::Ping(_) | Frame::Pong(_) | Frame::Frame(_) => continue,
                         Frame::Close(_) => {
-                            // The goodbye is answered, so that the client knows it was heard.
+                            // Flushes the close frame, so that the client sees its close confirmed.
                             let _ = tokio::time::timeout(this.patience, socket.flush()).await;
                             break;
                         }
@@ -278,7 +280,8 @@ impl Conversation {
         }
     }
 
-    /// Whether the key that opened this connection still opens it; if not, the client is told.
+    /// Returns true if the key of this connection is still valid; otherwise closes the connection
+    /// with the reason.
     async fn is_welcome(&self, socket: &mut Socket) -> bool {
         let Err(error) = self.standing.check(&self.engine) else { return true };
         let reason = error.to_string().chars().take(100).collect::<String>().into();
@@ -287,7 +290,7 @@ impl Conversation {
         false
     }
 
-    /// Says why the connection ends, where that is because of what the client has sent.
+    /// Closes the connection with a reason, if the error is in data that the client sent.
     async fn part(
         &self,
         socket: &mut Socket,
@@ -303,16 +306,17 @@ impl Conversation {
             }
             tungstenite::Error::Utf8(_) => (CloseCode::Invalid, "a text was not UTF-8".to_owned()),
             tungstenite::Error::Protocol(error) => (CloseCode::Protocol, error.to_string()),
-            // Gone: there is nobody to tell.
+            // The client disconnected.
             _ => return,
         };
-        tracing::warn!(client_id = self.client_id, "cut off: {reason}");
+        tracing::warn!(client_id = self.client_id, "closed the connection: {reason}");
         let reason = reason.chars().take(100).collect::<String>().into();
         self.send(socket, Frame::Close(Some(CloseFrame { code, reason }))).await;
     }
 
-    /// A result that is too large to be read is how its attempt went: given again, it would only
-    /// come back too large again. Answers with what to say, if it is known what it was about.
+    /// Fails the attempt whose result is too large to be read, because a redelivery would only
+    /// produce the same oversized result. Returns the response to the client, if the call could be
+    /// identified.
     async fn answer_too_large(
         &self,
         tap: &mut Tap<TokioIo<Upgraded>>,
@@ -343,12 +347,13 @@ impl Conversation {
         )
     }
 
-    /// A client that does not read is cut off; what it had not acknowledged goes to others.
+    /// Sends a frame. Returns false if the client does not read: the connection then ends, and its
+    /// unacknowledged requests go to other clients.
     async fn send(&self, socket: &mut Socket, frame: Frame) -> bool {
         matches!(tokio::time::timeout(self.patience, socket.send(frame)).await, Ok(Ok(())))
     }
 
-    /// Does what a message says; answers with what to say back.
+    /// Handles a message and returns the response, if any.
     async fn answer(&self, header: Result<Header, Error>, said: &[u8]) -> Option<Value> {
         let header = match header {
             Ok(header) => header,
@@ -372,7 +377,7 @@ impl Conversation {
             "tool_ack" => {
                 let taken = self.engine.take(&self.caller, &id, &self.client_id, header.attempt);
                 let call = taken.await?;
-                // For who must not begin before the acknowledgement is kept.
+                // For clients that must not start before the acknowledgement is stored.
                 Ok(header.confirm.then(
                     || json!({ "type": "tool_taken", "tool_call_id": id, "attempt": call.attempt }),
                 ))
@@ -405,7 +410,7 @@ impl Header {
         self.tool_call_id.as_ref()?.parse().ok()
     }
 
-    /// The call that a message is about, if it is one of those that are about a call.
+    /// Returns the call that the message concerns, or an error if its type does not concern a call.
     fn about(&self) -> Result<CallId, Error> {
         let kind: String = self.kind.chars().take(80).collect();
         if !ABOUT_A_CALL.contains(&kind.as_str()) {
@@ -421,8 +426,8 @@ impl Header {
     }
 }
 
-/// The next frame, once there is a place to handle it at. While there is none, the connection goes
-/// on answering: it is the answers that have been sent that make places free.
+/// Reads the next frame once there is a permit to handle it. Until then the connection keeps
+/// sending responses, because handlers release their permits only after their responses are queued.
 async fn next_frame(
     places: &Places,
     socket: &mut Socket,
@@ -435,7 +440,7 @@ fn not_text() -> Error {
     Error::refused(Code::BadRequest, "messages are JSON in text frames; this one was binary")
 }
 
-/// A message and what it is about.
+/// Parses the header of a message, and returns it with the checked bytes.
 fn heard_as(said: Utf8Bytes) -> (Result<Header, Error>, Bytes) {
     let said = Bytes::from(said);
     let said = match mended(&said) {
@@ -446,7 +451,7 @@ fn heard_as(said: Utf8Bytes) -> (Result<Header, Error>, Bytes) {
     (read(&said), said)
 }
 
-/// A message that was checked.
+/// Parses a message that was checked before.
 fn read<T: serde::de::DeserializeOwned>(said: &[u8]) -> Result<T, Error> {
     parse_checked(said).map_err(Refused::into_error)
 }

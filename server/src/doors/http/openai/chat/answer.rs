@@ -1,4 +1,4 @@
-//! A chat completion, whole and in chunks.
+//! Chat completion responses: complete, and as a stream of chunks.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -14,14 +14,14 @@ use toolcrib::model::{Stopped, Usage, Wanted};
 use super::super::conversation::{Conversation, Ending, News, Told, begun, marked};
 use super::super::refusal::Refusal;
 
-/// How the answer is written.
+/// Format of the response.
 pub(super) struct Form {
-    /// The model, as it was asked for.
+    /// The model name, as requested.
     pub(super) model: String,
     pub(super) with_usage: bool,
 }
 
-/// The whole answer at once.
+/// Builds the complete response.
 pub(super) fn whole(ending: &Ending, form: &Form) -> Response {
     let calls: Vec<Value> = ending.calls.iter().map(call).collect();
     let content = (calls.is_empty() || !ending.text.is_empty()).then_some(&ending.text);
@@ -65,12 +65,12 @@ fn usage(usage: Usage) -> Value {
         "total_tokens": prompt.saturating_add(completion) })
 }
 
-/// Writes chunks.
+/// Builds the chunks of a streamed response.
 struct Chunks {
     id: String,
     created: i64,
     form: Form,
-    /// Whether text was told, and whether a step began since.
+    /// `has_text` is true once text was sent; `new_step` is true if a step started since then.
     spoke: bool,
     new_step: bool,
 }
@@ -100,7 +100,7 @@ impl Chunks {
             News::Replied => return None,
             News::Text(text) => text,
         };
-        // What was said before and after a call are two paragraphs.
+        // Texts before and after a call become two paragraphs.
         let apart = self.spoke && std::mem::take(&mut self.new_step);
         (self.spoke, self.new_step) = (true, false);
         let text = if apart { format!("\n\n{text}") } else { text };
@@ -126,8 +126,8 @@ impl Chunks {
     }
 }
 
-/// The answer as it comes. Nothing is answered before the model has said something, so that a
-/// model that cannot be asked is a refusal with its status, and not a stream that breaks.
+/// Streams the response. Sends nothing until the model has responded, so that an unavailable model
+/// is an error with its HTTP status and not a broken stream.
 pub(super) async fn streamed(conversation: Conversation, form: Form) -> Result<Response, Refusal> {
     let run_id = conversation.terms.run_id.clone();
     let (mut told, leash) = begun(conversation);
@@ -137,7 +137,7 @@ pub(super) async fn streamed(conversation: Conversation, form: Form) -> Result<R
     loop {
         match told.recv().await {
             Some(Told::News(news)) => {
-                // Once it has answered, it can be asked; and its calls may take long.
+                // A first reply proves that the model is available, and its calls may take long.
                 let replied = news == News::Replied;
                 begin.extend(chunks.news(news));
                 if replied || begin.len() > 1 {

@@ -1,4 +1,4 @@
-//! A response, whole and as events.
+//! Responses of the Responses API: complete, and as a stream of events.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -17,14 +17,14 @@ use toolcrib::{Caller, Engine};
 use super::super::conversation::{Conversation, Ending, Leash, News, Told, begun, marked};
 use super::super::refusal::Refusal;
 
-/// How the response is written, and whether it is kept.
+/// Builds the response, and saves its conversation if requested.
 pub(super) struct Form {
     id: String,
     created: i64,
-    /// What the request said, as far as the response repeats it.
+    /// Fields of the request that the response echoes.
     repeated: Map<String, Value>,
     pub(super) kept: bool,
-    /// Whether the first message are instructions, which hold for this response only.
+    /// True if the first message is the request's instructions, which apply to this response only.
     pub(super) instructed: bool,
 }
 
@@ -81,7 +81,7 @@ impl Form {
         response
     }
 
-    /// Keeps the conversation, so that it can be gone on from here.
+    /// Saves the conversation, so that a later request can continue from it.
     async fn keep(&self, engine: &Engine, caller: &Caller, ending: &Ending) -> Result<(), Error> {
         if !self.kept {
             return Ok(());
@@ -123,7 +123,7 @@ fn fresh(kind: &str) -> String {
     format!("{kind}_{}", ulid::Ulid::generate())
 }
 
-/// The whole response at once.
+/// Builds the complete response.
 pub(super) async fn whole(conversation: Conversation, form: Form) -> Result<Response, Refusal> {
     let (engine, caller) = (conversation.engine.clone(), conversation.caller.clone());
     let run_id = conversation.terms.run_id.clone();
@@ -139,13 +139,13 @@ pub(super) async fn whole(conversation: Conversation, form: Form) -> Result<Resp
     Ok(marked(Json(form.ended(&ending, output)).into_response(), &run_id))
 }
 
-/// Writes events.
+/// Builds the events of a streamed response.
 struct Events {
     form: Form,
     number: u64,
-    /// Items that are complete.
+    /// Completed items.
     output: Vec<Value>,
-    /// The message that is being said: its id and its text.
+    /// Id and text of the message in progress.
     open: Option<(String, String)>,
     out: Vec<Event>,
 }
@@ -189,7 +189,7 @@ impl Events {
         self.push("response.output_text.delta", delta);
     }
 
-    /// The message that was being said is complete.
+    /// Completes the message in progress.
     fn close(&mut self) {
         let Some((id, said)) = self.open.take() else { return };
         let index = self.output.len();
@@ -260,7 +260,7 @@ impl Events {
     }
 }
 
-/// What a stream goes on with.
+/// State of a streamed response.
 struct Going {
     told: tokio::sync::mpsc::UnboundedReceiver<Told>,
     events: Events,
@@ -270,7 +270,7 @@ struct Going {
 }
 
 impl Going {
-    /// The next events; none when all was told.
+    /// Returns the next events, or `None` at the end of the stream.
     async fn next(&mut self) -> Option<Vec<Event>> {
         loop {
             match self.told.recv().await? {
@@ -297,7 +297,7 @@ impl Going {
     }
 }
 
-/// The response as it comes. A model that cannot be asked at all is a refusal with its status.
+/// Streams the response. An unavailable model is an error with its HTTP status.
 pub(super) async fn streamed(conversation: Conversation, form: Form) -> Result<Response, Refusal> {
     let (engine, caller) = (conversation.engine.clone(), conversation.caller.clone());
     let run_id = conversation.terms.run_id.clone();

@@ -1,13 +1,13 @@
-//! Items of a response's input as messages of the chat form.
+//! Converts input items of the Responses API to messages in the chat format.
 
 use serde_json::{Value, json};
 
 use super::super::refusal::{Refusal, invalid};
 
-/// Who can have said a message.
+/// Valid roles of a message.
 const ROLES: [&str; 4] = ["system", "developer", "user", "assistant"];
 
-/// The input as messages.
+/// Converts the input to messages.
 pub(super) fn messages(input: Value) -> Result<Vec<Value>, Refusal> {
     let items = match input {
         Value::String(text) => return Ok(vec![json!({ "role": "user", "content": text })]),
@@ -48,7 +48,7 @@ pub(super) fn messages(input: Value) -> Result<Vec<Value>, Refusal> {
                 messages.push(json!({ "role": "tool", "tool_call_id": needed("call_id")?,
                     "content": output }));
             }
-            // What a model thought is not for another to read.
+            // One model's reasoning is not passed to another.
             Some("reasoning") => {}
             Some(other) => {
                 let shown: String = other.chars().take(40).collect();
@@ -63,7 +63,8 @@ pub(super) fn messages(input: Value) -> Result<Vec<Value>, Refusal> {
     Ok(messages)
 }
 
-/// Calls of one answer are one message, with what was said before them.
+/// Adds a call. The calls of one model response form one message, together with the text before
+/// them.
 fn add_call(messages: &mut Vec<Value>, call: Value) {
     match messages.last_mut() {
         Some(last) if last["role"] == "assistant" => match last["tool_calls"].as_array_mut() {
@@ -74,7 +75,7 @@ fn add_call(messages: &mut Vec<Value>, call: Value) {
     }
 }
 
-/// Content as the chat form has it; a text alone is a text.
+/// Converts content to the chat format; a single text becomes a plain string.
 fn parts(content: &Value) -> Option<Value> {
     let parts = match content {
         Value::String(_) => return Some(content.clone()),
@@ -101,7 +102,7 @@ fn parts(content: &Value) -> Option<Value> {
     }
 }
 
-/// The client's functions in the chat form.
+/// Converts the caller's functions to the chat format.
 pub(super) fn tools(tools: Vec<Value>) -> Result<Vec<Value>, Refusal> {
     let mut functions = Vec::new();
     for (n, tool) in tools.into_iter().enumerate() {

@@ -1,5 +1,5 @@
-//! What is posted about a run: definitions, calls and results, in our own form or in a model's.
-//! What cannot be read is refused with the name of its field.
+//! Request bodies of a run's context: tool definitions, calls and results, in Toolcrib's format or
+//! in that of a model API. An entry that cannot be parsed is refused with the name of its field.
 
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -13,19 +13,19 @@ use utoipa::ToSchema;
 
 use super::super::super::wire::{reported_fault, timeout_ms};
 
-/// The tools a run is told of.
+/// The tools that a run lists.
 #[derive(Deserialize, ToSchema)]
 pub(crate) struct DefinitionsBody {
-    /// Tools that the caller runs itself: `{name, description?, schema?, output_schema?, async?,
-    /// timeout_ms?, effect?, risk?}`, or as OpenAI or Anthropic describe them.
+    /// Tools that the caller executes itself: `{name, description?, schema?, output_schema?,
+    /// async?, timeout_ms?, effect?, risk?}`, or in the format of OpenAI or Anthropic.
     #[serde(default)]
     #[schema(value_type = Vec<Object>)]
     tool_definitions: Vec<Json>,
-    /// The tools of the crib, by name; all that the caller may call unless said, none with `[]`.
+    /// Names of Toolcrib's tools (default: all that the caller may call; `[]` = none).
     crib_tools: Option<Vec<String>>,
 }
 
-/// One tool of the caller's own, in any of the forms.
+/// A tool that the caller executes, in any of the formats.
 #[derive(Deserialize)]
 struct OwnTool {
     name: String,
@@ -45,7 +45,7 @@ struct OwnTool {
     risk: Risk,
 }
 
-/// OpenAI's chat form has the rest one level deeper.
+/// OpenAI's chat format, which nests the definition one level deeper.
 #[derive(Deserialize)]
 struct Wrapped {
     function: Option<Json>,
@@ -88,16 +88,16 @@ impl OwnTool {
     }
 }
 
-/// Calls that the caller runs itself.
+/// Calls that the caller executes itself.
 #[derive(Deserialize, ToSchema)]
 pub(crate) struct CallsBody {
     /// 1 to 128 calls: `{call_id?, name, args?, timeout_ms?, idempotency_key?, async?, result?}`,
-    /// or as OpenAI or Anthropic write them. `result` is `{ok?, data?, error?}`.
+    /// or in the format of OpenAI or Anthropic. `result` is `{ok?, data?, error?}`.
     #[schema(value_type = Vec<Object>)]
     tool_calls: Option<Json>,
 }
 
-/// What an entry may say beside the call itself.
+/// Fields of an entry beside the call itself.
 #[derive(Deserialize)]
 struct Beside {
     #[serde(default, rename = "async")]
@@ -166,29 +166,29 @@ impl CallsBody {
     }
 }
 
-/// How calls went that the caller ran itself.
+/// Results of calls that the caller executed itself.
 #[derive(Deserialize, ToSchema)]
 pub(crate) struct ResultsBody {
-    /// 1 to 128 results: `{call_id or tool_call_id, ok?, data?, error?}`, or the messages that go
-    /// to OpenAI (`role: "tool"`) or Anthropic (`type: "tool_result"`).
+    /// 1 to 128 results: `{call_id or tool_call_id, ok?, data?, error?}`, or messages in the format
+    /// of OpenAI (`role: "tool"`) or Anthropic (`type: "tool_result"`).
     #[schema(value_type = Vec<Object>)]
     tool_results: Option<Json>,
 }
 
-/// One result, in any of the forms.
+/// One result, in any of the formats.
 #[derive(Deserialize)]
 struct ResultEntry {
     call_id: Option<String>,
-    /// Our ticket; in OpenAI's messages, the call's own id.
+    /// Toolcrib's ticket; in OpenAI's messages, the model's id of the call.
     tool_call_id: Option<String>,
-    /// Anthropic's.
+    /// Anthropic's id of the call.
     tool_use_id: Option<String>,
     ok: Option<bool>,
     data: Option<Json>,
     error: Option<Value>,
-    /// OpenAI's and Anthropic's.
+    /// The result in the formats of OpenAI's chat API and of Anthropic.
     content: Option<Json>,
-    /// Of OpenAI's Responses.
+    /// The result in the format of OpenAI's Responses API.
     output: Option<Json>,
     is_error: Option<bool>,
 }
@@ -236,13 +236,13 @@ impl ResultEntry {
     }
 }
 
-/// The entries of a list that must be there.
+/// Returns the entries of a required list.
 fn entries(field: &str, given: Option<&Json>) -> Result<Vec<Json>, Error> {
     let given = given.ok_or_else(|| refused(field, "is missing"))?;
     given.items().ok_or_else(|| refused(field, "must be a list"))
 }
 
-/// An entry that fits `T`, or which field of it does not.
+/// Parses an entry as `T`; an error names the field that does not fit.
 fn read<T: DeserializeOwned>(place: &str, entry: &Json) -> Result<T, Error> {
     let mut text = serde_json::Deserializer::from_str(entry.text());
     serde_path_to_error::deserialize(&mut text).map_err(|error| {

@@ -1,4 +1,4 @@
-//! What a run is asked for, field by field, so that nonsense is answered by its name.
+//! Request bodies of runs. Fields are parsed one by one, so that an error names the invalid field.
 
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -9,32 +9,32 @@ use toolcrib::model::Models;
 use toolcrib::turn::{Acting, Limits};
 use utoipa::ToSchema;
 
-/// A conversation, and how it is carried on.
+/// A conversation to run, and the options of the run.
 #[derive(Deserialize, ToSchema)]
 pub(crate) struct RunBody {
-    /// The model; unless said, the first that `GET /v1/models` lists.
+    /// The model (default: the first that `GET /v1/models` lists).
     #[schema(value_type = Option<String>)]
     model: Option<Value>,
-    /// The conversation so far, in OpenAI's chat form.
+    /// The conversation so far, in OpenAI's chat format.
     #[schema(value_type = Vec<Object>)]
     messages: Option<Value>,
-    /// Names and patterns (`weather.*`) of the tools it may use; unless said, all that the caller
-    /// may call.
+    /// Names and patterns (`weather.*`) of the tools that the run may use (default: all that the
+    /// caller may call).
     #[schema(value_type = Option<Vec<String>>)]
     tools: Option<Value>,
-    /// How calls are executed.
+    /// Execution of the calls.
     #[schema(value_type = Option<PolicyBody>)]
     policy: Option<Value>,
-    /// How far it may go.
+    /// Limits of the run.
     #[schema(value_type = Option<LimitsBody>)]
     limits: Option<Value>,
-    /// What else goes into each request to the model: `temperature`, `max_tokens`, ….
+    /// Further fields of each request to the model: `temperature`, `max_tokens`, ….
     #[schema(value_type = Option<Object>)]
     settings: Option<Value>,
-    /// Whether the answer is the run's events, as they happen.
+    /// True to receive the run's events as a stream.
     #[schema(value_type = Option<bool>)]
     stream: Option<Value>,
-    /// Wait so long for its end.
+    /// Maximum time to wait for the end of the run, in milliseconds.
     #[schema(value_type = Option<u64>)]
     wait_ms: Option<Value>,
     /// A label.
@@ -45,40 +45,42 @@ pub(crate) struct RunBody {
     idempotency_key: Option<Value>,
 }
 
-/// How the calls of a run are executed.
+/// Execution of the calls of a run.
 #[derive(ToSchema)]
 #[allow(dead_code, reason = "only its schema is used; the engine's own type is read")]
 pub(crate) struct PolicyBody {
-    /// `parallel` (unless said: those that only read side by side), `serial` or `unordered`.
+    /// `parallel` (default: read-only tools run concurrently), `serial` or `unordered`.
     mode: Option<String>,
     max_parallel: Option<u32>,
-    /// How long each call has; unless said, as long as its tool says.
+    /// Time limit of each call in milliseconds (default: that of its tool).
     timeout_ms: Option<u64>,
-    /// How many attempts may follow the first of each call.
+    /// Maximum number of retries of each call.
     max_retries: Option<u32>,
-    /// How long the model is kept waiting for its calls; what takes longer comes late.
+    /// Maximum time the model waits for the calls of one step, in milliseconds. Results that take
+    /// longer are delivered to it later.
     wait_ms: Option<u64>,
-    /// How many tokens the results of one answer may have together: 8000 unless said.
+    /// Maximum number of tokens of all results of one step together (default: 8000).
     result_tokens: Option<u32>,
 }
 
-/// How far a run may go.
+/// Limits of a run.
 #[derive(ToSchema)]
 #[allow(dead_code, reason = "only its schema is used; the engine's own type is read")]
 pub(crate) struct LimitsBody {
-    /// Answers of the model: 32 unless said.
+    /// Maximum number of model responses (default: 32).
     steps: Option<u32>,
-    /// Calls of tools: 256 unless said.
+    /// Maximum number of tool calls (default: 256).
     calls: Option<u32>,
-    /// Calls in one answer: 64 unless said.
+    /// Maximum number of calls in one model response (default: 64).
     calls_per_step: Option<u32>,
-    /// Tokens of all requests and answers: 1,000,000 unless said.
+    /// Maximum number of tokens of all requests and responses (default: 1,000,000).
     tokens: Option<u64>,
-    /// How long it works: 600,000 unless said.
+    /// Maximum working time in milliseconds (default: 600,000).
     time_ms: Option<u64>,
-    /// How often the same call may have the same result: 3 unless said; 0 = any number.
+    /// Maximum number of times the same call may return the same result (default: 3; 0 =
+    /// unlimited).
     repeats: Option<u32>,
-    /// Steps in a row in which every call fails: 4 unless said; 0 = any number.
+    /// Maximum number of consecutive steps in which every call fails (default: 4; 0 = unlimited).
     failures: Option<u32>,
 }
 
@@ -87,7 +89,7 @@ fn invalid(field: &str, what: &str) -> Error {
     fault.with_detail(json!({ "pointer": format!("/{field}") })).into()
 }
 
-/// A field of the body; null is the same as nothing.
+/// Parses a field of the body; null counts as absent.
 fn field<T: DeserializeOwned>(
     name: &str,
     value: Option<&Value>,
@@ -99,7 +101,7 @@ fn field<T: DeserializeOwned>(
         if !what.is_empty() {
             return invalid(name, what);
         }
-        // Which of the fields in it: they are not told apart by what is wrong with them.
+        // Names the nested field as well: serde's message alone does not identify it.
         let path = error.path().to_string();
         let place = if path == "." { name.to_owned() } else { format!("{name}/{path}") };
         invalid(&place.replace('.', "/"), &format!("cannot be read: {}", error.inner()))
@@ -129,7 +131,7 @@ impl RunBody {
         let settings: Option<Map<String, Value>> =
             field("settings", self.settings.as_ref(), "must be an object")?;
         let settings = settings.unwrap_or_default();
-        // These are the run's own to say.
+        // The run sets these fields itself.
         for taken in ["model", "messages", "tools", "stream", "stream_options", "n"] {
             if settings.contains_key(taken) {
                 return Err(invalid(&format!("settings/{taken}"), "cannot be set here"));
@@ -150,13 +152,13 @@ impl RunBody {
     }
 }
 
-/// What the user says.
+/// User messages to add to a run.
 #[derive(Deserialize, ToSchema)]
 pub(crate) struct MessagesBody {
-    /// In OpenAI's chat form.
+    /// Messages in OpenAI's chat format.
     #[schema(value_type = Vec<Object>)]
     messages: Option<Value>,
-    /// Wait so long for the run's end.
+    /// Maximum time to wait for the end of the run, in milliseconds.
     #[schema(value_type = Option<u64>)]
     wait_ms: Option<Value>,
 }

@@ -1,4 +1,5 @@
-//! A recorded run played again: as SSE, because it takes as long as its model does.
+//! Replays a recorded run. The response is an SSE stream, because a replay takes as long as the
+//! model does.
 
 use axum::extract::State;
 use axum::response::sse::Event as Message;
@@ -17,18 +18,20 @@ use super::super::super::answer::{Problem, Refused};
 use super::super::super::question::{Body, NamePath, Who};
 use super::super::events::{Messages, sent};
 
-/// How many messages may wait for a client.
+/// Maximum number of messages queued for a client.
 const PLACES: usize = 4_096;
 
-/// How it is played again.
+/// Options of a replay.
 #[derive(Deserialize, ToSchema)]
 pub(in super::super) struct ReplayBody {
-    /// Another model than the recorded one.
+    /// The model to use (default: the recorded one).
     model: Option<String>,
 }
 
-/// Asks the model again, answers its calls with what was recorded, and says where it went another
-/// way. Nothing is executed and nothing is kept.
+/// Replays a run against the model, with recorded results, and reports the differences.
+///
+/// Toolcrib sends the recorded conversation to the model again and answers its calls with the
+/// recorded results. It executes and stores nothing.
 #[utoipa::path(post, path = "/v1/runs/{run_id}/replay", tag = "runs",
     params(("run_id" = String, Path, description = "The run")),
     request_body = ReplayBody,
@@ -48,7 +51,7 @@ pub(in super::super) async fn replay(
     tokio::spawn(async move {
         let told = say.clone();
         let watch = move |happening: Happening<'_>| {
-            // Who is too slow misses pieces of an answer, and has them with the whole of it.
+            // A slow client misses deltas of a response; it still gets the complete response.
             let is_piece = matches!(happening, Happening::Piece { .. });
             if is_piece && told.capacity() < PLACES / 2 {
                 return;
@@ -60,7 +63,7 @@ pub(in super::super) async fn replay(
         let engine = door.engine;
         let playing = engine.replay_run(&caller, &run_id, body.model.as_deref(), &watch);
         let last = tokio::select! {
-            // Nobody is interested any more.
+            // The client disconnected.
             () = say.closed() => return,
             played = playing => match played {
                 Ok(played) => message("replay.finished", json!({
@@ -77,7 +80,7 @@ pub(in super::super) async fn replay(
                     message("replay.failed", json!({ "error": Trouble::from(&fault) }))
                 }
                 Err(Error::Internal(error)) => {
-                    tracing::error!(%error, "a replay");
+                    tracing::error!(%error, "a replay failed");
                     message("replay.failed", json!({ "error": { "code": "INTERNAL" } }))
                 }
             },

@@ -1,4 +1,4 @@
-//! A run as JSON: in a list, and whole.
+//! Response bodies of runs: the summary in lists, and the detail.
 
 use serde::Serialize;
 use serde_json::Value;
@@ -11,20 +11,21 @@ use utoipa::ToSchema;
 
 use super::super::super::wire::FaultBody;
 
-/// So many of a run's newest calls are shown with it.
+/// Maximum number of a run's newest calls in its detail.
 const CALLS: usize = 200;
 
 /// A run, without its steps.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct RunSummary {
     run_id: String,
-    /// `RUNNING`, `WAITING` (only for results that come late), `SUCCEEDED`, `FAILED` or `CANCELED`.
+    /// `RUNNING`, `WAITING` (only late results are outstanding), `SUCCEEDED`, `FAILED` or
+    /// `CANCELED`.
     status: &'static str,
     model: String,
     agent: String,
     /// The final answer.
     answer: Option<String>,
-    /// The limit at which the model was asked for it: `steps`, `calls`, `tokens`, `time`,
+    /// The limit that made Toolcrib request the final answer: `steps`, `calls`, `tokens`, `time`,
     /// `repeats` or `failures`.
     limit_reached: Option<&'static str>,
     error: Option<FaultBody>,
@@ -32,7 +33,7 @@ pub(crate) struct RunSummary {
     call_count: u32,
     failed_call_count: u32,
     usage: UsageBody,
-    /// Calls whose results come late.
+    /// Calls whose results are outstanding.
     waiting_for: Vec<WaitingBody>,
     #[serde(skip_serializing_if = "Option::is_none")]
     user_id: Option<String>,
@@ -45,7 +46,7 @@ pub(crate) struct RunSummary {
     completed_at_ms: Option<u64>,
 }
 
-/// What a run has used.
+/// Tokens that a run has used.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct UsageBody {
     prompt_tokens: u64,
@@ -63,7 +64,7 @@ impl From<Usage> for UsageBody {
     }
 }
 
-/// A call whose result comes late.
+/// A call whose result is outstanding.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct WaitingBody {
     tool_call_id: String,
@@ -71,17 +72,17 @@ pub(crate) struct WaitingBody {
     name: String,
 }
 
-/// A run, with all that was said and done in it.
+/// A run, with its steps, calls and messages.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct RunAnswer {
     #[serde(flatten)]
     summary: RunSummary,
     steps: Vec<StepBody>,
-    /// The newest 200, without arguments and results.
+    /// The newest 200 calls, without arguments and results.
     calls: Vec<RunCallBody>,
-    /// Whether there are older ones; `GET /v1/tool_calls?run_id=…` has all of them.
+    /// True if there are older calls; `GET /v1/tool_calls?run_id=…` lists all of them.
     calls_truncated: bool,
-    /// The conversation, in OpenAI's chat form.
+    /// The conversation, in OpenAI's chat format.
     #[schema(value_type = Vec<Object>)]
     messages: Vec<Value>,
     #[schema(value_type = Object)]
@@ -89,7 +90,7 @@ pub(crate) struct RunAnswer {
     tools: Option<Vec<String>>,
 }
 
-/// One answer of the model, and what came of what it called.
+/// One response of the model, and the results of its calls.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct StepBody {
     step: u64,
@@ -99,7 +100,7 @@ pub(crate) struct StepBody {
     /// Id, name and arguments of each call, as the model wrote them.
     #[schema(value_type = Vec<Object>)]
     calls: Value,
-    /// What came of each: `call_id`, `tool_call_id`, `name`, `status`, `ok`, `digested`, `error`.
+    /// Result of each call: `call_id`, `tool_call_id`, `name`, `status`, `ok`, `digested`, `error`.
     #[schema(value_type = Vec<Object>)]
     results: Value,
 }

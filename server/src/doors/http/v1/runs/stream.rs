@@ -1,8 +1,8 @@
-//! Everything that happens in a run, as SSE: what is kept of it and of its calls, each with its
-//! number as the id; and between, without an id, what the model says while it says it.
+//! The event stream of a run over SSE. Stored events of the run and its calls carry their number as
+//! the message id. Deltas of the model's output come between them, without an id.
 //!
-//! A client that comes back with `Last-Event-ID` gets what is kept, and of the answer under way
-//! what is said from then on.
+//! A client that reconnects with `Last-Event-ID` gets all stored events after that one, and of the
+//! response in progress only the deltas from then on.
 
 use std::collections::VecDeque;
 use std::pin::Pin;
@@ -20,10 +20,10 @@ use super::super::super::wire::event_text;
 use super::super::events::{Messages, sent};
 use crate::auth::Standing;
 
-/// How many events are read from the store at once.
+/// Number of events read from the store per page.
 const PAGE: usize = 200;
 
-/// How many notes wait here for their place; what is more waits where it is said.
+/// Maximum number of deltas buffered here; further deltas stay in the subscription.
 const HELD: usize = 256;
 
 type Reading = Pin<Box<dyn Future<Output = Result<Vec<Happened>, Error>> + Send>>;
@@ -36,22 +36,22 @@ struct Following {
     after: u64,
     page: VecDeque<Happened>,
     news: RunNews,
-    /// Said already, but after something that is kept and was not told yet.
+    /// Deltas that were received but belong after a stored event that was not yet sent.
     held: VecDeque<LiveNote>,
     order: Order,
     reading: Option<Reading>,
 }
 
-/// Where in the run's story the stream is.
+/// The position of the stream within the run.
 struct Order {
-    /// The last answer that was told; none where the stream began in the middle.
+    /// Step of the last model response sent; `None` if the stream started in the middle of the run.
     step: Option<u32>,
-    /// Whether its calls are still to be told.
+    /// True while the results of that step's calls are still to be sent.
     open: bool,
 }
 
 impl Order {
-    /// Whether what belongs to this step can be told now.
+    /// Returns true if deltas of this step can be sent now.
     fn has_reached(&self, step: u32) -> bool {
         self.step.is_none_or(|told| !self.open && told + 1 >= step)
     }
@@ -67,7 +67,8 @@ impl Order {
     }
 }
 
-/// Follows a run until it is over; one that is only a name that calls are grouped by, for ever.
+/// Streams a run until it ends. A run id that only groups calls has no end, and neither has its
+/// stream.
 pub(crate) fn follow(
     engine: Engine,
     caller: Caller,
@@ -77,7 +78,7 @@ pub(crate) fn follow(
     news: RunNews,
 ) -> Messages {
     let standing = Standing::new(&caller, headers);
-    // Its first entry comes before anything that it says.
+    // The run's first journal entry precedes all deltas.
     let order = Order { step: (after == 0).then_some(0), open: after == 0 };
     let (page, held) = (VecDeque::new(), VecDeque::new());
     let reading = None;
@@ -90,8 +91,8 @@ pub(crate) fn follow(
 }
 
 impl Following {
-    /// The next message; none when the run is over, when the key was revoked, or when the store is
-    /// away (the client comes back and goes on where it was).
+    /// Returns the next message. The stream ends when the run has ended, when the key was revoked,
+    /// or when the store is unavailable (the client reconnects and continues where it was).
     async fn next(&mut self) -> Option<Message> {
         self.standing.check(&self.engine).ok()?;
         loop {
@@ -129,7 +130,8 @@ impl Following {
         }
     }
 
-    /// What was said and can be told: in its place, or at the latest before the whole answer.
+    /// Takes the next delta that can be sent: in its place, or at the latest before the complete
+    /// response.
     fn due(&mut self) -> Option<LiveNote> {
         let step = self.held.front()?.step();
         let whole_is_next = match self.page.front() {
@@ -172,7 +174,7 @@ fn kept_message(happened: &Happened) -> Message {
     Message::default().id(number.to_string()).event(name).data(text)
 }
 
-/// An entry of a journal as the data of an SSE message.
+/// Serializes a journal entry as the data of an SSE message.
 fn entry_text(noted: &Noted) -> String {
     let mut body = Map::new();
     body.insert("number".into(), noted.number.into());

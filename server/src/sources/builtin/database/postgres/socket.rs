@@ -1,7 +1,7 @@
-//! Sockets to a PostgreSQL server, and the count of what comes out of them.
+//! Sockets to a PostgreSQL server that limit the number of bytes received.
 //!
-//! The driver reads a whole row into memory before anybody can look at it, and a row can be a
-//! gigabyte. So the bytes are counted here, below the driver, and at the limit the socket fails.
+//! The driver reads a whole row into memory before it can be examined, and a row can be a gigabyte.
+//! The bytes are therefore counted here, below the driver, and at the limit the socket fails.
 
 use std::io;
 use std::net::IpAddr;
@@ -16,7 +16,7 @@ use tokio::net::TcpStream;
 use tokio_postgres::Config;
 use tokio_postgres::config::Host;
 
-/// Where a server listens.
+/// Address of a server.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Address {
     Name(String, u16),
@@ -28,7 +28,7 @@ pub enum Address {
 pub trait Socket: AsyncRead + AsyncWrite + Unpin + Send {}
 impl<T: AsyncRead + AsyncWrite + Unpin + Send> Socket for T {}
 
-/// All addresses of a configuration, in order.
+/// Returns all addresses of a configuration, in order.
 pub fn addresses(config: &Config) -> Vec<Address> {
     let ports = config.get_ports();
     let port = |n: usize| ports.get(n).or(ports.first()).copied().unwrap_or(5432);
@@ -44,7 +44,7 @@ pub fn addresses(config: &Config) -> Vec<Address> {
     config.get_hosts().iter().enumerate().map(address).collect()
 }
 
-/// A socket to the first address that answers.
+/// Connects to the first address that accepts the connection.
 pub async fn first(addresses: &[Address]) -> io::Result<(Box<dyn Socket>, Address)> {
     let mut failed = io::Error::other("no address");
     for address in addresses {
@@ -57,7 +57,7 @@ pub async fn first(addresses: &[Address]) -> io::Result<(Box<dyn Socket>, Addres
 }
 
 impl Address {
-    /// A socket to it.
+    /// Connects to this address.
     pub async fn connect(&self) -> io::Result<Box<dyn Socket>> {
         let stream = match self {
             Self::Name(name, port) => TcpStream::connect((name.as_str(), *port)).await?,
@@ -72,7 +72,7 @@ impl Address {
     }
 }
 
-/// A socket that gives only so many bytes.
+/// A socket that delivers a limited number of bytes.
 pub struct Counted {
     socket: Box<dyn Socket>,
     left: usize,
@@ -80,7 +80,7 @@ pub struct Counted {
 }
 
 impl Counted {
-    /// Gives at most `most` bytes; then sets `over` and fails.
+    /// Creates a socket that delivers at most `most` bytes, then sets `over` and fails.
     pub fn new(socket: Box<dyn Socket>, most: usize, over: Arc<AtomicBool>) -> Self {
         Self { socket, left: most, over }
     }

@@ -1,7 +1,7 @@
-//! Against a real server: `TOOLCRIB_TEST_POSTGRES_URL` is a superuser's URL of a throw-away
-//! database. The tests make their own role and tables in it and remove them again.
+//! Tests against a real server. `TOOLCRIB_TEST_POSTGRES_URL` is a superuser's URL of a disposable
+//! database, in which the tests create their own role and tables and remove them again.
 //!
-//! Without the variable they fail, unless `TOOLCRIB_TEST_QUICK=1` says that they may be left out.
+//! Without the variable the tests fail, unless `TOOLCRIB_TEST_QUICK=1` allows them to be skipped.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,11 +16,11 @@ use toolcrib::{Code, Fault};
 use super::super::super::testing;
 use super::super::{DatabaseSettings, tool};
 
-/// The rights on a schema are one row of PostgreSQL's, and two who change it at once get in each
-/// other's way. Held until the end of the script.
+/// Serializes changes to the privileges of a schema: they are one row in PostgreSQL, and concurrent
+/// changes to it conflict. Held until the end of the script.
 const ONE_AT_A_TIME: &str = "SELECT pg_advisory_xact_lock(20261117);";
 
-/// A role that can only read one table, and the superuser who made it.
+/// A role that can only read one table, and the superuser that created it.
 struct Place {
     admin: Client,
     superuser: String,
@@ -29,7 +29,7 @@ struct Place {
 }
 
 impl Place {
-    /// None where the tests may be left out.
+    /// Returns `None` if the tests may be skipped.
     async fn new(name: &str) -> Option<Self> {
         let superuser = match std::env::var("TOOLCRIB_TEST_POSTGRES_URL") {
             Ok(url) => url,
@@ -73,7 +73,7 @@ impl Place {
     }
 }
 
-/// The same server and database as another user.
+/// Returns the URL of the same server and database for another user.
 fn url_for(superuser: &str, user: &str, password: &str) -> String {
     let config: Config = superuser.parse().unwrap();
     let database = config.get_dbname().unwrap_or("postgres").to_owned();
@@ -225,7 +225,7 @@ async fn nothing_but_reading_gets_through() {
         }
         assert_eq!(fault.happened, Happened::No, "{sql}");
     }
-    // A large object is not covered by "read only" before PostgreSQL 16: the rollback covers it.
+    // Before PostgreSQL 16 "read only" does not cover a large object: the rollback does.
     let objects = "SELECT count(*) FROM pg_largeobject_metadata";
     let count = place.count(objects).await;
     let _ = run(&source, "SELECT lo_create(0)").await;
@@ -267,7 +267,7 @@ async fn a_role_that_reaches_further_is_refused() {
     place.clear().await;
 }
 
-/// How many statements of this role the server is still running.
+/// Returns the number of statements that the server still runs for this role.
 async fn running(place: &Place) -> i64 {
     let name = &place.name;
     let sql = format!(

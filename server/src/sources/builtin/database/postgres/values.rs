@@ -1,7 +1,7 @@
-//! PostgreSQL's values as JSON and JSON values as its parameters.
+//! Conversion of PostgreSQL's values to JSON, and of JSON values to parameters.
 //!
-//! Only types whose JSON is obvious are read here. All others are turned into text or JSON by the
-//! server, which knows every type there is. Parameters are sent as text for the same reason.
+//! Only types with an obvious JSON form are decoded here. The server converts all others to text or
+//! JSON, because it knows every type. Parameters are sent as text for the same reason.
 
 use std::error::Error;
 
@@ -9,7 +9,7 @@ use serde_json::Value;
 use tokio_postgres::types::{Format, FromSql, IsNull, Kind, ToSql, Type};
 use tokio_util::bytes::BytesMut;
 
-/// A value that could not be read.
+/// An error for a value that cannot be decoded.
 #[derive(Debug, thiserror::Error)]
 #[error("a value of type {0} cannot be read: cast it to text")]
 pub struct Unread(String);
@@ -18,7 +18,7 @@ pub struct Unread(String);
 #[derive(Debug, PartialEq)]
 pub struct Cell(pub Value);
 
-/// Whether a column of this type is read here.
+/// Returns `true` if a column of this type is decoded here.
 pub fn is_plain(ty: &Type) -> bool {
     matches!(ty.kind(), Kind::Enum(_)) || is_text(ty) || is_number(ty) || is_other(ty)
 }
@@ -35,12 +35,12 @@ fn is_other(ty: &Type) -> bool {
     [Type::BOOL, Type::UUID, Type::JSON, Type::JSONB, Type::BYTEA].contains(ty)
 }
 
-/// How the server is asked for a column of this type.
+/// Returns the expression that selects a column of this type.
 pub fn expression(ty: &Type, column: &str) -> String {
     if is_plain(ty) {
         format!("q.{column}")
     } else if *ty == Type::NUMERIC {
-        // As text: a JSON number would be read as a float by most, and lose digits.
+        // As text: most readers parse a JSON number as a float, which loses digits.
         format!("q.{column}::pg_catalog.text")
     } else {
         format!("pg_catalog.to_jsonb(q.{column})")
@@ -94,7 +94,7 @@ fn text(raw: &[u8]) -> Value {
     Value::String(String::from_utf8_lossy(raw).into_owned())
 }
 
-/// What nests too deep to be read stays text.
+/// Parses JSON. A value that is nested too deep to be parsed stays text.
 fn json(raw: &[u8]) -> Value {
     serde_json::from_slice(raw).unwrap_or_else(|_| text(raw))
 }
@@ -106,12 +106,12 @@ fn uuid(raw: &[u8]) -> Option<String> {
     Some(parts.join("-"))
 }
 
-/// One parameter, as the text the server reads it from.
+/// One parameter, as the text that the server parses.
 #[derive(Debug, PartialEq)]
 pub struct Param(Option<String>);
 
 impl Param {
-    /// The values of all parameters of a statement.
+    /// Converts the values of all parameters of a statement.
     pub fn all(types: &[Type], values: &[Value]) -> Result<Vec<Self>, String> {
         if types.len() != values.len() {
             return Err(format!(

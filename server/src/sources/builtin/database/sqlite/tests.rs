@@ -1,4 +1,4 @@
-//! That the sample is there, that answers are right, and that nothing but reading gets through.
+//! Tests that the sample exists, that results are right, and that nothing but reading is possible.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -115,7 +115,7 @@ async fn the_schema_can_be_looked_at() {
     assert!(shop.run("EXPLAIN QUERY PLAN SELECT * FROM orders").await.is_ok());
 }
 
-/// Each is refused as the statement's fault, and the file stays as it was.
+/// Asserts that each statement is refused as invalid and that the file is unchanged.
 async fn all_refused(shop: &Shop, table: &[String]) {
     let before = shop.hash();
     for sql in table {
@@ -249,7 +249,7 @@ async fn what_never_ends_is_stopped_at_the_time_limit() {
     }
 }
 
-/// More of them than there are places: were the threads not freed, the last would wait for ever.
+/// Runs more queries than there are permits: if threads were not freed, the last one would hang.
 #[tokio::test]
 async fn cancel_frees_the_thread() {
     let shop = Shop::new();
@@ -322,8 +322,8 @@ async fn arguments_and_definition() {
     assert_eq!(definition.input_schema.value()["required"], json!(["sql"]));
 }
 
-/// One step of SQLite cannot be interrupted: the caller does not wait for it, and what such steps
-/// can cost is bounded.
+/// One step of SQLite cannot be interrupted: the caller does not wait for it, and the cost of such
+/// steps is bounded.
 #[tokio::test]
 async fn slow_steps_are_not_waited_for() {
     let shop = Shop::with(DatabaseSettings { timeout_ms: 200, ..DatabaseSettings::default() });

@@ -1,17 +1,17 @@
-//! How much of what one client says is handled at a time.
+//! Limits the work that the messages of one client cause at a time.
 
 use std::sync::Arc;
 
 use tokio::sync::{AcquireError, OwnedSemaphorePermit, Semaphore};
 
-/// Where messages of one client are handled: so many at a time, and not more bytes than one
-/// message may have beside the one that was read last.
+/// Limits the messages of one client in progress: their number, and their total size to that of one
+/// maximum message beside the one that was read last.
 pub(super) struct Places {
     number: Arc<Semaphore>,
     bytes: Arc<Semaphore>,
 }
 
-/// A place, and the room that its message takes.
+/// A permit for one message: a slot, and the bytes of the message.
 pub(super) struct Taken {
     _place: OwnedSemaphorePermit,
     room: OwnedSemaphorePermit,
@@ -28,8 +28,8 @@ impl Places {
         Ok(Taken { _place: place, room: self.bytes.clone().acquire_owned().await? })
     }
 
-    /// The same once it is known how large the message is. Where there is not so much room, all
-    /// that is left is taken, and nothing is read until some of it is free.
+    /// Extends a permit once the size of its message is known. If fewer bytes are free, takes all
+    /// of them; the next message is then not read until some are released.
     pub(super) fn filled(&self, mut taken: Taken, size: usize) -> Taken {
         let more = size.saturating_sub(1).min(self.bytes.available_permits());
         let more = u32::try_from(more).unwrap_or(u32::MAX);

@@ -1,8 +1,8 @@
-//! What comes in on a WebSocket, looked at on its way and not touched.
+//! Inspects incoming WebSocket frames without changing them.
 //!
-//! A message over the limit is not read, and so nobody would know which call it was about: the call
-//! would be given again, and come back too large again. Its edges are kept here, which is where a
-//! message says what it is about.
+//! The WebSocket library rejects a message over the limit unread, so its call would stay unknown:
+//! the request would be redelivered, and its result would be oversized again. This module therefore
+//! retains both ends of an oversized message, where its type, call id and attempt are.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -13,23 +13,23 @@ use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf};
 
-/// How much is kept of the beginning and of the end of a message.
+/// Number of bytes retained of each end of a message.
 const EDGE: usize = 2_048;
 
-/// A connection that is looked at.
+/// A connection whose incoming frames are inspected.
 pub(super) struct Tap<S> {
     inner: S,
     watch: Watch,
 }
 
 impl<S: AsyncRead + Unpin> Tap<S> {
-    /// Messages over `limit` bytes are too large.
+    /// Wraps a connection. Messages over `limit` bytes are oversized.
     pub(super) fn new(inner: S, limit: usize) -> Self {
         Self { inner, watch: Watch { limit: limit as u64, ..Watch::default() } }
     }
 
-    /// Reads on to the end of the message that was too large, but not more than `most` bytes of it.
-    /// Who sends it hears what is said to it only when it has sent it.
+    /// Reads to the end of the oversized message, but at most `most` bytes of it. A client that is
+    /// still sending reads no response before it has finished.
     pub(super) async fn pass_over(&mut self, most: usize) {
         let mut scrap = vec![0; 65_536];
         let mut passed = 0;
@@ -44,7 +44,7 @@ impl<S: AsyncRead + Unpin> Tap<S> {
         }
     }
 
-    /// What the message that was too large was about, as far as its edges say.
+    /// Returns the header of the oversized message, as far as its retained ends contain it.
     pub(super) fn about(&self) -> About {
         let last: Vec<u8> = self.watch.last.iter().copied().collect();
         About::of(&self.watch.first, &last)
@@ -82,22 +82,22 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Tap<S> {
     }
 }
 
-/// Where in the stream of frames (RFC 6455, 5.2) we are.
+/// Parser state within the stream of frames (RFC 6455, section 5.2).
 #[derive(Default)]
 struct Watch {
     limit: u64,
-    /// The head of a frame, as far as it has come.
+    /// The received part of a frame's header.
     head: Vec<u8>,
-    /// What is still to come of a frame.
+    /// The frame whose payload is being received.
     frame: Option<Frame>,
-    /// The size of the message under way, over all of its frames.
+    /// Size of the current message, over all its frames.
     size: u64,
     too_large: Option<Passing>,
     first: Vec<u8>,
     last: VecDeque<u8>,
 }
 
-/// How far a message that is too large has come. Nothing is looked at after it.
+/// Progress of an oversized message. Frames after it are not inspected.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Passing {
     Comes,
@@ -107,25 +107,26 @@ enum Passing {
 struct Frame {
     left: u64,
     mask: [u8; 4],
-    /// Where in the mask its next byte is.
+    /// Position of the next byte in the mask.
     turn: usize,
     part: Part,
     ends: bool,
-    /// Whether its edges may be asked for: not of what is read as a whole.
+    /// True if the ends of this frame's payload are retained; false if the message is read as a
+    /// whole.
     kept: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Part {
-    /// Of a message, its first or a later one.
+    /// The first frame of a message; `Continuation` is a later one.
     First,
     Later,
-    /// A ping or the like, which may come in the midst of a message.
+    /// A control frame such as a ping, which may occur between the frames of a message.
     Between,
 }
 
 impl Frame {
-    /// A frame by its head, once that is whole.
+    /// Parses a frame's header, once it is complete.
     fn of(head: &[u8]) -> Option<Self> {
         let (kind, length) = (*head.first()?, *head.get(1)?);
         let more = match length & 0x7f {
@@ -208,7 +209,7 @@ impl Watch {
     }
 }
 
-/// What a message says about itself.
+/// The header of an oversized message.
 #[derive(Debug, Default, PartialEq, Eq, Deserialize)]
 pub(super) struct About {
     #[serde(rename = "type")]
@@ -218,11 +219,11 @@ pub(super) struct About {
 }
 
 impl About {
-    /// By the first and the last bytes of a message. Only its own fields count: a result may have
-    /// fields of the same names in itself.
+    /// Extracts the header from the first and last bytes of a message. Only top-level fields count,
+    /// because a result may contain fields with the same names.
     fn of(first: &[u8], last: &[u8]) -> Self {
         let mut about = Self::default();
-        // Ends with an error, where the message was cut; what was read until then stays.
+        // Fails where the retained bytes end; fields that were read until then remain.
         let _ = serde_json::Deserializer::from_slice(first).deserialize_map(Reading(&mut about));
         let end = Self::of_end(last);
         Self {
@@ -232,8 +233,8 @@ impl About {
         }
     }
 
-    /// The fields after a comma, where all that follows it is fields of the message itself: only
-    /// then it is an object once the brace that opens the message is put before it.
+    /// Parses the fields after a comma, if only top-level fields of the message follow it: only
+    /// then does the rest become a valid object when an opening brace is put before it.
     fn of_end(last: &[u8]) -> Self {
         let commas = last.iter().enumerate().filter(|(_, byte)| **byte == b',');
         let rests = commas.map(|(at, _)| [b"{", &last[at + 1..]].concat());

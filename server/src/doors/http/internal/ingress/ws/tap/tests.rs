@@ -1,10 +1,11 @@
-//! Messages that are too large, whole, in frames and in pieces, and what is known of them.
+//! Oversized messages, in one frame, in fragments and in partial reads, and the header recovered
+//! from them.
 
 use super::*;
 
 const LIMIT: usize = 100;
 
-/// A frame as a client sends it.
+/// Builds a frame as a client sends it.
 fn frame(kind: u8, ends: bool, text: &[u8]) -> Vec<u8> {
     let mask = [7, 200, 3, 99];
     let mut bytes = vec![kind | if ends { 0x80 } else { 0 }];
@@ -24,7 +25,7 @@ fn frame(kind: u8, ends: bool, text: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// What is known of the first message that is too large, where the bytes come in such pieces.
+/// Returns the header of the first oversized message when the bytes arrive in chunks of this size.
 fn about(bytes: &[u8], piece: usize) -> Option<About> {
     let mut watch = Watch { limit: LIMIT as u64, ..Watch::default() };
     bytes.chunks(piece).for_each(|piece| watch.see(piece));
